@@ -83,7 +83,7 @@ class PrintedTraceback:
         self.last_at = at
         self._keep(line)
         plain, prefixed = _plain(line)
-        if self._first_frame and (boxed := _BOXED.match(plain)):
+        if self._frames and self._first_frame and (boxed := _BOXED.match(plain)):
             self._wrapped += boxed[1]
         quotes = not self._frames and bool(_QUOTES.match(plain))
         self._quoted = self._quoted or quotes
@@ -91,11 +91,13 @@ class PrintedTraceback:
             if self._chained or quotes:
                 self._frames = self._first_frame = True
                 self._message, self._chained, self.error = 0, False, ""
-        elif self._first_frame and (
-            frame := _BOXED_FRAME.match(self._wrapped) or _FRAME.search(plain)
+        elif (
+            self._frames
+            and self._first_frame
+            and (frame := _BOXED_FRAME.match(self._wrapped) or _FRAME.search(plain))
         ):
             name = frame[1] or frame[2]
-            self._first_frame = False
+            self._first_frame, self._wrapped = False, ""
             self.surely = prefixed
             # Frames of another process say nothing of how this one ended.
             self.uncaught = prefixed or name in _OUTERMOST or (self._quoted and self.uncaught)

@@ -98,7 +98,8 @@ def ray_connection(
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
         is_warm = bool(options.get("runtime_env"))
         is_seen = options.get("include_dashboard") is not False
-        quick = iter([] if address else [quick_start(is_warm, is_seen)])  # the first time
+        is_quick = not address and (is_warm or not is_seen)
+        quick = iter([quick_start(is_warm, is_seen)] if is_quick else [])  # the first time
 
         def init() -> None:
             with next(quick, nullcontext()):

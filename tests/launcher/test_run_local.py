@@ -623,7 +623,7 @@ def test_what_python_prints_is_understood(
 ):
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, tmp_path / "script.py"]
-    environment = {**os.environ, "COLUMNS": "100"}
+    environment = {**os.environ, "COLUMNS": "40" if "rich" in code else "100"}
     run = warm_python.run if "torch" in code else subprocess.run
     done = run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     for prefix in ("", "\x1b[31m", "[rank1]: "):

@@ -56,8 +56,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-def join(tell: Callable[[str], None] = lambda _: None, wait_s: float = 0.0) -> None:
-    with ray_connection(None, {}, {"num_cpus": 2}, tell, wait_s=wait_s):
+def join(
+    tell: Callable[[str], None] = lambda _: None, wait_s: float = 0.0, **options: object
+) -> None:
+    with ray_connection(None, {}, {"num_cpus": 2, **options}, tell, wait_s=wait_s):
         pass
 
 
@@ -97,6 +99,7 @@ def test_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_
 @pytest.mark.parametrize(
     "error",
     [
+        ValueError("num_cpus must be an integer"),
         ConnectionError("Could not find any running Ray instance. Please specify the one"),
         RuntimeError("Version mismatch: The cluster was started with:\nRay: 2.9"),
         type("AuthenticationError", (Exception,), {})("no token"),
@@ -121,11 +124,11 @@ def test_ctrl_c_ends_the_tries(ray: Any) -> None:
 )
 def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(ray: Any, error: Exception) -> None:
     ray.to_raise = [error]
-    join()
+    join(include_dashboard=False)
     assert len(ray.calls) == 2
     ray.to_raise = [ValueError("num_cpus must be an integer")] * 9
     with pytest.raises(PreflightError, match="num_cpus"):
-        join()
+        join(include_dashboard=False)
     assert len(ray.calls) == 4
 
 
