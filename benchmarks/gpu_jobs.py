@@ -25,9 +25,9 @@ from raytrain_ddp.data.epoch_order import runs_of
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.events import Checkpoint, Train
 from raytrain_ddp.tasks.image_classification import ImageClassification
+from raytrain_ddp.training.device_feed import plan_of, train_loader
 from raytrain_ddp.training.local_session import LocalSession, join_world
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.prepare import plan_of, train_loader
 from raytrain_ddp.training.recorder import Best
 from raytrain_ddp.training.world import World
 

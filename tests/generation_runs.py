@@ -91,6 +91,7 @@ def _work(
     events: list[Any] = []
     outcomes: list[Outcome] = []
     sizes: list[int] = []
+    tasks: list[TinyTask] = []
 
     def start(live: LiveState | None) -> LocalSession:
         sizes.append(place.seat.size)
@@ -101,7 +102,9 @@ def _work(
         return Session(made, world, Best("loss", "min"), events.append, live)
 
     def run(session: LocalSession) -> None:
-        task = TinyTask(made, **options)
+        if session.kept is None:
+            tasks[:] = [TinyTask(made, **options)]
+        task = tasks[0]
         task.session = session  # type: ignore[assignment]
         outcomes.append(train(made, task, session))
 

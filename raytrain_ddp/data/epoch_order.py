@@ -71,6 +71,12 @@ class Plan:
         """Rows that are used in an epoch."""
         return max(1, self.rows // self.repeats) if self.spread else self.rows
 
+    @property
+    def smallest_slot(self) -> int:
+        """Samples of the smallest micro-batch that has any."""
+        counts = (self.count(self.steps_per_epoch - 1, slot) for slot in range(self.slots))
+        return min(count for count in counts if count)
+
     def lane(self, slot: int) -> tuple[int, int]:
         """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""
         if self.spread:

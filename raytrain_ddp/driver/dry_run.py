@@ -65,9 +65,9 @@ def dry_run(
     from raytrain_ddp.data.epoch_order import items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.device_feed import plan_of
     from raytrain_ddp.training.early_stop import require_evaluation
     from raytrain_ddp.training.lr_schedule import LearningRates, steps_to_check
-    from raytrain_ddp.training.prepare import plan_of
     from raytrain_ddp.training.several_optimizers import turns_of
     from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
 
@@ -169,7 +169,7 @@ def _tried(
     import torch
 
     from raytrain_ddp.training.buffer_sync import own_memory
-    from raytrain_ddp.training.prepare import train_loader
+    from raytrain_ddp.training.device_feed import train_loader
     from raytrain_ddp.training.sanity_check import try_evaluation, try_loss
     from raytrain_ddp.training.train_state import begin_training
     from raytrain_ddp.training.world import World

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.generations import Place
     from raytrain_ddp.training.live_state import LiveState
+    from raytrain_ddp.training.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +109,13 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     Args:
         sessions: receives each session as soon as it is made.
     """
-    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
-    from raytrain_ddp.config.automatic import unsettled
-    from raytrain_ddp.config.recipe import dumps, from_dict, publishable, to_dict
+    from raytrain_ddp.config.recipe import from_dict
     from raytrain_ddp.events import Note
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
-    from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.training.settling import as_begun, settled
 
     config = from_dict(given.config)
     require_folder(config, given.lease)
@@ -126,25 +123,19 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     loaded: list[tuple[TrainConfig, Task]] = []
 
     def start(live: LiveState | None) -> RaySession:
-        reads.clear()  # anew each time: a task may keep a state of its own
-        made = config
-        if given.task is not None:
-            made = dataclasses.replace(config, task=pickle.loads(given.task))
-        is_unsettled = bool(unsettled(made))
         if place is not None:
             set_environment(place.seat)
         world = world_of_worker(given.threads, place.seat if place else None)
-        made, notes = settled(as_begun(made), world)
-        given.config.update(to_dict(made))
-        task = load_task(made, reads)
-        loaded[:] = [(made, task)]
+        notes: list[str] = []
+        if live is None or live.kept is None:
+            reads.clear()
+            made, task, notes = _load(given, config, world, reads)
+            loaded[:] = [(made, task)]
+        made, task = loaded[0]
         best = Best(task.monitor, task.goal)
         look_s = given.look_every_s
         session = RaySession(made, world, given.mailbox, best, look_s, _start(), live, place)
         sessions[:] = [session]
-        if is_unsettled and session.world.is_main:
-            storage = run_storage(made)
-            storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
         for text in notes:
             session.tell(Note(text))
         return session
@@ -163,6 +154,30 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         return
     with start(None) as session:
         run(session)
+
+
+def _load(
+    given: WorkerSettings, config: TrainConfig, world: World, reads: set[str]
+) -> tuple[TrainConfig, Task, list[str]]:
+    """The settled config, its task, and notes about what was chosen; all ranks take part.
+
+    Args:
+        reads: see `load_task`.
+    """
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import dumps, publishable, to_dict
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.settling import as_begun, settled
+
+    if given.task is not None:
+        config = dataclasses.replace(config, task=pickle.loads(given.task))
+    made, notes = settled(as_begun(config), world)
+    given.config.update(to_dict(made))
+    if unsettled(config) and world.is_main:
+        storage = run_storage(made)
+        storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
+    return made, load_task(made, reads), notes
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:

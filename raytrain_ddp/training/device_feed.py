@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import events
-from raytrain_ddp.data.loader import Slot, TrainLoader
+from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.loader import Slot, TrainLoader, shuffle_for, window_for
+from raytrain_ddp.data.loader_threads import LoaderThreads
 from raytrain_ddp.data.nested import tensors_of, to_device
 from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.errors import DataError
@@ -169,3 +174,57 @@ class Audit:
             dist.all_gather_object(parts, mine)
         digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
         self._session.log(events.Audit(slots[0].step + 1, digest))
+
+
+def plan_of(config: TrainConfig, data: Data) -> Plan:
+    """How an epoch of the training data is divided."""
+    limit = config.overfit_batches or config.limit_train_batches
+    repeats, spread = config.augment.repeats, config.augment.spread_repeats
+    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
+
+
+def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
+    """This worker's loader."""
+    return TrainLoader(
+        data=data,
+        plan=plan,
+        shuffle=shuffle_for(data, config.data.shuffle),
+        window=window_for(data, config.data.shuffle_window),
+        seed=config.seed,
+        world_size=world.size,
+        rank=world.rank,
+        threads=loader_threads(config.data, world.threads),
+        skip=config.data.may_skip,
+        pin=world.device.type == "cuda",
+        digests=config.log.audit,
+        same_order=config.overfit_batches > 0,
+    )
+
+
+def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
+    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
+    auto = config.workers == "auto"
+    most = cpus if config.workers == "auto" else config.workers
+    return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
+
+
+def make_feed(
+    config: TrainConfig,
+    loader: TrainLoader,
+    eval_data: Data | None,
+    state: TrainState,
+    session: Session,
+    clock: Clock,
+) -> Feed:
+    """The loader's steps, processed as the config says."""
+    plan, data = loader.plan, config.data
+    return Feed(
+        loader=loader,
+        move=on_device(session.world.device, clock),
+        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
+        if data.may_skip
+        else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
+        watch=Audit(session) if config.log.audit else lambda slots: None,
+        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
+        eval_data=eval_data,
+    )

@@ -21,7 +21,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
-from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.shared_checkpoint import Relay, TensorCheckpoint, tensors_in
 from raytrain_ddp.training.train_state import encode
 from raytrain_ddp.training.world import World
@@ -38,6 +38,7 @@ class LiveState:
         files: file name -> content, in pieces, most of which are the snapshot's memory.
         tensors: those in the files.
         digest: of all tensors, hex; computed in the background.
+        kept: what else this process has, which is no part of the state.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.
@@ -49,9 +50,10 @@ class LiveState:
     records: int
     needed: tuple[int, ...]
     digest: Future[str] = field(repr=False)
+    kept: Kept | None = field(repr=False)
 
     @staticmethod
-    def of(snapshot: Snapshot) -> LiveState:
+    def of(snapshot: Snapshot, kept: Kept | None = None) -> LiveState:
         contents = encode(snapshot).items()
         files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
         best_step = snapshot.documents["state.json"]["best_step"]
@@ -68,6 +70,7 @@ class LiveState:
             records=len(snapshot.log),
             needed=tuple(sorted(needed)),
             digest=digest,
+            kept=kept,
         )
 
     def progress(self) -> _Progress:

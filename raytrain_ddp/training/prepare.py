@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,17 +14,9 @@ from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.effects import unread_notes
-from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import Plan
-from raytrain_ddp.data.loader import (
-    TrainLoader,
-    memory_note,
-    shuffle_for,
-    start_processes,
-    window_for,
-)
-from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.loader import TrainLoader, memory_note, start_processes
 from raytrain_ddp.data.sources import Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
@@ -33,7 +26,7 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, model_of, optional_method, train_data_of
 from raytrain_ddp.training.buffer_sync import own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
-from raytrain_ddp.training.device_feed import AgreedCount, Audit, Feed, on_device
+from raytrain_ddp.training.device_feed import loader_threads, make_feed, plan_of, train_loader
 from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.live_state import LiveCheckpoint
 from raytrain_ddp.training.lr_schedule import LearningRates
@@ -41,12 +34,11 @@ from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.optimizer_shares import shares_of
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
-from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.reduction import broadcast_model, require_same_model
+from raytrain_ddp.training.reduction import broadcast_model, model_tensors, require_same_model
 from raytrain_ddp.training.same_nodes import require_same_nodes
 from raytrain_ddp.training.sanity_check import try_evaluation
 from raytrain_ddp.training.seeding import seed_all
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.session import Kept, Session, WarmUp
 from raytrain_ddp.training.step import Stepper, make_stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
@@ -59,7 +51,8 @@ from raytrain_ddp.training.world import World, device_name, set_up, software_ver
 def prepare(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
 ) -> PreparedRun:
-    """Builds, places, wraps and warms up the model; loads the newest checkpoint. All ranks."""
+    """Builds, places, wraps and warms up the model; loads the newest checkpoint. All ranks; one
+    that has lost others makes anew only what depends on them."""
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
@@ -67,11 +60,9 @@ def prepare(
     session.watch(clock)
     require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
+    kept = session.kept
+    data, eval_data = (kept.data, kept.eval_data) if kept else _open(config, task)
     splits = _counted_splits(task, world)
-    if data.source.blocks.min() < 1:
-        raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
     plan = plan_of(config, data)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
@@ -80,8 +71,7 @@ def prepare(
     session.tell(messages.Phase("preparing the model"))
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
-    model = initial_model(config, task, world)
-    _require_storable(model)
+    model = _model(config, task, world, kept)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
@@ -90,18 +80,20 @@ def prepare(
     refuse = partial(handle_nonfinite, config, state, session, loader)
     stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)
     state.average = average_of(model, optimizer, config.ema)
-    flops = _warm_up(stepper, loader, config.data.grow_epochs)
-    if eval_data is not None:
-        try_evaluation(config, task, model, eval_data, world, session.tell)
-    _tell_notes(config, task, loader, state, session, reads)
+    warm_up = _warm_up(stepper, loader, config.data.grow_epochs, kept)
+    flops = stepper.adopt(warm_up)
+    if kept is None:
+        _try_and_tell(config, task, loader, eval_data, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
-    identity = DataIdentity.of(data, eval_data, task)
+    identity = kept.identity if kept else DataIdentity.of(data, eval_data, task)
     identity.require_alike(world)
     checkpoint = session.latest(state.existing())
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
+    if checkpoint is None and kept and kept.model:
+        _begin_again(model, config, task, world)
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -153,7 +145,9 @@ def prepare(
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
     session.confirm()  # the weights that rank 0 sent
-    session.begin(run.take_live)
+    is_free = config.exact and optional_method(task, "optimizer") is None  # nothing else has it
+    kept = Kept(data, eval_data, identity, model if is_free else None, warm_up)
+    session.begin(run.take_live, kept)
     return run
 
 
@@ -167,15 +161,18 @@ def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> l
     return log
 
 
-def _tell_notes(
+def _try_and_tell(
     config: TrainConfig,
     task: Task,
     loader: TrainLoader,
+    eval_data: Data | None,
     state: TrainState,
     session: Session,
     reads: Collection[str] | None,
 ) -> None:
-    """Tells what is allowed, but may not be meant."""
+    """Tries an evaluation, and tells what is allowed, but may not be meant."""
+    if eval_data is not None:
+        try_evaluation(config, task, state.model, eval_data, session.world, session.tell)
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones
@@ -190,6 +187,30 @@ def _counted_splits(task: Task, world: World) -> Splits | None:
         return None
     splits.begin_counting()
     return splits
+
+
+def _open(config: TrainConfig, task: Task) -> tuple[Data, Data | None]:
+    """The data to train and to evaluate on."""
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
+    if data.source.blocks.min() < 1:
+        raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
+    return data, eval_data
+
+
+def _model(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
+    """The kept model, or the initial one; all ranks take part."""
+    if kept is not None and kept.model is not None:
+        kept.model.zero_grad()  # views of the former sums
+        require_same_model(kept.model, world)
+        return kept.model
+    model = initial_model(config, task, world)
+    for name, kind in unstorable(model.state_dict()).items():
+        raise ConfigError(  # before hours of training, not at the first checkpoint
+            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use another type "
+            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
+        )
+    return model
 
 
 def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
@@ -213,25 +234,28 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     return model
 
 
-def _warm_up(stepper: Stepper, loader: TrainLoader, epoch: int) -> float:
-    """Returns the floating-point operations of a sample, forward and backward; 0 if unknown.
+def _warm_up(
+    stepper: Stepper, loader: TrainLoader, epoch: int, kept: Kept | None
+) -> Mapping[str, WarmUp]:
+    """See `Stepper.warm_up`.
 
     Args:
         epoch: one whose images are as large as any.
     """
+    if kept is not None and kept.model is not None:
+        return kept.warm_up
     batch = loader.any_batch(epoch=epoch)
-    smallest = loader.any_batch(_smallest_slot(loader.plan), epoch)
+    smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    return stepper.warm_up(batch, smallest, single) / loader.data.samples_of(batch)
+    return stepper.warm_up(batch, loader.data.samples_of(batch), smallest, single)
 
 
-def _require_storable(model: nn.Module) -> None:
-    """Checked before hours of training, not at the first checkpoint."""
-    for name, kind in unstorable(model.state_dict()).items():
-        raise ConfigError(
-            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use another type "
-            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
-        )
+def _begin_again(model: nn.Module, config: TrainConfig, task: Task, world: World) -> None:
+    """Gives a kept model the weights that it began with: no rank could go on from its own."""
+    first = model_tensors(initial_model(config, task, replace(world, rank=0, size=1)))
+    with torch.no_grad():
+        for name, tensor in model_tensors(model).items():
+            tensor.copy_(first[name])
 
 
 def _mode_note(model: nn.Module) -> str | None:
@@ -244,12 +268,6 @@ def _mode_note(model: nn.Module) -> str | None:
     )
 
 
-def _smallest_slot(plan: Plan) -> int:
-    """Samples of the smallest non-empty micro-batch."""
-    counts = (plan.count(plan.steps_per_epoch - 1, slot) for slot in range(plan.slots))
-    return min(count for count in counts if count)
-
-
 def _require_one_slot_each(plan: Plan, world: World) -> None:
     """SyncBatchNorm communicates in each forward pass, so all ranks must make the same passes."""
     last = plan.steps_per_epoch - 1
@@ -260,57 +278,3 @@ def _require_one_slot_each(plan: Plan, world: World) -> None:
             f"{world.size} workers) and no empty slot in the last step. Without it, statistics are "
             "those of a slot, whatever the number of workers."
         )
-
-
-def plan_of(config: TrainConfig, data: Data) -> Plan:
-    """How an epoch of the training data is divided."""
-    limit = config.overfit_batches or config.limit_train_batches
-    repeats, spread = config.augment.repeats, config.augment.spread_repeats
-    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
-
-
-def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
-    """This worker's loader."""
-    return TrainLoader(
-        data=data,
-        plan=plan,
-        shuffle=shuffle_for(data, config.data.shuffle),
-        window=window_for(data, config.data.shuffle_window),
-        seed=config.seed,
-        world_size=world.size,
-        rank=world.rank,
-        threads=loader_threads(config.data, world.threads),
-        skip=config.data.may_skip,
-        pin=world.device.type == "cuda",
-        digests=config.log.audit,
-        same_order=config.overfit_batches > 0,
-    )
-
-
-def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
-    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
-    auto = config.workers == "auto"
-    most = cpus if config.workers == "auto" else config.workers
-    return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
-
-
-def make_feed(
-    config: TrainConfig,
-    loader: TrainLoader,
-    eval_data: Data | None,
-    state: TrainState,
-    session: Session,
-    clock: Clock,
-) -> Feed:
-    """The loader's steps, processed as the config says."""
-    plan, data = loader.plan, config.data
-    return Feed(
-        loader=loader,
-        move=on_device(session.world.device, clock),
-        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
-        if data.may_skip
-        else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
-        watch=Audit(session) if config.log.audit else lambda slots: None,
-        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
-        eval_data=eval_data,
-    )

@@ -26,7 +26,7 @@ from raytrain_ddp.training.live_state import LiveState, most_advanced
 from raytrain_ddp.training.phase_clock import STARTING, Clock
 from raytrain_ddp.training.recorder import Best, Recorder
 from raytrain_ddp.training.rendezvous import Exchange, exchange_owners
-from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint, failing
 from raytrain_ddp.training.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.world import World
@@ -44,6 +44,7 @@ class RecordingSession:
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
+        kept: see Session.
     """
 
     only_main_asks = False
@@ -65,6 +66,7 @@ class RecordingSession:
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
         self._live = live
+        self.kept = live.kept if live else None
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
         self._attempt, self._closing = 0, threading.Event()
         self._parts = PartWriter(world.rank, lambda s: not self._closing.wait(s))
@@ -165,8 +167,8 @@ class RecordingSession:
             raise failing(self._storage, answer) from answer
         return cast(T, answer)
 
-    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
-        self._live, self._take_live = None, take_live
+    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept) -> None:
+        self._live, self._take_live, self.kept = None, take_live, kept
 
     def live_state(self) -> LiveState | None:
         """The state that this process has; None if others could not go on from it."""
@@ -174,7 +176,7 @@ class RecordingSession:
         if take is None:
             return self._live
         taken = take()
-        return None if taken is None else LiveState.of(taken)
+        return None if taken is None else LiveState.of(taken, self.kept)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         if self.recorder is not None:

@@ -12,8 +12,11 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
+from raytrain_ddp.data.sources import Data
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.messages import Event
+from raytrain_ddp.training.buffer_sync import BufferLocation
+from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.world import World
 
@@ -41,6 +44,39 @@ class Snapshot:
     elsewhere: tuple[str, ...] = ()
 
 
+class WarmUp(NamedTuple):
+    """What the warm-up of a turn has found out about the model.
+
+    Args:
+        scalar_names: of the scalars that the task logs beside the loss.
+        fewest: samples of a slot that passes in training mode.
+        changing: the bool buffers that a forward pass changes.
+        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
+    """
+
+    scalar_names: tuple[str, ...]
+    fewest: int
+    changing: list[BufferLocation]
+    flops: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a process that loses a peer keeps for the next process group, as it does not depend on
+    the other ranks. See `prepare`, which made it.
+
+    Args:
+        model: its weights are any; None: it is made anew, as DDP has wrapped it.
+        warm_up: of the turns of that model, by name.
+    """
+
+    data: Data
+    eval_data: Data | None
+    identity: DataIdentity
+    model: nn.Module | None
+    warm_up: Mapping[str, WarmUp]
+
+
 class Requests(NamedTuple):
     """What one rank requests after the current step; all ranks then do what any rank requests.
 
@@ -61,11 +97,13 @@ class Session(Protocol):
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
+        kept: of this process's former session; None: it had none that began.
     """
 
     world: World
     hosts: list[str]
     only_main_asks: bool
+    kept: Kept | None
 
     def watch(self, clock: Clock) -> None:
         """Until `finish`, workers that make no progress are ended. All ranks take part."""
@@ -80,9 +118,10 @@ class Session(Protocol):
             existing: may be read into; it is to be loaded from the result, or the run ends.
         """
 
-    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
+    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`. None: nobody could go on from it."""
+        last complete step with `take_live`, and goes on with `kept`. None: nobody could go on from
+        it."""
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         """Restores the log of a checkpoint."""

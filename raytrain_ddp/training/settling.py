@@ -25,7 +25,8 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task_check import train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.determinism import naming_nondeterministic
-from raytrain_ddp.training.prepare import initial_model, plan_of, train_loader
+from raytrain_ddp.training.device_feed import plan_of, train_loader
+from raytrain_ddp.training.prepare import initial_model
 from raytrain_ddp.training.several_optimizers import turns_of
 from raytrain_ddp.training.task_optimizer import optimizer_of
 from raytrain_ddp.training.turn import forward

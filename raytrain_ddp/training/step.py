@@ -25,7 +25,7 @@ from raytrain_ddp.training.nonfinite import StepTrace, make_guard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import ddp_options, model_tensors
 from raytrain_ddp.training.replica_check import ReplicaCheck
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.session import Session, WarmUp
 from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.step_decisions import Cadence
 from raytrain_ddp.training.train_state import TrainState
@@ -125,19 +125,27 @@ class Stepper:
         for turn, _ in self._turns.values():
             turn.guard.settle()
 
-    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
-        """See `Turn.warm_up`; returns the sum of its operations over the turns of the first steps,
-        for one step."""
-        flops = {}
+    def warm_up(
+        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
+    ) -> dict[str, WarmUp]:
+        """That of each turn, by name; see `Turn.warm_up`."""
+        found = {}
         for name, (turn, alone) in self._turns.items():
             with alone():
-                flops[name] = turn.warm_up(batch, smallest, single)
+                found[name] = turn.warm_up(batch, samples, smallest, single)
+        return found
+
+    def adopt(self, found: Mapping[str, WarmUp]) -> float:
+        """Goes on from a warm-up; returns the operations of a sample: the mean over the first
+        steps."""
+        for name, (turn, _) in self._turns.items():
+            turn.adopt(found[name])
         first = [name for step in range(_FIRST) for name in self._due(step)]
-        return sum(flops[name] for name in first) / _FIRST
+        return sum(found[name].flops for name in first) / _FIRST
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
-        """Of the scalars that are logged beside the loss; known after the warm-up. With several
+        """Of the scalars that are logged beside the loss; known after `adopt`. With several
         optimizers: the loss of each, and its scalars."""
         if self._is_one:
             turn, _ = next(iter(self._turns.values()))

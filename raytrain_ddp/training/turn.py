@@ -28,7 +28,7 @@ from raytrain_ddp.training.reduction import (
     Reduction,
 )
 from raytrain_ddp.training.seeding import seed_slot
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.session import Session, WarmUp
 from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.torch_compat import all_gather
@@ -48,7 +48,7 @@ class Turn:
         optimizer: steps over the parameters that are trained now, whose gradients `net` sums.
 
     Attributes:
-        scalar_names: of the scalars that the task logs beside the loss; known after the warm-up.
+        scalar_names: of the scalars that the task logs beside the loss; set by `adopt`.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class Turn:
         followed = optional_method(task, "after_step") is not None  # the host waits for it anyway
         on_host = followed or not skips_on_device(optimizer)
         self._apply = self._apply_on_host if on_host else self._apply_on_device
-        self._fewest = 1  # minimum samples of a slot in training mode
         self._is_updating = False
 
     def __call__(
@@ -187,21 +186,22 @@ class Turn:
         if not refused:
             self._state.shares.step(self._optimizer, self._clock.mark)
 
-    def warm_up(self, batch: Batch, smallest: Batch, single: Batch | None = None) -> float:
+    def warm_up(
+        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
+    ) -> WarmUp:
         """Makes a pass without side effects, and a second one for static graphs; all ranks take
         part.
 
         Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
 
         Args:
+            samples: of `batch`.
             single: one sample, if bad records may leave a slot only one. If batch norm refuses
                 it, such a slot passes in evaluation mode, for any number of workers.
 
         DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
         the second backward pass), which changes the order of its sums. As the first step follows
         that, a resumed run sums in the same order as an uninterrupted one.
-
-        Returns the floating-point operations of `batch`, forward and backward; 0 if unknown.
         """
         buffers = SavedBuffers(self._state.model)
         flags = BoolBuffers(self._state.model)
@@ -210,24 +210,28 @@ class Turn:
                 counting_flops(self._config.compute.compile) as counter,
                 naming_nondeterministic(self._state.model),
             ):
-                self.scalar_names = self._pass(batch)
+                names = self._pass(batch)
             if self._config.ddp.static_graph:
                 self._pass(batch)
-            # The scaler is initialized by its first use, and a rank without samples never uses it.
-            self._state.scaler.scale(torch.zeros((), device=self._world.device))
             with torch.no_grad():
                 self._forward(smallest, self._state.model)
-                if single is not None:
-                    self._fewest = 1 + self._is_too_small(single)
+                fewest = 1 if single is None else 1 + self._is_too_small(single)
         except (RuntimeError, ValueError, AttributeError) as error:
             remedy = remedy_of(str(error))
             if remedy is None:
                 raise
             raise ConfigError(remedy) from error
-        self._buffers = self._make_buffers(flags.changed(), len(self.scalar_names))
+        found = WarmUp(names, fewest, flags.changed(), counter.get_total_flops() / samples)
         buffers.restore()
+        return found
+
+    def adopt(self, found: WarmUp) -> None:
+        """Goes on from a warm-up, which may be that of a former turn over the same model."""
+        # The scaler is initialized by its first use, and a rank without samples never uses it.
+        self._state.scaler.scale(torch.zeros((), device=self._world.device))
+        self.scalar_names, self._fewest = found.scalar_names, found.fewest
+        self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
         self._state.compression.forget()
-        return float(counter.get_total_flops())
 
     def _is_too_small(self, single: Batch) -> bool:
         try:

@@ -3,17 +3,31 @@ as undisturbed, no step twice."""
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import generation_runs
 import pytest
+import torch
 from generation_runs import Run, W, log_of
-from tiny import TOTAL_STEPS, bits, plain, run_tiny, tiny_config
+from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
+from torch import nn
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.sources import Data
+from raytrain_ddp.events import Plan
+from raytrain_ddp.training.generations import RankLost
+from raytrain_ddp.training.live_state import LiveState
+from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.world import World
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +200,75 @@ def test_fault_28_a_further_rank_joins_between_two_steps(
     if not points:
         assert sizes == [2, 3]
         assert [note["replaced"] for note in notes if note["replaced"]] == [[None, [2]]]
+
+
+class _Counted(TinyTask):
+    """Counts what is made."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        self.calls: Counter[str] = Counter()
+
+    def model(self) -> nn.Module:
+        self.calls["model"] += 1
+        return super().model()
+
+    def train_data(self) -> Data:
+        self.calls["data"] += 1
+        return super().train_data()
+
+
+class _Loses(LocalSession):
+    """Loses the others in `step`, counted from 1; 0: never."""
+
+    step = 0
+
+    def requests(self) -> Requests:
+        self.step -= 1
+        if self.step == 0:
+            raise RankLost
+        return super().requests()
+
+
+def _trained(config: TrainConfig, task: TinyTask, live: LiveState | None, step: int) -> Any:
+    """Returns the step that it began with, and the state that is left."""
+    plans: list[Any] = []
+    world = World(0, 1, 0, torch.device("cpu"), 1)
+    session = _Loses(config, world, Best("loss", "min"), plans.append, live)
+    session.step = step
+    with session, suppress(RankLost):
+        train(config, task, session)
+    return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_survivors_keep_their_data_and_with_exact_their_model(tmp_path: Path, exact: bool) -> None:
+    whole = tiny_config(tmp_path, "whole", exact=exact)
+    run_tiny(0, 1, plain(whole), {})
+    config = tiny_config(tmp_path, "run", exact=exact)
+    task = _Counted(config)
+    began, live = _trained(config, task, None, 7)
+    assert (began, task.calls) == (0, {"model": 1, "data": 1})
+    began, live = _trained(config, task, live, 7)
+    assert (began, task.calls) == (6, {"model": 1 if exact else 2, "data": 1})
+    began, _ = _trained(config, task, live, 0)
+    assert (began, task.calls) == (12, {"model": 1 if exact else 3, "data": 1})
+    assert bits(config) == bits(whole)
+    assert log_of(config) == log_of(whole)
+
+
+@pytest.mark.parametrize(("lost_in", "begins"), [(7, 0), (14, 10)])
+def test_a_kept_model_that_nobody_can_go_on_from_begins_anew(
+    exact_alone: TrainConfig, tmp_path: Path, lost_in: int, begins: int
+) -> None:
+    """The best weights are in no checkpoint: rank 0 has died while it wrote it."""
+    config = tiny_config(tmp_path, "run", exact=True)
+    task = _Counted(config)
+    _, live = _trained(config, task, None, lost_in)
+    began, _ = _trained(config, task, replace(live, needed=(lost_in - 2,)), 0)
+    assert began == begins
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
 
 
 @pytest.fixture(scope="module")
