@@ -52,8 +52,9 @@ def _work(
     from raytrain_ddp.training.live_state import LiveState
     from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.prepare import prepare_alone
     from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.training.session import Requests
+    from raytrain_ddp.training.session import Kept, Requests
     from raytrain_ddp.training.world import World, broadcast
 
     torch.set_num_threads(1)
@@ -92,6 +93,7 @@ def _work(
     outcomes: list[Outcome] = []
     sizes: list[int] = []
     tasks: list[TinyTask] = []
+    ahead: list[Kept] = []
 
     def start(live: LiveState | None) -> LocalSession:
         sizes.append(place.seat.size)
@@ -102,12 +104,17 @@ def _work(
         return Session(made, world, Best("loss", "min"), events.append, live)
 
     def run(session: LocalSession) -> None:
+        if ahead:
+            session.kept = ahead.pop()
         if session.kept is None:
             tasks[:] = [TinyTask(made, **options)]
         task = tasks[0]
         task.session = session  # type: ignore[assignment]
         outcomes.append(train(made, task, session))
 
+    if least < W and roster.has_formed():
+        tasks.append(TinyTask(made, **options))
+        ahead.append(prepare_alone(made, tasks[0], World(0, 1, 0, torch.device("cpu"), 1)))
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)
     through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)

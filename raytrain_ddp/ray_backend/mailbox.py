@@ -109,6 +109,10 @@ class Mailbox:
             self.push([Joined(seat.generation, rank, node) for rank, node in nodes.items()])
         return seat
 
+    def is_training(self) -> bool:
+        """See `Roster.has_formed`."""
+        return self._roster.has_formed()
+
     def is_over(self, member: Member) -> bool:
         """See `Roster.is_over`."""
         return self._roster.is_over(member)

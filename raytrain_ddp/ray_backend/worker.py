@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pickle
 import socket
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.generations import Place
     from raytrain_ddp.training.live_state import LiveState
+    from raytrain_ddp.training.session import Kept
     from raytrain_ddp.training.world import World
 
 
@@ -121,13 +123,22 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     require_folder(config, given.lease)
     reads: set[str] = set()
     loaded: list[tuple[TrainConfig, Task]] = []
+    ahead: list[Kept] = []  # made before the first start
+    if place is not None:
+        _before_joining(config, given.backend)
+        for made, task, kept in _prepared(given, config, place.rank, reads):
+            loaded.append((made, task))
+            ahead.append(kept)
 
     def start(live: LiveState | None) -> RaySession:
         if place is not None:
             set_environment(place.seat)
         world = world_of_worker(given.threads, place.seat if place else None)
         notes: list[str] = []
-        if live is None or live.kept is None:
+        kept = live.kept if live else None
+        if ahead:
+            kept = ahead.pop()
+        if kept is None:
             reads.clear()
             made, task, notes = _load(given, config, world, reads)
             loaded[:] = [(made, task)]
@@ -135,6 +146,7 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         best = Best(task.monitor, task.goal)
         look_s = given.look_every_s
         session = RaySession(made, world, given.mailbox, best, look_s, _start(), live, place)
+        session.kept = kept
         sessions[:] = [session]
         for text in notes:
             session.tell(Note(text))
@@ -147,7 +159,6 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         session.tell(outcome)
 
     if place is not None:
-        _before_joining(config, given.backend)
         most = max(1, config.scaling.max_failures)
         with closing(place):
             through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
@@ -170,14 +181,44 @@ def _load(
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.settling import as_begun, settled
 
-    if given.task is not None:
-        config = dataclasses.replace(config, task=pickle.loads(given.task))
+    config = _with_task(given, config)
     made, notes = settled(as_begun(config), world)
     given.config.update(to_dict(made))
     if unsettled(config) and world.is_main:
         storage = run_storage(made)
         storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
     return made, load_task(made, reads), notes
+
+
+def _with_task(given: WorkerSettings, config: TrainConfig) -> TrainConfig:
+    if given.task is None:
+        return config
+    return dataclasses.replace(config, task=pickle.loads(given.task))
+
+
+def _prepared(
+    given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
+) -> Iterator[tuple[TrainConfig, Task, Kept]]:
+    """What this process makes before it joins others that train without it; nothing if none do."""
+    import ray
+
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import to_dict
+    from raytrain_ddp.ray_backend.replacing import set_environment
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.prepare import prepare_alone
+    from raytrain_ddp.training.roster import Seat
+    from raytrain_ddp.training.settling import as_begun
+
+    if given.least == given.most or not ray.get(given.mailbox.is_training.remote()):
+        return
+    made = as_begun(_with_task(given, config))
+    if unsettled(made):
+        return
+    given.config.update(to_dict(made))
+    set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
+    task = load_task(made, reads)
+    yield made, task, prepare_alone(made, task, world_of_worker(given.threads, Seat(0, size=1)))
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:

@@ -24,7 +24,7 @@ from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, model_of, optional_method, train_data_of
-from raytrain_ddp.training.buffer_sync import own_memory
+from raytrain_ddp.training.buffer_sync import SavedBuffers, own_memory
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import loader_threads, make_feed, plan_of, train_loader
 from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
@@ -44,6 +44,7 @@ from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.train_state import TrainState, begin_training
+from raytrain_ddp.training.turn import forward
 from raytrain_ddp.training.weight_average import average_of
 from raytrain_ddp.training.world import World, device_name, set_up, software_versions
 
@@ -61,7 +62,7 @@ def prepare(
     require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
     kept = session.kept
-    data, eval_data = (kept.data, kept.eval_data) if kept else _open(config, task)
+    data, eval_data = kept.data if kept and kept.data else _open(config, task)
     splits = _counted_splits(task, world)
     plan = plan_of(config, data)
     for each in filter(None, (data, eval_data)):
@@ -145,10 +146,45 @@ def prepare(
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
     session.confirm()  # the weights that rank 0 sent
-    is_free = config.exact and optional_method(task, "optimizer") is None  # nothing else has it
-    kept = Kept(data, eval_data, identity, model if is_free else None, warm_up)
-    session.begin(run.take_live, kept)
+    session.begin(run.take_live, _kept(run, model, warm_up))
     return run
+
+
+def _kept(run: PreparedRun, model: nn.Module, warm_up: Mapping[str, WarmUp]) -> Kept:
+    data, eval_data = run.feed.loader.data, run.eval_data
+    # A set that has been read from may have open files, which loader processes cannot get.
+    is_reusable = data.shared and (eval_data is None or eval_data.shared)
+    kept = Kept((data, eval_data) if is_reusable else None, run.identity, None, {})
+    keeps_model = _keeps_model(run.config, run.task)
+    return replace(kept, model=model, warm_up=warm_up) if keeps_model else kept
+
+
+def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
+    """What a process makes before it joins others, which train in the meantime.
+
+    Args:
+        world: of this process alone.
+    """
+    set_up(world, config.compute)
+    data, eval_data = _open(config, task)
+    for each in filter(None, (data, eval_data)):
+        start_processes(each, loader_threads(config.data, world.threads))
+    kept = Kept((data, eval_data), DataIdentity.of(data, eval_data, task), None, {})
+    if not _keeps_model(config, task):
+        return kept
+    model = _model(config, task, world, None)
+    batch = train_loader(config, data, plan_of(config, data), world).any_batch()
+    buffers = SavedBuffers(model)
+    forward(config, task, model, batch, world).backward()  # loads or compiles kernels
+    buffers.restore()
+    if eval_data is not None:
+        try_evaluation(config, task, model, eval_data, world, lambda _: None)
+    return replace(kept, model=model)
+
+
+def _keeps_model(config: TrainConfig, task: Task) -> bool:
+    """Whether nothing that depends on the ranks refers to the model, as DDP does."""
+    return config.exact and optional_method(task, "optimizer") is None
 
 
 def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> list[LogRecord]:
@@ -201,7 +237,7 @@ def _open(config: TrainConfig, task: Task) -> tuple[Data, Data | None]:
 def _model(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
     """The kept model, or the initial one; all ranks take part."""
     if kept is not None and kept.model is not None:
-        kept.model.zero_grad()  # views of the former sums
+        kept.model.zero_grad()  # frees the former sums
         require_same_model(kept.model, world)
         return kept.model
     model = initial_model(config, task, world)
@@ -242,7 +278,7 @@ def _warm_up(
     Args:
         epoch: one whose images are as large as any.
     """
-    if kept is not None and kept.model is not None:
+    if kept is not None and kept.warm_up:
         return kept.warm_up
     batch = loader.any_batch(epoch=epoch)
     smallest = loader.any_batch(loader.plan.smallest_slot, epoch)

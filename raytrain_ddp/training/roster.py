@@ -160,6 +160,10 @@ class Roster:
             self._checked = self._now(), broken
         return broken
 
+    def has_formed(self) -> bool:
+        """Whether there has been a generation."""
+        return self._newest > 0
+
     def died(self, rank: int) -> None:
         """Ray reports that the process of this rank is dead. One that asks again is not."""
         if rank in self._running:

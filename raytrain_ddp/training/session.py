@@ -62,16 +62,16 @@ class WarmUp(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a process that loses a peer keeps for the next process group, as it does not depend on
-    the other ranks. See `prepare`, which made it.
+    """What does not depend on other ranks, so that a process that loses some keeps it, and one that
+    joins others makes it before.
 
     Args:
-        model: its weights are any; None: it is made anew, as DDP has wrapped it.
-        warm_up: of the turns of that model, by name.
+        data: to train and to evaluate on; None: they are opened anew.
+        model: its weights are any; None: it is made anew.
+        warm_up: of the turns of that model, by name; empty: it follows.
     """
 
-    data: Data
-    eval_data: Data | None
+    data: tuple[Data, Data | None] | None
     identity: DataIdentity
     model: nn.Module | None
     warm_up: Mapping[str, WarmUp]
@@ -97,7 +97,7 @@ class Session(Protocol):
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
-        kept: of this process's former session; None: it had none that began.
+        kept: by this process; None: it begins.
     """
 
     world: World
