@@ -10,41 +10,41 @@ import torch
 from torch import nn
 
 from raytrain_ddp import events, messages
-from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
-from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.effects import unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.loader import TrainLoader, memory_note, start_processes
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.sources import Batch, Data
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import eval_data_of, model_of, optional_method, train_data_of
-from raytrain_ddp.training.buffer_sync import SavedBuffers, own_memory
+from raytrain_ddp.tasks.task_check import eval_data_of, optional_method, train_data_of
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import loader_threads, make_feed, plan_of, train_loader
 from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
+from raytrain_ddp.training.initial_model import begin_again, model_for
 from raytrain_ddp.training.live_state import LiveCheckpoint
 from raytrain_ddp.training.lr_schedule import LearningRates
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
 from raytrain_ddp.training.optimizer_shares import shares_of
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.prepared_run import PreparedRun
-from raytrain_ddp.training.reduction import broadcast_model, model_tensors, require_same_model
-from raytrain_ddp.training.same_nodes import require_same_nodes
+from raytrain_ddp.training.reduction import (
+    ExactReduction,
+    broadcast_model,
+)
+from raytrain_ddp.training.same_nodes import Node, require_same_nodes
 from raytrain_ddp.training.sanity_check import try_evaluation
-from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Kept, Session, WarmUp
 from raytrain_ddp.training.step import Stepper, make_stepper
 from raytrain_ddp.training.step_timing import peak_flops_per_s
 from raytrain_ddp.training.stragglers import Stragglers
 from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
-from raytrain_ddp.training.train_state import TrainState, begin_training
-from raytrain_ddp.training.turn import forward
+from raytrain_ddp.training.train_state import TrainState
+from raytrain_ddp.training.warm_up import Forward, warm_up
 from raytrain_ddp.training.weight_average import average_of
 from raytrain_ddp.training.world import World, device_name, set_up, software_versions
 
@@ -72,7 +72,7 @@ def prepare(
     session.tell(messages.Phase("preparing the model"))
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
-    model = _model(config, task, world, kept)
+    model = model_for(config, task, world, kept)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
@@ -94,7 +94,7 @@ def prepare(
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.model:
-        _begin_again(model, config, task, world)
+        begin_again(model, config, task, world)
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -172,19 +172,21 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     kept = Kept((data, eval_data), DataIdentity.of(data, eval_data, task), None, {})
     if not _keeps_model(config, task):
         return kept
-    model = _model(config, task, world, None)
-    batch = train_loader(config, data, plan_of(config, data), world).any_batch()
-    buffers = SavedBuffers(model)
-    forward(config, task, model, batch, world).backward()  # loads or compiles kernels
-    buffers.restore()
+    model = model_for(config, task, world, None)
+    loader = train_loader(config, data, plan_of(config, data), world)
+    run = Forward(config, task, model, model, world)
+    require = partial(ExactReduction.require_all, model)
+    found = warm_up(run, require, *_batches(loader, config.data.grow_epochs))
     if eval_data is not None:
         try_evaluation(config, task, model, eval_data, world, lambda _: None)
-    return replace(kept, model=model)
+    Node.here(world.device)
+    return replace(kept, model=model, warm_up={"": found})
 
 
 def _keeps_model(config: TrainConfig, task: Task) -> bool:
     """Whether nothing that depends on the ranks refers to the model, as DDP does."""
-    return config.exact and optional_method(task, "optimizer") is None
+    has_one_turn = not getattr(task, "frozen_at_first", ())
+    return config.exact and has_one_turn and optional_method(task, "optimizer") is None
 
 
 def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> list[LogRecord]:
@@ -234,42 +236,6 @@ def _open(config: TrainConfig, task: Task) -> tuple[Data, Data | None]:
     return data, eval_data
 
 
-def _model(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
-    """The kept model, or the initial one; all ranks take part."""
-    if kept is not None and kept.model is not None:
-        kept.model.zero_grad()  # frees the former sums
-        require_same_model(kept.model, world)
-        return kept.model
-    model = initial_model(config, task, world)
-    for name, kind in unstorable(model.state_dict()).items():
-        raise ConfigError(  # before hours of training, not at the first checkpoint
-            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use another type "
-            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
-        )
-    return model
-
-
-def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
-    """The model on this worker's device, not wrapped; all ranks take part if there are several.
-    For a task's own optimizer, which may keep something of them, all have rank 0's weights."""
-    seed_all(config.seed)
-    # A resumed run needs no pretrained weights: its own follow.
-    model = model_of(task, newest_manifest(run_storage(config)) is None)
-    begin_training(model)
-    own_memory(model)
-    if config.compute.channels_last is True:
-        model = model.to(memory_format=torch.channels_last)
-    if config.ddp.sync_batchnorm and world.size > 1:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(world.device)
-    if config.compute.compile:
-        model.compile()
-    require_same_model(model, world)
-    if optional_method(task, "optimizer") is not None:
-        broadcast_model(model, world, is_loaded=False)
-    return model
-
-
 def _warm_up(
     stepper: Stepper, loader: TrainLoader, epoch: int, kept: Kept | None
 ) -> Mapping[str, WarmUp]:
@@ -280,18 +246,15 @@ def _warm_up(
     """
     if kept is not None and kept.warm_up:
         return kept.warm_up
+    return stepper.warm_up(*_batches(loader, epoch))
+
+
+def _batches(loader: TrainLoader, epoch: int) -> tuple[Batch, int, Batch, Batch | None]:
+    """Those of a warm-up: a batch and its samples, the smallest one, a single sample if needed."""
     batch = loader.any_batch(epoch=epoch)
     smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    return stepper.warm_up(batch, loader.data.samples_of(batch), smallest, single)
-
-
-def _begin_again(model: nn.Module, config: TrainConfig, task: Task, world: World) -> None:
-    """Gives a kept model the weights that it began with: no rank could go on from its own."""
-    first = model_tensors(initial_model(config, task, replace(world, rank=0, size=1)))
-    with torch.no_grad():
-        for name, tensor in model_tensors(model).items():
-            tensor.copy_(first[name])
+    return batch, loader.data.samples_of(batch), smallest, single
 
 
 def _mode_note(model: nn.Module) -> str | None:

@@ -106,7 +106,8 @@ class ExactReduction:
             _Bucket(parameters, slots, world) for parameters in _divide(model, bucket_mib * 2**20)
         ]
 
-    def require_all(self, model: nn.Module) -> None:
+    @staticmethod
+    def require_all(model: nn.Module) -> None:
         require_gradients(model, "exact = true", "because weight decay would still change them")
 
     def begin(self) -> None:

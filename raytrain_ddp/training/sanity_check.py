@@ -26,7 +26,7 @@ from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.train_state import evaluating
-from raytrain_ddp.training.turn import forward
+from raytrain_ddp.training.warm_up import forward
 from raytrain_ddp.training.world import World, autocast
 
 _MOST_BAD = 4096  # rows searched for a readable one

@@ -26,10 +26,10 @@ from raytrain_ddp.tasks.task_check import train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.determinism import naming_nondeterministic
 from raytrain_ddp.training.device_feed import plan_of, train_loader
-from raytrain_ddp.training.prepare import initial_model
+from raytrain_ddp.training.initial_model import initial_model
 from raytrain_ddp.training.several_optimizers import turns_of
 from raytrain_ddp.training.task_optimizer import optimizer_of
-from raytrain_ddp.training.turn import forward
+from raytrain_ddp.training.warm_up import forward
 from raytrain_ddp.training.world import World, device_name, set_up
 
 _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments

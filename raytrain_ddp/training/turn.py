@@ -12,14 +12,11 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.nested import to_device
 from raytrain_ddp.data.sources import Batch
-from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, optional_method, place_of, refused
-from raytrain_ddp.training.buffer_sync import BoolBuffers, SavedBuffers, SlotBuffers
-from raytrain_ddp.training.determinism import naming_nondeterministic
+from raytrain_ddp.tasks.task_check import optional_method, refused
+from raytrain_ddp.training.buffer_sync import SlotBuffers
 from raytrain_ddp.training.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.phase_clock import Clock
 from raytrain_ddp.training.reduction import (
@@ -29,12 +26,10 @@ from raytrain_ddp.training.reduction import (
 )
 from raytrain_ddp.training.seeding import seed_slot
 from raytrain_ddp.training.session import Session, WarmUp
-from raytrain_ddp.training.step_timing import counting_flops
 from raytrain_ddp.training.task_optimizer import skips_on_device
 from raytrain_ddp.training.torch_compat import all_gather
 from raytrain_ddp.training.train_state import TrainState, evaluating
-from raytrain_ddp.training.warm_up_checks import TOO_SMALL, counting_calls, remedy_of
-from raytrain_ddp.training.world import World, autocast
+from raytrain_ddp.training.warm_up import Forward, warm_up
 
 
 class Turn:
@@ -65,7 +60,8 @@ class Turn:
     ) -> None:
         self.guard, world = guard, session.world
         self._config, self._task, self._state, self._net = config, task, state, net
-        self._clock, self._optimizer, self._name = clock, optimizer, name
+        self._forward = Forward(config, task, state.model, net, world, name)
+        self._clock, self._optimizer = clock, optimizer
         self._world, self._confirm = world, session.confirm
         is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
         self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
@@ -120,7 +116,7 @@ class Turn:
             is_last = slot is working[-1]
             counts = slot.samples >= self._fewest
             with self._reduction.passing(slot, is_last), self._training(counts):
-                loss, scalars = self._forward(slot.batch, self._net)
+                loss, scalars = self._forward(slot.batch)
                 beside = self._beside(scalars, slot.samples > 0)
                 spoilt = failpoint("train.loss", *place)  # 1 except in tests
                 shown = loss.detach() * spoilt
@@ -189,41 +185,9 @@ class Turn:
     def warm_up(
         self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
     ) -> WarmUp:
-        """Makes a pass without side effects, and a second one for static graphs; all ranks take
-        part.
-
-        Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
-
-        Args:
-            samples: of `batch`.
-            single: one sample, if bad records may leave a slot only one. If batch norm refuses
-                it, such a slot passes in evaluation mode, for any number of workers.
-
-        DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
-        the second backward pass), which changes the order of its sums. As the first step follows
-        that, a resumed run sums in the same order as an uninterrupted one.
-        """
-        buffers = SavedBuffers(self._state.model)
-        flags = BoolBuffers(self._state.model)
-        try:
-            with (
-                counting_flops(self._config.compute.compile) as counter,
-                naming_nondeterministic(self._state.model),
-            ):
-                names = self._pass(batch)
-            if self._config.ddp.static_graph:
-                self._pass(batch)
-            with torch.no_grad():
-                self._forward(smallest, self._state.model)
-                fewest = 1 if single is None else 1 + self._is_too_small(single)
-        except (RuntimeError, ValueError, AttributeError) as error:
-            remedy = remedy_of(str(error))
-            if remedy is None:
-                raise
-            raise ConfigError(remedy) from error
-        found = WarmUp(names, fewest, flags.changed(), counter.get_total_flops() / samples)
-        buffers.restore()
-        return found
+        """See `warm_up`; all ranks take part."""
+        require = partial(self._reduction.require_all, self._state.model)
+        return warm_up(self._forward, require, batch, samples, smallest, single)
 
     def adopt(self, found: WarmUp) -> None:
         """Goes on from a warm-up, which may be that of a former turn over the same model."""
@@ -233,60 +197,10 @@ class Turn:
         self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
         self._state.compression.forget()
 
-    def _is_too_small(self, single: Batch) -> bool:
-        try:
-            self._forward(single, self._state.model)
-        except ValueError as error:
-            if TOO_SMALL not in str(error):
-                raise
-            return True
-        return False
-
-    def _pass(self, batch: Batch) -> tuple[str, ...]:
-        """Returns the names of the scalars beside the loss."""
-        with counting_calls(self._net) as calls:
-            loss, scalars = self._forward(batch, self._net)
-        if not calls and self._net is not self._state.model:
-            raise TaskError(
-                f"{place_of(self._task.loss)}: does not call the model that it receives. Call "
-                "model(...): otherwise, gradients are not summed over the workers."
-            )
-        loss.backward()
-        if all(each.grad is None for each in self._state.model.parameters()):
-            wanted = "a loss that depends on the model's parameters"
-            raise refused(self._task.loss, loss, wanted)
-        self._reduction.require_all(self._state.model)
-        self._state.optimizer.zero_grad(set_to_none=True)
-        return (*scalars,)
-
-    def _forward(self, batch: Batch, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-        return _loss_and_scalars(self._config, self._task, model, batch, self._world, self._name)
-
     def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
         it does not change the statistics."""
         return nullcontext() if counts else evaluating(self._net)
-
-
-def forward(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str = ""
-) -> Tensor:
-    """The task's loss of a batch, shape (), in the config's precision; that of the optimizer of
-    this name, if there are several.
-
-    Raises:
-        TaskError: the task's loss is not a valid loss.
-    """
-    return _loss_and_scalars(config, task, model, batch, world, name)[0]
-
-
-def _loss_and_scalars(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    with autocast(world.device, config.compute.precision):
-        moved = to_device(batch, world.device)
-        result = task.loss(model, moved, name) if name else task.loss(model, moved)  # type: ignore[call-arg]
-    return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
 
 
 @contextmanager
