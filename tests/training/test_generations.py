@@ -3,6 +3,7 @@ as undisturbed, no step twice."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -10,23 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import generation_runs
+import numpy as np
 import pytest
 import torch
 from generation_runs import Run, W, log_of
 from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
+from torch.utils.data import Dataset
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.sources import Data, MapSource
 from raytrain_ddp.events import Plan
 from raytrain_ddp.training.generations import RankLost
 from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.prepare import prepare_alone
 from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.session import Kept, Requests
 from raytrain_ddp.training.world import World
 
 
@@ -230,12 +234,20 @@ class _Loses(LocalSession):
         return super().requests()
 
 
-def _trained(config: TrainConfig, task: TinyTask, live: LiveState | None, step: int) -> Any:
+ALONE = World(0, 1, 0, torch.device("cpu"), 1)
+
+
+def _trained(
+    config: TrainConfig,
+    task: TinyTask,
+    live: LiveState | None,
+    step: int,
+    kept: Kept | None = None,
+) -> Any:
     """Returns the step that it began with, and the state that is left."""
     plans: list[Any] = []
-    world = World(0, 1, 0, torch.device("cpu"), 1)
-    session = _Loses(config, world, Best("loss", "min"), plans.append, live)
-    session.step = step
+    session = _Loses(config, ALONE, Best("loss", "min"), plans.append, live)
+    session.step, session.kept = step, session.kept or kept
     with session, suppress(RankLost):
         train(config, task, session)
     return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
@@ -269,6 +281,57 @@ def test_a_kept_model_that_nobody_can_go_on_from_begins_anew(
     assert began == begins
     assert bits(config) == bits(exact_alone)
     assert log_of(config) == log_of(exact_alone)
+
+
+def test_what_a_process_makes_before_it_joins_is_not_made_again(
+    exact_alone: TrainConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "run", exact=True)
+    _trained(config, TinyTask(config), None, 14)
+    task = _Counted(config)
+    kept = prepare_alone(config, task, ALONE)
+    began, _ = _trained(config, task, None, 0, kept)
+    assert (began, task.calls) == (10, {"model": 1, "data": 1})
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
+
+
+class _Opens(Dataset[Any]):
+    """Opens what cannot be copied when it is read from, as for HDF5 files."""
+
+    lock: Any = None
+
+    def __init__(self, task: TinyTask) -> None:
+        data = task.train_data()
+        self.rows, self.records = data.rows, data.source.read(np.arange(data.rows))
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Any:
+        self.lock = self.lock or threading.Lock()
+        return {name: array[index] for name, array in self.records.items()}
+
+
+class _FromProcesses(_Counted):
+    def train_data(self) -> Data:
+        self.calls["data"] += 1
+        return Data(MapSource(_Opens(TinyTask(None))))  # type: ignore[arg-type]
+
+
+def test_data_that_loader_processes_copy_are_opened_anew(tmp_path: Path) -> None:
+    whole = tiny_config(tmp_path, "whole", exact=True)
+    _trained(whole, _FromProcesses(whole), None, 0)
+    config = tiny_config(tmp_path, "run", exact=True)
+    task = _FromProcesses(config)
+    _, live = _trained(config, task, None, 7)
+    _trained(config, task, live, 0)
+    assert task.calls == {"model": 1, "data": 2}
+    joined = tiny_config(tmp_path, "joined", exact=True)
+    task = _FromProcesses(joined)
+    _trained(joined, task, None, 0, prepare_alone(joined, task, ALONE))
+    assert task.calls["data"] == 1
+    assert bits(config) == bits(whole) == bits(joined)
 
 
 @pytest.fixture(scope="module")
