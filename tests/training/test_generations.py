@@ -301,8 +301,7 @@ class _Opens(Dataset[Any]):
 
     lock: Any = None
 
-    def __init__(self, task: TinyTask) -> None:
-        data = task.train_data()
+    def __init__(self, data: Data) -> None:
         self.rows, self.records = data.rows, data.source.read(np.arange(data.rows))
 
     def __len__(self) -> int:
@@ -315,8 +314,12 @@ class _Opens(Dataset[Any]):
 
 class _FromProcesses(_Counted):
     def train_data(self) -> Data:
-        self.calls["data"] += 1
-        return Data(MapSource(_Opens(TinyTask(None))))  # type: ignore[arg-type]
+        return Data(MapSource(_Opens(super().train_data())))
+
+    def eval_data(self) -> Data:
+        data = super().eval_data()
+        assert data is not None
+        return Data(MapSource(_Opens(data)))
 
 
 def test_data_that_loader_processes_copy_are_opened_anew(tmp_path: Path) -> None:
