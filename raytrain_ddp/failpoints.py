@@ -32,6 +32,7 @@ SITES = frozenset(
     {
         "start.met",  # a generation's members are known, they are not connected yet
         "start.opened",  # the data are open, the model is not made yet
+        "start.alone",  # a new worker has opened its data, and has not joined the others yet
         "start.warmed_up",  # the model is wrapped, the checkpoint not loaded yet
         "start.loaded",  # the newest checkpoint is loaded, no step done
         "data.read",  # a loader thread is about to make a step's batches

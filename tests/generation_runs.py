@@ -114,7 +114,8 @@ def _work(
 
     if least < W and roster.has_formed():
         tasks.append(TinyTask(made, **options))
-        ahead.append(prepare_alone(made, tasks[0], World(0, 1, 0, torch.device("cpu"), 1)))
+        alone = World(0, 1, 0, torch.device("cpu"), 1, (rank,))
+        ahead.append(prepare_alone(made, tasks[0], alone))
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)
     through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)

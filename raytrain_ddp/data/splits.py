@@ -77,6 +77,8 @@ class Splits:
     def begin_counting(self) -> None:
         """Starts reading the labels in a thread; `summary` includes the counts available by
         then."""
+        if self._counting is not None:
+            return
         self._began = time.monotonic()
         self._counting = Thread(target=self._count, name="counting", daemon=True)
         self._counting.start()

@@ -109,7 +109,7 @@ class Mailbox:
             self.push([Joined(seat.generation, rank, node) for rank, node in nodes.items()])
         return seat
 
-    def is_training(self) -> bool:
+    def has_formed(self) -> bool:
         """See `Roster.has_formed`."""
         return self._roster.has_formed()
 

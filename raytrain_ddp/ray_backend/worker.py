@@ -6,10 +6,10 @@ Ray's controller imports this module, too, to pass it on; so it imports nothing 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import pickle
 import socket
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -124,11 +124,6 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     reads: set[str] = set()
     loaded: list[tuple[TrainConfig, Task]] = []
     ahead: list[Kept] = []  # made before the first start
-    if place is not None:
-        _before_joining(config, given.backend)
-        for made, task, kept in _prepared(given, config, place.rank, reads):
-            loaded.append((made, task))
-            ahead.append(kept)
 
     def start(live: LiveState | None) -> RaySession:
         if place is not None:
@@ -161,6 +156,10 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     if place is not None:
         most = max(1, config.scaling.max_failures)
         with closing(place):
+            _before_joining(config, given.backend)
+            if prepared := _prepared(given, config, place.rank, reads):
+                made, task, kept = prepared
+                loaded[:], ahead[:] = [(made, task)], [kept]
             through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
         return
     with start(None) as session:
@@ -198,8 +197,8 @@ def _with_task(given: WorkerSettings, config: TrainConfig) -> TrainConfig:
 
 def _prepared(
     given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
-) -> Iterator[tuple[TrainConfig, Task, Kept]]:
-    """What this process makes before it joins others that train without it; nothing if none do."""
+) -> tuple[TrainConfig, Task, Kept] | None:
+    """What this process makes before it joins others that train without it; None if none do."""
     import ray
 
     from raytrain_ddp.config.automatic import unsettled
@@ -210,15 +209,19 @@ def _prepared(
     from raytrain_ddp.training.roster import Seat
     from raytrain_ddp.training.settling import as_begun
 
-    if given.least == given.most or not ray.get(given.mailbox.is_training.remote()):
-        return
+    if given.least == given.most or not ray.get(given.mailbox.has_formed.remote()):
+        return None
     made = as_begun(_with_task(given, config))
     if unsettled(made):
-        return
+        return None
     given.config.update(to_dict(made))
     set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
     task = load_task(made, reads)
-    yield made, task, prepare_alone(made, task, world_of_worker(given.threads, Seat(0, size=1)))
+    return (
+        made,
+        task,
+        prepare_alone(made, task, world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))),
+    )
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:
@@ -231,6 +234,7 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
     if "nccl" in backend:
         set_for_replacing(config)
     torch.use_deterministic_algorithms(config.compute.deterministic)  # loads a thousand modules
+    gc.freeze()  # what is imported is there to stay: collecting takes a tenth of the time
 
 
 def require_folder(config: TrainConfig, lease: str) -> None:

@@ -42,6 +42,10 @@ class RankLost(ConnectionError):
     """Raised instead of going on with the results of collectives that were aborted."""
 
 
+class NoStateLeft(Exception):
+    """Raised on all ranks that have trained: none could go on, and there is no checkpoint."""
+
+
 class NewcomerWaits(Exception):
     """Raised on all ranks between two steps: a process waits to join, so the next generation begins
     here."""
@@ -257,7 +261,6 @@ def through_generations(
     """
     live: LiveState | None = None
     reached, losses = -1, 0
-    gc.freeze()  # what is imported is there to stay: collecting takes a tenth of the time
     while place.join():
         session, live = start(live), None
         try:
@@ -271,15 +274,15 @@ def through_generations(
             return
         except Exception as error:
             place.leave()
-            newcomer = isinstance(error, NewcomerWaits)
+            wanted = isinstance(error, (NewcomerWaits, NoStateLeft))
             aborted = place.is_broken and not isinstance(error, RaytrainError)
-            if not (newcomer or aborted or isinstance(error, RankLost) or is_loss(error)):
+            if not (wanted or aborted or isinstance(error, RankLost) or is_loss(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
-            live = session.live_state()
+            live = None if isinstance(error, NoStateLeft) else session.live_state()
             step = live.manifest.step if live else -1
             losses = 0 if step > reached else losses
-            reached, losses = max(reached, step), losses + (not newcomer)
+            reached, losses = max(reached, step), losses + (not wanted)
             if losses > most:
                 raise
         del session

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -14,7 +12,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of, optional_method
 from raytrain_ddp.training.buffer_sync import own_memory
-from raytrain_ddp.training.reduction import broadcast_model, model_tensors, require_same_model
+from raytrain_ddp.training.reduction import broadcast_model, require_same_model
 from raytrain_ddp.training.seeding import seed_all
 from raytrain_ddp.training.session import Kept
 from raytrain_ddp.training.train_state import begin_training
@@ -55,11 +53,3 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     if optional_method(task, "optimizer") is not None:
         broadcast_model(model, world, is_loaded=False)
     return model
-
-
-def begin_again(model: nn.Module, config: TrainConfig, task: Task, world: World) -> None:
-    """Gives a kept model the weights that it began with: no rank could go on from its own."""
-    first = model_tensors(initial_model(config, task, replace(world, rank=0, size=1)))
-    with torch.no_grad():
-        for name, tensor in model_tensors(model).items():
-            tensor.copy_(first[name])

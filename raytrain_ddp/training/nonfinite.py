@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -65,19 +66,23 @@ class NonfiniteGuard:
         self._name, self._sentinel = min(
             reversed(self._trained), key=lambda item: item[1].numel() or math.inf
         )
-        self._taint = torch.zeros((), device=self._sentinel.device)
-        self._sentinel.register_hook(lambda gradient: gradient + self._taint)
         self._losses: dict[int, Tensor] = {}
         self._open: deque[tuple[StepTrace, Callable[[], bool]]] = deque()
 
-    def watch(self, slot: int, loss: Tensor) -> None:
-        """Records a slot's loss, shape (), before its backward pass.
+    @contextmanager
+    def watching(self, slot: int, loss: Tensor) -> Iterator[None]:
+        """Context of the backward pass of a slot's loss, shape ().
 
         Its gradient is not enough: cross entropy, for example, can be infinite with a finite
         gradient.
         """
         self._losses[slot] = loss
-        self._taint = loss * 0  # nan if the loss is not finite
+        taint = loss * 0  # nan if the loss is not finite
+        hook = self._sentinel.register_hook(lambda gradient: gradient + taint)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def examine(self, lr: float, forward: Tensor) -> tuple[Tensor, Tensor]:
         """Examines gradients that are equal on all ranks, and unscales those of fp16.

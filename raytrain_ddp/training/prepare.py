@@ -25,7 +25,8 @@ from raytrain_ddp.tasks.task_check import eval_data_of, optional_method, train_d
 from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.device_feed import loader_threads, make_feed, plan_of, train_loader
 from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
-from raytrain_ddp.training.initial_model import begin_again, model_for
+from raytrain_ddp.training.generations import NoStateLeft
+from raytrain_ddp.training.initial_model import model_for
 from raytrain_ddp.training.live_state import LiveCheckpoint
 from raytrain_ddp.training.lr_schedule import LearningRates
 from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
@@ -62,7 +63,7 @@ def prepare(
     require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
     kept = session.kept
-    data, eval_data = kept.data if kept and kept.data else _open(config, task)
+    data, eval_data = kept.data if kept else _open(config, task)
     splits = _counted_splits(task, world)
     plan = plan_of(config, data)
     for each in filter(None, (data, eval_data)):
@@ -81,10 +82,12 @@ def prepare(
     refuse = partial(handle_nonfinite, config, state, session, loader)
     stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)
     state.average = average_of(model, optimizer, config.ema)
-    warm_up = _warm_up(stepper, loader, config.data.grow_epochs, kept)
-    flops = stepper.adopt(warm_up)
-    if kept is None:
-        _try_and_tell(config, task, loader, eval_data, state, session, reads)
+    found = _warm_up(stepper, loader, config.data.grow_epochs, kept)
+    flops = stepper.adopt(found)
+    if eval_data is not None and (kept is None or kept.model is None):
+        try_evaluation(config, task, model, eval_data, world, session.tell)
+    if kept is None or not kept.has_trained:
+        _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
     identity = kept.identity if kept else DataIdentity.of(data, eval_data, task)
@@ -93,8 +96,8 @@ def prepare(
     if checkpoint is not None:
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
-    if checkpoint is None and kept and kept.model:
-        begin_again(model, config, task, world)
+    if checkpoint is None and kept and kept.has_trained:
+        raise NoStateLeft("no state is left that all ranks could go on from: all begin anew")
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -146,17 +149,18 @@ def prepare(
         peak_flops_per_s=peak_flops_per_s(device_name(world.device), config.compute.precision),
     )
     session.confirm()  # the weights that rank 0 sent
-    session.begin(run.take_live, _kept(run, model, warm_up))
+    session.begin(run.take_live, _kept(run, model, found))
     return run
 
 
-def _kept(run: PreparedRun, model: nn.Module, warm_up: Mapping[str, WarmUp]) -> Kept:
+def _kept(run: PreparedRun, model: nn.Module, found: Mapping[str, WarmUp]) -> Kept | None:
+    """All or nothing: the task, its data and its model may know each other."""
     data, eval_data = run.feed.loader.data, run.eval_data
-    # A set that has been read from may have open files, which loader processes cannot get.
-    is_reusable = data.shared and (eval_data is None or eval_data.shared)
-    kept = Kept((data, eval_data) if is_reusable else None, run.identity, None, {})
-    keeps_model = _keeps_model(run.config, run.task)
-    return replace(kept, model=model, warm_up=warm_up) if keeps_model else kept
+    is_shared = data.shared and (eval_data is None or eval_data.shared)
+    # Others have been read from here, and may have open files, which loader processes cannot get.
+    if not is_shared or not _keeps_model(run.config, run.task):
+        return None
+    return Kept((data, eval_data), run.identity, model, found, has_trained=True)
 
 
 def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
@@ -169,7 +173,10 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     data, eval_data = _open(config, task)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
-    kept = Kept((data, eval_data), DataIdentity.of(data, eval_data, task), None, {})
+    failpoint("start.alone", world.of_run(0))
+    Node.here(world.device)  # remembers what it finds
+    identity = DataIdentity.of(data, eval_data, task)
+    kept = Kept((data, eval_data), identity, None, {}, has_trained=False)
     if not _keeps_model(config, task):
         return kept
     model = model_for(config, task, world, None)
@@ -179,7 +186,6 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     found = warm_up(run, require, *_batches(loader, config.data.grow_epochs))
     if eval_data is not None:
         try_evaluation(config, task, model, eval_data, world, lambda _: None)
-    Node.here(world.device)
     return replace(kept, model=model, warm_up={"": found})
 
 
@@ -199,18 +205,15 @@ def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> l
     return log
 
 
-def _try_and_tell(
+def _tell_notes(
     config: TrainConfig,
     task: Task,
     loader: TrainLoader,
-    eval_data: Data | None,
     state: TrainState,
     session: Session,
     reads: Collection[str] | None,
 ) -> None:
-    """Tries an evaluation, and tells what is allowed, but may not be meant."""
-    if eval_data is not None:
-        try_evaluation(config, task, state.model, eval_data, session.world, session.tell)
+    """Tells what is allowed, but may not be meant."""
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones

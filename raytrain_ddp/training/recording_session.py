@@ -167,7 +167,7 @@ class RecordingSession:
             raise failing(self._storage, answer) from answer
         return cast(T, answer)
 
-    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept) -> None:
+    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         self._live, self._take_live, self.kept = None, take_live, kept
 
     def live_state(self) -> LiveState | None:

@@ -66,15 +66,18 @@ class Kept:
     joins others makes it before.
 
     Args:
-        data: to train and to evaluate on; None: they are opened anew.
-        model: its weights are any; None: it is made anew.
+        data: to train and to evaluate on.
+        identity: of the data.
+        model: its weights are arbitrary; None: it is made anew.
         warm_up: of the turns of that model, by name; empty: it follows.
+        has_trained: the model, whose initial weights are lost.
     """
 
-    data: tuple[Data, Data | None] | None
+    data: tuple[Data, Data | None]
     identity: DataIdentity
     model: nn.Module | None
     warm_up: Mapping[str, WarmUp]
+    has_trained: bool
 
 
 class Requests(NamedTuple):
@@ -118,7 +121,7 @@ class Session(Protocol):
             existing: may be read into; it is to be loaded from the result, or the run ends.
         """
 
-    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept) -> None:
+    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the
         last complete step with `take_live`, and goes on with `kept`. None: nobody could go on from
         it."""

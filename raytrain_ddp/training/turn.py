@@ -120,10 +120,11 @@ class Turn:
                 beside = self._beside(scalars, slot.samples > 0)
                 spoilt = failpoint("train.loss", *place)  # 1 except in tests
                 shown = loss.detach() * spoilt
-                self.guard.watch(slot.index, shown)
                 if is_last and self._world.size > 1:
                     self._clock.after_backward(loss)
-                state.scaler.scale(loss * (spoilt * weight * self._reduction.scale)).backward()
+                weighted = loss * (spoilt * weight * self._reduction.scale)
+                with self.guard.watching(slot.index, shown):
+                    state.scaler.scale(weighted).backward()
             losses = torch.stack([shown, *beside]) if beside else shown
             self._buffers.add(slot.index, weight, losses)
         failpoint("train.after_backward", *place)

@@ -36,7 +36,12 @@ TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
 # Of the driver, of a worker that only evaluates, and one that changes the result.
 NOT_DRAWN = {"driver.event", "evaluate.checkpoint", "train.weights"}
-NOT_DRAWN |= {"start.met", "train.log", "train.compare"}  # where others keep their state
+NOT_DRAWN |= {
+    "start.met",
+    "start.alone",
+    "train.log",
+    "train.compare",
+}  # where others keep their state
 NOT_DRAWN |= {"checkpoint.part", "checkpoint.sealed", "checkpoint.parts"}  # of large states only
 
 

@@ -3,6 +3,7 @@ as undisturbed, no step twice."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -15,16 +16,16 @@ import numpy as np
 import pytest
 import torch
 from generation_runs import Run, W, log_of
-from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
+from tiny import STEPS_PER_EPOCH, TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
 from torch.utils.data import Dataset
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig
+from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.sources import Data, MapSource
 from raytrain_ddp.events import Plan
-from raytrain_ddp.training.generations import RankLost
+from raytrain_ddp.training.generations import NoStateLeft, RankLost
 from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
@@ -156,6 +157,7 @@ def test_without_the_share_of_the_dead_all_go_on_from_the_checkpoint(
         ("train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5", 1, 1),
         ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 1, 1),
         ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 2, None),
+        ("checkpoint.payload:kill@rank=0,step=10", 1, 2),  # the only one, of the best weights
     ],
 )
 def test_fault_49_with_exact_the_others_do_not_wait(
@@ -187,6 +189,7 @@ def test_fault_49_with_exact_the_others_do_not_wait(
     [
         "",
         "train.before_step:kill@rank=2,step=12;train.after_step:kill@rank=0,step=17",
+        "start.alone:kill@rank=2",
         "start.loaded:kill@rank=2;train.after_backward:kill@rank=1,step=9",
     ],
 )
@@ -206,6 +209,15 @@ def test_fault_28_a_further_rank_joins_between_two_steps(
         assert [note["replaced"] for note in notes if note["replaced"]] == [[None, [2]]]
 
 
+class _SometimesNan(TinyTask):
+    """The loss of a batch with one of some rows is not a number."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        is_odd = model.training and (batch["row"] % 50 == 7).any()
+        return loss * math.nan if is_odd else loss
+
+
 class _Counted(TinyTask):
     """Counts what is made."""
 
@@ -223,15 +235,23 @@ class _Counted(TinyTask):
 
 
 class _Loses(LocalSession):
-    """Loses the others in `step`, counted from 1; 0: never."""
+    """Loses the others in `step`, counted from 1; 0: never.
 
-    step = 0
+    Args:
+        late: only in the collectives at the end of the step.
+    """
+
+    step, late = 0, False
 
     def requests(self) -> Requests:
         self.step -= 1
-        if self.step == 0:
+        if self.step == 0 and not self.late:
             raise RankLost
         return super().requests()
+
+    def confirm(self) -> None:
+        if self.step == 0 and self.late:
+            raise RankLost
 
 
 ALONE = World(0, 1, 0, torch.device("cpu"), 1)
@@ -243,42 +263,78 @@ def _trained(
     live: LiveState | None,
     step: int,
     kept: Kept | None = None,
+    late: bool = False,
 ) -> Any:
     """Returns the step that it began with, and the state that is left."""
     plans: list[Any] = []
     session = _Loses(config, ALONE, Best("loss", "min"), plans.append, live)
-    session.step, session.kept = step, session.kept or kept
+    session.step, session.late, session.kept = step, late, session.kept or kept
     with session, suppress(RankLost):
         train(config, task, session)
     return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_survivors_keep_their_data_and_with_exact_their_model(tmp_path: Path, exact: bool) -> None:
-    whole = tiny_config(tmp_path, "whole", exact=exact)
-    run_tiny(0, 1, plain(whole), {})
-    config = tiny_config(tmp_path, "run", exact=exact)
+def test_with_exact_a_survivor_keeps_its_data_and_its_model(
+    exact_alone: TrainConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "run", exact=True)
     task = _Counted(config)
-    began, live = _trained(config, task, None, 7)
-    assert (began, task.calls) == (0, {"model": 1, "data": 1})
-    began, live = _trained(config, task, live, 7)
-    assert (began, task.calls) == (6, {"model": 1 if exact else 2, "data": 1})
-    began, _ = _trained(config, task, live, 0)
-    assert (began, task.calls) == (12, {"model": 1 if exact else 3, "data": 1})
+    live = None
+    for begins in (0, 6, 12, 18):
+        began, live = _trained(config, task, live, 7 if begins < 18 else 0)
+        assert (began, task.calls) == (begins, {"model": 1, "data": 1})
+    assert not any(parameter._backward_hooks for parameter in task.made.parameters())
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
+
+
+@pytest.mark.parametrize("changes", [{"exact": False}, {"exact": True}])
+def test_other_survivors_keep_nothing_but_their_state(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """With DDP, and with data that loader processes copy: these may be open here by then."""
+    kind = _FromProcesses if changes["exact"] else TinyTask
+    whole = tiny_config(tmp_path, "whole", **changes)
+    _trained(whole, kind(whole), None, 0)
+    config = tiny_config(tmp_path, "run", **changes)
+    _, live = _trained(config, kind(config), None, 7)
+    assert live.kept is None
+    assert _trained(config, kind(config), live, 0)[0] == 6
     assert bits(config) == bits(whole)
     assert log_of(config) == log_of(whole)
 
 
-@pytest.mark.parametrize(("lost_in", "begins"), [(7, 0), (14, 10)])
-def test_a_kept_model_that_nobody_can_go_on_from_begins_anew(
-    exact_alone: TrainConfig, tmp_path: Path, lost_in: int, begins: int
+def test_a_kept_model_forgets_a_loss_that_was_not_finite(tmp_path: Path) -> None:
+    """The others are lost in a step that would have been refused."""
+    changes: dict[str, Any] = {
+        "exact": True,
+        "optim": OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9),
+    }
+    whole = tiny_config(tmp_path, "whole", epochs=1, **changes)
+    _trained(whole, _SometimesNan(whole), None, 0)
+    refused = {record.get("nonfinite") for record in log_of(whole)}
+    assert max(filter(None, refused)) in range(1, STEPS_PER_EPOCH)
+    for step in range(1, STEPS_PER_EPOCH + 1):
+        config = tiny_config(tmp_path, f"run-{step}", epochs=1, **changes)
+        task = _SometimesNan(config)
+        _, live = _trained(config, task, None, step, late=True)
+        assert _trained(config, task, live, 0)[0] == step - 1
+        assert bits(config) == bits(whole)
+        assert log_of(config) == log_of(whole)
+
+
+def test_without_a_state_and_a_checkpoint_those_that_have_trained_begin_anew(
+    exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     """The best weights are in no checkpoint: rank 0 has died while it wrote it."""
     config = tiny_config(tmp_path, "run", exact=True)
     task = _Counted(config)
-    _, live = _trained(config, task, None, lost_in)
-    began, _ = _trained(config, task, replace(live, needed=(lost_in - 2,)), 0)
-    assert began == begins
+    _, live = _trained(config, task, None, 7)
+    with pytest.raises(NoStateLeft):
+        _trained(config, task, replace(live, needed=(5,)), 0)
+    _, live = _trained(config, _Counted(config), None, 14)
+    began, _ = _trained(config, task, replace(live, needed=(12,)), 0)
+    assert began == 10
     assert bits(config) == bits(exact_alone)
     assert log_of(config) == log_of(exact_alone)
 
@@ -312,29 +368,28 @@ class _Opens(Dataset[Any]):
         return {name: array[index] for name, array in self.records.items()}
 
 
-class _FromProcesses(_Counted):
+class _FromProcesses(TinyTask):
+    """Has its data from the beginning, as a user's task may."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        made = super().train_data(), super().eval_data()
+        self._sets = [Data(MapSource(_Opens(each))) for each in made if each]
+
     def train_data(self) -> Data:
-        return Data(MapSource(_Opens(super().train_data())))
+        return self._sets[0]
 
     def eval_data(self) -> Data:
-        data = super().eval_data()
-        assert data is not None
-        return Data(MapSource(_Opens(data)))
+        return self._sets[1]
 
 
-def test_data_that_loader_processes_copy_are_opened_anew(tmp_path: Path) -> None:
+def test_data_that_loader_processes_copy_can_be_opened_before_joining(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", exact=True)
     _trained(whole, _FromProcesses(whole), None, 0)
     config = tiny_config(tmp_path, "run", exact=True)
     task = _FromProcesses(config)
-    _, live = _trained(config, task, None, 7)
-    _trained(config, task, live, 0)
-    assert task.calls == {"model": 1, "data": 2}
-    joined = tiny_config(tmp_path, "joined", exact=True)
-    task = _FromProcesses(joined)
-    _trained(joined, task, None, 0, prepare_alone(joined, task, ALONE))
-    assert task.calls["data"] == 1
-    assert bits(config) == bits(whole) == bits(joined)
+    _trained(config, task, None, 0, prepare_alone(config, task, ALONE))
+    assert bits(config) == bits(whole)
 
 
 @pytest.fixture(scope="module")

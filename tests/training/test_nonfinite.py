@@ -542,8 +542,8 @@ def examine(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> boo
     """What a step does with the guard; whether it is refused."""
     state.optimizer.zero_grad(set_to_none=True)
     loss = state.model(torch.ones(5, 3)).sum()
-    guard.watch(0, loss.detach() * loss_factor)
-    loss.backward()
+    with guard.watching(0, loss.detach() * loss_factor):
+        loss.backward()
     _, refused = guard.examine(0.1, torch.zeros((), dtype=torch.float64))
     state.step += 1
     guard.follow()
