@@ -130,9 +130,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
             set_environment(place.seat)
         world = world_of_worker(given.threads, place.seat if place else None)
         notes: list[str] = []
-        kept = live.kept if live else None
-        if ahead:
-            kept = ahead.pop()
+        made_before = ahead.pop() if ahead else None
+        kept = live.kept if live else made_before
         if kept is None:
             reads.clear()
             made, task, notes = _load(given, config, world, reads)
@@ -217,11 +216,8 @@ def _prepared(
     given.config.update(to_dict(made))
     set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
     task = load_task(made, reads)
-    return (
-        made,
-        task,
-        prepare_alone(made, task, world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))),
-    )
+    alone = world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))
+    return made, task, prepare_alone(made, task, alone)
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:
