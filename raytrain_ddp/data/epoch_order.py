@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def smallest_slot(self) -> int:
-        """Samples of the smallest micro-batch that has any."""
+        """Samples of the smallest micro-batch that is not empty."""
         counts = (self.count(self.steps_per_epoch - 1, slot) for slot in range(self.slots))
         return min(count for count in counts if count)
 

@@ -142,6 +142,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         session = RaySession(made, world, given.mailbox, best, look_s, _start(), live, place)
         session.kept = kept
         sessions[:] = [session]
+        if kept is None and world.is_main:
+            _write_settled(config, made)
         for text in notes:
             session.tell(Note(text))
         return session
@@ -168,24 +170,29 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
 def _load(
     given: WorkerSettings, config: TrainConfig, world: World, reads: set[str]
 ) -> tuple[TrainConfig, Task, list[str]]:
-    """The settled config, its task, and notes about what was chosen; all ranks take part.
+    """The settled config, its task, and notes about what was chosen; all ranks take part that have
+    nothing made before.
 
     Args:
         reads: see `load_task`.
     """
-    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
-    from raytrain_ddp.config.automatic import unsettled
-    from raytrain_ddp.config.recipe import dumps, publishable, to_dict
+    from raytrain_ddp.config.recipe import to_dict
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.settling import as_begun, settled
 
     config = _with_task(given, config)
     made, notes = settled(as_begun(config), world)
     given.config.update(to_dict(made))
-    if unsettled(config) and world.is_main:
-        storage = run_storage(made)
-        storage.write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
     return made, load_task(made, reads), notes
+
+
+def _write_settled(config: TrainConfig, made: TrainConfig) -> None:
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import dumps, publishable
+
+    if unsettled(config):
+        run_storage(made).write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
 
 
 def _with_task(given: WorkerSettings, config: TrainConfig) -> TrainConfig:
@@ -197,7 +204,8 @@ def _with_task(given: WorkerSettings, config: TrainConfig) -> TrainConfig:
 def _prepared(
     given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
 ) -> tuple[TrainConfig, Task, Kept] | None:
-    """What this process makes before it joins others that train without it; None if none do."""
+    """What this process makes before it joins others that train without it; None if none do, or if
+    values of the config are still to be settled with them."""
     import ray
 
     from raytrain_ddp.config.automatic import unsettled
@@ -230,7 +238,7 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
     if "nccl" in backend:
         set_for_replacing(config)
     torch.use_deterministic_algorithms(config.compute.deterministic)  # loads a thousand modules
-    gc.freeze()  # what is imported is there to stay: collecting takes a tenth of the time
+    gc.freeze()  # imports stay; without them, a collection takes a tenth of the time
 
 
 def require_folder(config: TrainConfig, lease: str) -> None:

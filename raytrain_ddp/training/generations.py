@@ -43,7 +43,8 @@ class RankLost(ConnectionError):
 
 
 class NoStateLeft(Exception):
-    """Raised on all ranks that have trained: none could go on, and there is no checkpoint."""
+    """Raised on ranks that have kept a trained model: no rank can go on from its state, and there
+    is no checkpoint."""
 
 
 class NewcomerWaits(Exception):
@@ -274,15 +275,15 @@ def through_generations(
             return
         except Exception as error:
             place.leave()
-            wanted = isinstance(error, (NewcomerWaits, NoStateLeft))
+            is_planned = isinstance(error, (NewcomerWaits, NoStateLeft))
             aborted = place.is_broken and not isinstance(error, RaytrainError)
-            if not (wanted or aborted or isinstance(error, RankLost) or is_loss(error)):
+            if not (is_planned or aborted or isinstance(error, RankLost) or is_loss(error)):
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = None if isinstance(error, NoStateLeft) else session.live_state()
             step = live.manifest.step if live else -1
             losses = 0 if step > reached else losses
-            reached, losses = max(reached, step), losses + (not wanted)
+            reached, losses = max(reached, step), losses + (not is_planned)
             if losses > most:
                 raise
         del session

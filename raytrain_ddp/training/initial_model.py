@@ -1,4 +1,4 @@
-"""The model of a process as it begins, or goes on."""
+"""The model with which a process begins or goes on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from raytrain_ddp.training.world import World
 
 
 def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
-    """The kept model, or the initial one; all ranks take part."""
+    """The kept model, or the initial one; all ranks take part.
+
+    Raises:
+        ConfigError: it differs from rank 0's, or cannot be stored.
+    """
     if kept is not None and kept.model is not None:
-        kept.model.zero_grad()  # frees the former sums
+        kept.model.zero_grad()  # frees the old gradients
         require_same_model(kept.model, world)
         return kept.model
     model = initial_model(config, task, world)

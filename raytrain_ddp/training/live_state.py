@@ -38,7 +38,7 @@ class LiveState:
         files: file name -> content, in pieces, most of which are the snapshot's memory.
         tensors: those in the files.
         digest: of all tensors, hex; computed in the background.
-        kept: what else this process has, which is no part of the state.
+        kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.

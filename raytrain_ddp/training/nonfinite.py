@@ -73,11 +73,14 @@ class NonfiniteGuard:
     def watching(self, slot: int, loss: Tensor) -> Iterator[None]:
         """Context of the backward pass of a slot's loss, shape ().
 
-        Its gradient is not enough: cross entropy, for example, can be infinite with a finite
-        gradient.
+        The gradient alone does not suffice: cross entropy, for example, can be infinite with a
+        finite gradient.
         """
         self._losses[slot] = loss
         taint = loss * 0  # nan if the loss is not finite
+        if not self._sentinel.requires_grad:  # the task has frozen it since
+            yield
+            return
         hook = self._sentinel.register_hook(lambda gradient: gradient + taint)
         try:
             yield

@@ -54,7 +54,7 @@ def prepare(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
 ) -> PreparedRun:
     """Builds, places, wraps and warms up the model; loads the newest checkpoint. All ranks; one
-    that has lost others makes anew only what depends on them."""
+    with a `Kept` reuses that."""
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
@@ -97,7 +97,9 @@ def prepare(
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.has_trained:
-        raise NoStateLeft("no state is left that all ranks could go on from: all begin anew")
+        raise NoStateLeft(
+            "neither a usable state nor a checkpoint is left: the training begins anew"
+        )
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -154,27 +156,30 @@ def prepare(
 
 
 def _kept(run: PreparedRun, model: nn.Module, found: Mapping[str, WarmUp]) -> Kept | None:
-    """All or nothing: the task, its data and its model may know each other."""
+    """All or nothing: the task, its data and its model may refer to each other."""
     data, eval_data = run.feed.loader.data, run.eval_data
     is_shared = data.shared and (eval_data is None or eval_data.shared)
-    # Others have been read from here, and may have open files, which loader processes cannot get.
+    # Other data may hold open files by now, which cannot be copied to loader processes.
     if not is_shared or not _keeps_model(run.config, run.task):
         return None
     return Kept((data, eval_data), run.identity, model, found, has_trained=True)
 
 
 def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
-    """What a process makes before it joins others, which train in the meantime.
+    """What a process builds before it joins a training that is running.
 
     Args:
         world: of this process alone.
+
+    Raises:
+        ConfigError, DataError, TaskError: as `prepare`.
     """
     set_up(world, config.compute)
     data, eval_data = _open(config, task)
     for each in filter(None, (data, eval_data)):
         start_processes(each, loader_threads(config.data, world.threads))
     failpoint("start.alone", world.of_run(0))
-    Node.here(world.device)  # remembers what it finds
+    Node.here(world.device)  # caches versions and digests
     identity = DataIdentity.of(data, eval_data, task)
     kept = Kept((data, eval_data), identity, None, {}, has_trained=False)
     if not _keeps_model(config, task):
@@ -253,7 +258,7 @@ def _warm_up(
 
 
 def _batches(loader: TrainLoader, epoch: int) -> tuple[Batch, int, Batch, Batch | None]:
-    """Those of a warm-up: a batch and its samples, the smallest one, a single sample if needed."""
+    """The batches of a warm-up: a usual one and its samples, the smallest, one sample if needed."""
     batch = loader.any_batch(epoch=epoch)
     smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
     single = loader.any_batch(1, epoch) if loader.skip else None

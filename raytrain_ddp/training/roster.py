@@ -161,7 +161,7 @@ class Roster:
         return broken
 
     def has_formed(self) -> bool:
-        """Whether there has been a generation."""
+        """Whether any generation has formed."""
         return self._newest > 0
 
     def died(self, rank: int) -> None:

@@ -49,7 +49,7 @@ class WarmUp(NamedTuple):
 
     Args:
         scalar_names: of the scalars that the task logs beside the loss.
-        fewest: samples of a slot that passes in training mode.
+        fewest: samples with which a slot passes in training mode.
         changing: the bool buffers that a forward pass changes.
         flops: floating-point operations of a sample, forward and backward; 0 if unknown.
     """
@@ -62,15 +62,15 @@ class WarmUp(NamedTuple):
 
 @dataclass(frozen=True)
 class Kept:
-    """What does not depend on other ranks, so that a process that loses some keeps it, and one that
-    joins others makes it before.
+    """Parts that do not depend on other ranks: a process keeps them when it loses some, and builds
+    them before it joins others.
 
     Args:
         data: to train and to evaluate on.
         identity: of the data.
         model: its weights are arbitrary; None: it is made anew.
         warm_up: of the turns of that model, by name; empty: it follows.
-        has_trained: the model, whose initial weights are lost.
+        has_trained: whether the model has been trained, so that its initial weights are gone.
     """
 
     data: tuple[Data, Data | None]
@@ -100,7 +100,7 @@ class Session(Protocol):
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
-        kept: by this process; None: it begins.
+        kept: parts that this process already has; None: none.
     """
 
     world: World
@@ -123,8 +123,8 @@ class Session(Protocol):
 
     def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`, and goes on with `kept`. None: nobody could go on from
-        it."""
+        last complete step with `take_live`, and goes on with `kept`. If `take_live` returns None,
+        no rank could go on from that state."""
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         """Restores the log of a checkpoint."""

@@ -128,7 +128,7 @@ class Stepper:
     def warm_up(
         self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
     ) -> dict[str, WarmUp]:
-        """That of each turn, by name; see `Turn.warm_up`."""
+        """Warms up each turn; returns what it finds, by name. See `Turn.warm_up`."""
         found = {}
         for name, (turn, alone) in self._turns.items():
             with alone():
@@ -136,8 +136,8 @@ class Stepper:
         return found
 
     def adopt(self, found: Mapping[str, WarmUp]) -> float:
-        """Goes on from a warm-up; returns the operations of a sample: the mean over the first
-        steps."""
+        """Applies what a warm-up has found; returns the operations of a sample: the mean over the
+        first steps."""
         for name, (turn, _) in self._turns.items():
             turn.adopt(found[name])
         first = [name for step in range(_FIRST) for name in self._due(step)]

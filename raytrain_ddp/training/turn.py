@@ -191,7 +191,7 @@ class Turn:
         return warm_up(self._forward, require, batch, samples, smallest, single)
 
     def adopt(self, found: WarmUp) -> None:
-        """Goes on from a warm-up, which may be that of a former turn over the same model."""
+        """Applies what a warm-up has found, also that of a former turn over the same model."""
         # The scaler is initialized by its first use, and a rank without samples never uses it.
         self._state.scaler.scale(torch.zeros((), device=self._world.device))
         self.scalar_names, self._fewest = found.scalar_names, found.fewest

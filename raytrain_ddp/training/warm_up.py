@@ -1,4 +1,4 @@
-"""The forward pass of a turn, and the pass that warms it up."""
+"""The forward pass of a turn, and its warm-up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Forward:
     """The task's loss of a batch, in the config's precision.
 
     Args:
-        net: `model`, as it may be wrapped.
+        net: `model`, possibly wrapped in DDP.
         name: of the optimizer whose loss it is, if there are several.
     """
 
@@ -73,13 +73,16 @@ def warm_up(
 
     Args:
         require_gradients: called after the backward pass.
-        samples: of `batch`.
+        samples: number of samples in `batch`.
         single: one sample, if bad records may leave a slot only one. If batch norm refuses
             it, such a slot passes in evaluation mode, for any number of workers.
 
     DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
     the second backward pass), which changes the order of its sums. As the first step follows
     that, a resumed run sums in the same order as an uninterrupted one.
+
+    Raises:
+        ConfigError, TaskError: the model or the loss could not be trained.
     """
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
     try:

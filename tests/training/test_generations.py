@@ -25,7 +25,7 @@ from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimC
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.sources import Data, MapSource
 from raytrain_ddp.events import Plan
-from raytrain_ddp.training.generations import NoStateLeft, RankLost
+from raytrain_ddp.training.generations import NoStateLeft, RankLost, through_generations
 from raytrain_ddp.training.live_state import LiveState
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
@@ -210,7 +210,7 @@ def test_fault_28_a_further_rank_joins_between_two_steps(
 
 
 class _SometimesNan(TinyTask):
-    """The loss of a batch with one of some rows is not a number."""
+    """The loss of a batch with certain rows is NaN."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = super().loss(model, batch)
@@ -292,7 +292,7 @@ def test_with_exact_a_survivor_keeps_its_data_and_its_model(
 def test_other_survivors_keep_nothing_but_their_state(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """With DDP, and with data that loader processes copy: these may be open here by then."""
+    """With DDP, and with data for loader processes, which may be open here by then."""
     kind = _FromProcesses if changes["exact"] else TinyTask
     whole = tiny_config(tmp_path, "whole", **changes)
     _trained(whole, kind(whole), None, 0)
@@ -335,6 +335,46 @@ def test_without_a_state_and_a_checkpoint_those_that_have_trained_begin_anew(
     _, live = _trained(config, _Counted(config), None, 14)
     began, _ = _trained(config, task, replace(live, needed=(12,)), 0)
     assert began == 10
+    assert bits(config) == bits(exact_alone)
+    assert log_of(config) == log_of(exact_alone)
+
+
+class _ThreeStarts:
+    """Stands for a `Place` that is alone in its generations."""
+
+    starts, is_broken = 0, False
+
+    def join(self) -> bool:
+        self.starts += 1
+        return self.starts <= 3
+
+    def leave(self) -> None: ...
+
+    def part(self) -> None: ...
+
+
+def test_after_no_state_is_left_the_next_generation_begins_anew(
+    exact_alone: TrainConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "run", exact=True)
+    place, plans, seen, tasks = _ThreeStarts(), [], [], []
+
+    def start(live: LiveState | None) -> LocalSession:
+        seen.append(live.manifest.step if live else None)
+        lost = replace(live, needed=(5,)) if live else None
+        session = _Loses(config, ALONE, Best("loss", "min"), plans.append, lost)
+        session.step = 7 if place.starts == 1 else 0
+        if session.kept is None:
+            tasks.append(_Counted(config))
+        return session
+
+    def run(session: LocalSession) -> None:
+        train(config, tasks[-1], session)
+
+    through_generations(place, start, run, lambda _: False, most=1)  # type: ignore[arg-type]
+    assert seen == [None, 6, None]
+    assert [each.start_step for each in plans if isinstance(each, Plan)] == [0, 0]
+    assert [each.calls["model"] for each in tasks] == [1, 1]
     assert bits(config) == bits(exact_alone)
     assert log_of(config) == log_of(exact_alone)
 
