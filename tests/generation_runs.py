@@ -95,12 +95,14 @@ def _work(
     tasks: list[TinyTask] = []
     ahead: list[Kept] = []
 
+    def device() -> torch.device:
+        if not on_gpus:
+            return torch.device("cpu")
+        return torch.device("cuda", rank % torch.cuda.device_count())
+
     def start(live: LiveState | None) -> LocalSession:
         sizes.append(place.seat.size)
-        device = torch.device("cpu")
-        if on_gpus:
-            device = torch.device("cuda", rank % torch.cuda.device_count())
-        world = World(place.seat.rank, place.seat.size, rank, device, 1)
+        world = World(place.seat.rank, place.seat.size, rank, device(), 1)
         return Session(made, world, Best("loss", "min"), events.append, live)
 
     def run(session: LocalSession) -> None:
@@ -114,7 +116,7 @@ def _work(
 
     if least < W and roster.has_formed():
         tasks.append(TinyTask(made, **options))
-        alone = World(0, 1, 0, torch.device("cpu"), 1, (rank,))
+        alone = World(0, 1, 0, device(), 1, (rank,))
         ahead.append(prepare_alone(made, tasks[0], alone))
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)

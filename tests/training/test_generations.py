@@ -294,9 +294,9 @@ def test_other_survivors_keep_nothing_but_their_state(
 ) -> None:
     """With DDP, and with data for loader processes, which may be open here by then."""
     kind = _FromProcesses if changes["exact"] else TinyTask
-    whole = tiny_config(tmp_path, "whole", **changes)
+    whole = tiny_config(tmp_path, "whole", epochs=1, **changes)
     _trained(whole, kind(whole), None, 0)
-    config = tiny_config(tmp_path, "run", **changes)
+    config = tiny_config(tmp_path, "run", epochs=1, **changes)
     _, live = _trained(config, kind(config), None, 7)
     assert live.kept is None
     assert _trained(config, kind(config), live, 0)[0] == 6
@@ -424,9 +424,9 @@ class _FromProcesses(TinyTask):
 
 
 def test_data_that_loader_processes_copy_can_be_opened_before_joining(tmp_path: Path) -> None:
-    whole = tiny_config(tmp_path, "whole", exact=True)
+    whole = tiny_config(tmp_path, "whole", epochs=1, exact=True)
     _trained(whole, _FromProcesses(whole), None, 0)
-    config = tiny_config(tmp_path, "run", exact=True)
+    config = tiny_config(tmp_path, "run", epochs=1, exact=True)
     task = _FromProcesses(config)
     _trained(config, task, None, 0, prepare_alone(config, task, ALONE))
     assert bits(config) == bits(whole)
