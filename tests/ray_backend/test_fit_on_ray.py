@@ -135,7 +135,7 @@ def at_step(step: int, config: TrainConfig, do: Callable[[int], object]) -> thre
     log = Path(config.storage) / str(config.name) / "metrics.jsonl"
 
     def watch() -> None:
-        for _ in range(2000):
+        for _ in range(12_000):  # ten minutes: starting takes long on a busy machine
             lines = log.read_text().splitlines() if log.exists() else []
             if lines and json.loads(lines[-1]).get("step", 0) >= step:
                 do(json.loads(lines[-1])["step"])
