@@ -180,7 +180,8 @@ def _load(
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.settling import as_begun, settled
 
-    config = _with_task(given, config)
+    if given.task is not None:
+        config = dataclasses.replace(config, task=pickle.loads(given.task))
     made, notes = settled(as_begun(config), world)
     given.config.update(to_dict(made))
     return made, load_task(made, reads), notes
@@ -195,12 +196,6 @@ def _write_settled(config: TrainConfig, made: TrainConfig) -> None:
         run_storage(made).write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
 
 
-def _with_task(given: WorkerSettings, config: TrainConfig) -> TrainConfig:
-    if given.task is None:
-        return config
-    return dataclasses.replace(config, task=pickle.loads(given.task))
-
-
 def _prepared(
     given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
 ) -> tuple[TrainConfig, Task, Kept] | None:
@@ -209,22 +204,18 @@ def _prepared(
     import ray
 
     from raytrain_ddp.config.automatic import unsettled
-    from raytrain_ddp.config.recipe import to_dict
     from raytrain_ddp.ray_backend.replacing import set_environment
-    from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.prepare import prepare_alone
     from raytrain_ddp.training.roster import Seat
     from raytrain_ddp.training.settling import as_begun
 
     if given.least == given.most or not ray.get(given.mailbox.has_formed.remote()):
         return None
-    made = as_begun(_with_task(given, config))
-    if unsettled(made):
+    if unsettled(as_begun(config)):
         return None
-    given.config.update(to_dict(made))
     set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
-    task = load_task(made, reads)
     alone = world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))
+    made, task, _ = _load(given, config, alone, reads)
     return made, task, prepare_alone(made, task, alone)
 
 

@@ -63,11 +63,9 @@ def prepare(
     require_same_nodes(session)
     session.tell(messages.Phase("opening the data"))
     kept = session.kept
-    data, eval_data = kept.data if kept else _open(config, task)
+    data, eval_data = kept.data if kept else _open(config, task, world)
     splits = _counted_splits(task, world)
     plan = plan_of(config, data)
-    for each in filter(None, (data, eval_data)):
-        start_processes(each, loader_threads(config.data, world.threads))
 
     failpoint("start.opened", world.rank)
     session.tell(messages.Phase("preparing the model"))
@@ -166,7 +164,7 @@ def _kept(run: PreparedRun, model: nn.Module, found: Mapping[str, WarmUp]) -> Ke
 
 
 def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
-    """What a process builds before it joins a training that is running.
+    """Builds what a process can before it joins a run in progress.
 
     Args:
         world: of this process alone.
@@ -175,9 +173,7 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
         ConfigError, DataError, TaskError: as `prepare`.
     """
     set_up(world, config.compute)
-    data, eval_data = _open(config, task)
-    for each in filter(None, (data, eval_data)):
-        start_processes(each, loader_threads(config.data, world.threads))
+    data, eval_data = _open(config, task, world)
     failpoint("start.alone", world.of_run(0))
     Node.here(world.device)  # caches versions and digests
     identity = DataIdentity.of(data, eval_data, task)
@@ -235,12 +231,14 @@ def _counted_splits(task: Task, world: World) -> Splits | None:
     return splits
 
 
-def _open(config: TrainConfig, task: Task) -> tuple[Data, Data | None]:
-    """The data to train and to evaluate on."""
+def _open(config: TrainConfig, task: Task, world: World) -> tuple[Data, Data | None]:
+    """The data to train and to evaluate on, with their loader processes, if any."""
     data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
     require_evaluation(config, eval_data)
     if data.source.blocks.min() < 1:
         raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
+    for each in filter(None, (data, eval_data)):
+        start_processes(each, loader_threads(config.data, world.threads))
     return data, eval_data
 
 
