@@ -65,6 +65,7 @@ WORKERS = 2
 STEPS_AFTER = 10  # the kill
 LIMIT_S = 180.0
 GOES_ON_S = 90.0  # and comes to its end: longer after the kill is a failure
+TRIES = 3  # of a contender in a round: torchrun's restart does not always succeed
 POLL_S = 0.005
 CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
@@ -130,14 +131,15 @@ def main() -> int:
         for number in range(args.rounds):
             for contender in in_turn(args.only, number):
                 measured = partial(measure_apart, contender, number + 1, args, Path(folder))
-                series.add(f"round {number + 1}, {contender}", measured, shown)
+                for _ in range(TRIES):
+                    if series.add(f"round {number + 1}, {contender}", measured, shown):
+                        break
     return series.publish(as_markdown(series, args), args.out)
 
 
 def measure_apart(contender: str, number: int, args: Any, folder: Path) -> Run:
     """In a folder of its own; see `measure`."""
-    place = folder / f"{number}-{contender}"
-    place.mkdir()
+    place = Path(tempfile.mkdtemp(prefix=f"{number}-{contender}-", dir=folder))
     try:
         return measure(contender, number, args, place)
     finally:
@@ -354,7 +356,8 @@ def as_markdown(series: Series[Run], args: Any) -> list[str]:
         series.place(),
         f"Rank {args.victim} of {WORKERS} CPU workers is killed after {args.kill_after} steps; a"
         f" checkpoint is made every {args.every} steps. Medians over"
-        " the rounds (min .. max); ratios to the hand-written loop under torchrun, same round.",
+        " the rounds (min .. max); ratios to the hand-written loop under torchrun, same round. Who"
+        f" does not go on is run again, up to {TRIES} times a round; each failure is listed.",
         table(
             ["", "seconds to the next step", "ratio", "steps redone", "step ms"],
             [contender_row(name, runs) for name in order],

@@ -53,16 +53,17 @@ class Series(Generic[R]):
         self.failed: list[str] = []
         print("\n".join(f"{name}: {value}" for name, value in machine.items()), flush=True)
 
-    def add(self, what: str, measure: Callable[[], R], line: Callable[[R], str]) -> None:
-        """Measures once, and prints its line. `what` names it, if it fails."""
+    def add(self, what: str, measure: Callable[[], R], line: Callable[[R], str]) -> bool:
+        """Measures once, and prints its line; False if it failed. `what` names it then."""
         try:
             run = measure()
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             self.failed.append(f"{what}: {in_short(str(error))}")
             print(f"{what}: {error}", file=sys.stderr, flush=True)
-            return
+            return False
         self.runs.append(run)
         print(line(run), flush=True)
+        return True
 
     def place(self) -> str:
         """Machine and load, as a Markdown list."""
