@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -26,6 +27,7 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
         if not _reader_is_gone():  # another connection broke
             raise
         status = _BROKEN_PIPE
+    gc.freeze()  # otherwise, Python looks for garbage in all modules at its end: 0.8 s with torch
     sys.exit(_flushed(status))
 
 

@@ -44,12 +44,19 @@ def draw_curves(
     figure_of(records, title).savefig(path_or_file, format="png", dpi=DPI)
 
 
+def load_matplotlib() -> None:
+    """Imports what `figure_of` needs: half a second, while its caller waits for others."""
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
+    import matplotlib.style  # noqa: F401
+
+
 def figure_of(records: Sequence[LogRecord], title: str) -> Figure:
     """The panels that the report shows over the steps. A notebook displays it.
 
     Needs no display and leaves no global state (no pyplot). Zero or one records work, too.
     """
-    import matplotlib.style  # takes half a second; needed only at the end of a run
+    import matplotlib.style  # see `load_matplotlib`
     from matplotlib import figure as figures
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.ticker import MaxNLocator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -17,6 +18,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.display.curves_png import load_matplotlib
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
@@ -37,7 +39,7 @@ from raytrain_ddp.driver.preflight import (
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError
-from raytrain_ddp.events import End, Note, Plan
+from raytrain_ddp.events import End, Eval, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
@@ -182,18 +184,24 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 
 class _Starts:
-    """Forwards events, and records when training began, at first and after the last failure."""
+    """Forwards events, and records when training began, at first and after the last failure.
+
+    After the last evaluation it loads what draws the curves, while the workers end.
+    """
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self.first_began = self.began = time.monotonic()
         self._none_yet = True
+        self._last_step = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
-            self.began = time.monotonic()
+            self.began, self._last_step = time.monotonic(), event.total_steps
             if self._none_yet:
                 self.first_began, self._none_yet = self.began, False
+        elif isinstance(event, Eval) and event.step == self._last_step:
+            threading.Thread(target=load_matplotlib, name="matplotlib", daemon=True).start()
         self._show(event)
 
 
@@ -205,7 +213,7 @@ def _train_on_ray(
     show: Show,
     committed: int,
 ) -> tuple[Outcome, _Starts]:
-    from raytrain_ddp.ray_backend.cluster import cluster
+    from raytrain_ddp.ray_backend.cluster import cluster, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
     from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
@@ -217,6 +225,7 @@ def _train_on_ray(
     collect_after, *generations = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER, *generations)
     try:
+        start_warm_server(config, address)
         if config.task in BUILT_IN:
             try_model(config, is_new=not committed)
         else:  # checked before anything is started; loads torch, which Ray Train does later anyway

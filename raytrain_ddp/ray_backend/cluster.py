@@ -98,8 +98,7 @@ def ray_connection(
         where = {"address": address or "local", "log_to_driver": False, "logging_level": "ERROR"}
         is_warm = bool(options.get("runtime_env"))
         is_seen = options.get("include_dashboard") is not False
-        is_quick = not address and (is_warm or not is_seen)
-        quick = iter([quick_start(is_warm, is_seen)] if is_quick else [])  # the first time
+        quick = iter([] if address else [quick_start(is_warm, is_seen)])  # the first time
 
         def init() -> None:
             with next(quick, nullcontext()):
@@ -151,6 +150,15 @@ def cluster(
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield layout
+
+
+def start_warm_server(config: TrainConfig, address: str | None) -> None:
+    """Starts the server of warm processes already, if `cluster` will start a Ray here.
+
+    It takes seconds to load its modules, in which the caller can do something else.
+    """
+    if not address and not os.environ.get("RAY_ADDRESS") and not is_connected():
+        _warm(config, os.getpid())
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:

@@ -93,6 +93,15 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
             if is_warm:
                 script = str(Path(worker_setup.__file__).resolve())
                 _replace(stack, ray_constants, "SETUP_WORKER_FILENAME", script)
+            start_raylet = services.start_raylet
+            _replace(
+                stack,
+                services,
+                "start_raylet",
+                # Any free port: if another Ray of this machine has the usual one, this one would
+                # wait for it for three seconds.
+                lambda *a, **named: start_raylet(*a, **named | {"dashboard_agent_listen_port": 0}),
+            )
             if not has_dashboard:
                 # No address, and no process: what Ray itself returns without a dashboard.
                 _replace(stack, services, "start_api_server", lambda *_, **__: ("", None))

@@ -88,15 +88,15 @@ def run_workers(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from raytrain_ddp.ray_backend.evaluator import Evaluator
-    from raytrain_ddp.ray_backend.replacing import start_of
-    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
-
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # If it is killed, Ray restarts it and retries calls: see mailbox.py.
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
-    show(Phase("loading torch"))
+    show(Phase("loading torch"))  # while the mailbox starts
+    from raytrain_ddp.ray_backend.evaluator import Evaluator
+    from raytrain_ddp.ray_backend.replacing import start_of
+    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
+
     failures = FailurePolicy(config.scaling.max_failures, committed)
     nodes = LiveNodes()
     metrics = PrometheusMetrics(str(config.name))

@@ -15,6 +15,8 @@ _COMMAND = """p={python} c={client}
 [ -x "$p" ] && [ -f "$c" ] && exec "$p" -I -S "$c" {arguments} "$@"
 p="${{1%/lib/python*}}/bin/python3"; [ -x "$p" ] || p=python3; exec "$p" "$@\""""
 
+_started: set[str] = set()  # servers of this process
+
 
 def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
     """The `py_executable` of a runtime environment; see fork_client.py for the arguments."""
@@ -29,7 +31,7 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
 def start_early(mode: str, threads: int) -> None:
     """Starts the server of this process, so that it loads its modules while Ray starts.
 
-    Without it, the first worker starts it.
+    Without it, the first worker starts it. A second call does nothing.
     """
     ray = importlib.util.find_spec("ray")
     if ray is None or ray.origin is None or not fork_client.suits(mode):
@@ -40,6 +42,8 @@ def start_early(mode: str, threads: int) -> None:
             return
         owner = os.getpid()
         address = fork_client.address_of(owner, threads, script)
-        fork_client.start_server(address, owner, threads)
+        if address not in _started:
+            _started.add(address)
+            fork_client.start_server(address, owner, threads)
     except OSError:
         pass  # the workers start as usual
