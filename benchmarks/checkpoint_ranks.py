@@ -151,7 +151,7 @@ def work(way: str, millions: int, folder: Path, uri: str) -> None:
     from torch import nn
 
     from raytrain_ddp import TrainConfig
-    from raytrain_ddp.training.local_session import join_world
+    from raytrain_ddp.training.recording.local_session import join_world
 
     world = join_world(TrainConfig().scaling)
     torch.set_num_threads(1)
@@ -201,10 +201,10 @@ def of_ours(model: Any, optimizer: Any, world: Any, uri: str, in_parts: bool) ->
 
     from raytrain_ddp import TrainConfig
     from raytrain_ddp.checkpoint.manifest import Manifest
-    from raytrain_ddp.training import checkpoint_parts
-    from raytrain_ddp.training.local_session import LocalSession
-    from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.training.train_state import TrainState
+    from raytrain_ddp.training.recording.local_session import LocalSession
+    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.state import checkpoint_parts
+    from raytrain_ddp.training.state.train_state import TrainState
 
     checkpoint_parts.LEAST_BYTES = 1 if in_parts else 2**60
     config = TrainConfig(name="run", storage=uri)

@@ -27,9 +27,9 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.files import fsync
-from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint
-from raytrain_ddp.training.train_state import TrainState, encode
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
+from raytrain_ddp.training.state.train_state import TrainState, encode
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
 WARM_STEPS = 5  # the first ones allocate gradients and the optimizer's state

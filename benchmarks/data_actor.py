@@ -32,8 +32,8 @@ class Steps:
         return self.steps
 
     def __getitem__(self, step: int) -> Any:
-        from raytrain_ddp.data.epoch_order import EpochOrder
-        from raytrain_ddp.data.sample_rng import Draws
+        from raytrain_ddp.data.order.epoch_order import EpochOrder
+        from raytrain_ddp.data.order.sample_rng import Draws
 
         if self.loader is None:  # in a worker process: neither is pickled
             self.loader = train_loader(self.folder, "parquet", 0)

@@ -51,7 +51,7 @@ def seeding(size: Size) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.data.order.sample_rng import Draws
 
     rows = np.arange(64, dtype=np.int64)
     generator = torch.Generator()
@@ -104,7 +104,7 @@ def plan(shuffle: str, size: Size) -> dict[str, Any]:
 def planned(shuffle: str) -> dict[str, Any]:
     import numpy as np
 
-    from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+    from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 
     resource.setrlimit(resource.RLIMIT_AS, (PLAN_LIMIT_BYTES, PLAN_LIMIT_BYTES))
     blocks = np.full(ROWS // GROUP, GROUP, dtype=np.int64)
@@ -151,8 +151,8 @@ def text(size: Size) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from raytrain_ddp.data.sample_rng import Draws
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
+    from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.data.text_source import TextSource
 
     length, batch = 256, 64

@@ -141,11 +141,11 @@ def split(folder: Path, form: str) -> dict[str, float]:
     """us of CPU time an image: of the bare loop, of a batch, and of its parts; medians."""
     import torch
 
-    from raytrain_ddp.data import decoding
-    from raytrain_ddp.data.batch_memory import BatchMemory
-    from raytrain_ddp.data.cropping import random_box
-    from raytrain_ddp.data.image_batches import device_augmentation
-    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.data.loading.batch_memory import BatchMemory
+    from raytrain_ddp.data.order.sample_rng import Draws
+    from raytrain_ddp.data.pixels import decoding
+    from raytrain_ddp.data.pixels.cropping import random_box
+    from raytrain_ddp.data.pixels.image_batches import device_augmentation
 
     torch.set_num_threads(1)
     loader = data_ours.train_loader(folder, form, 0, mirror=False)
@@ -206,7 +206,7 @@ def split(folder: Path, form: str) -> dict[str, float]:
 
 def made(pictures: Any, boxes: Any, outs: Any) -> tuple[float, float]:
     """us of CPU time an image to decode, and to resize."""
-    from raytrain_ddp.data.cropping import resize_into, shrink_for, to_tensor
+    from raytrain_ddp.data.pixels.cropping import resize_into, shrink_for, to_tensor
 
     clock, decode_s, resize_s = time.thread_time, 0.0, 0.0
     for picture, box, out in zip(pictures, boxes, outs, strict=True):
@@ -222,10 +222,10 @@ def made(pictures: Any, boxes: Any, outs: Any) -> tuple[float, float]:
 def handed_over() -> float:
     """us of CPU time an image for all that the loader does but reading records and making a batch
     of them."""
-    from raytrain_ddp.data.epoch_order import Plan
-    from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.loader_threads import LoaderThreads
-    from raytrain_ddp.data.sources import ArraySource, Data
+    from raytrain_ddp.data.loading.loader import TrainLoader
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.sources import ArraySource, Data
+    from raytrain_ddp.data.order.epoch_order import Plan
 
     nothing = {"label": np.zeros(10**5, np.int64)}
     loader_data = Data(ArraySource(nothing), lambda _, draws: {"label": ready[: len(draws.rows)]})
@@ -253,7 +253,7 @@ class Asleep:
         self._source, self.blocks, self.shared = source, source.blocks, shared
 
     def read(self, rows: Any) -> Any:
-        from raytrain_ddp.data import cropping, decoding
+        from raytrain_ddp.data.pixels import cropping, decoding
 
         def decode(*_: Any) -> int:
             time.sleep(0.0008)

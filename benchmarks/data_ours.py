@@ -13,11 +13,11 @@ from data_measure import Clock, Size, imported_s
 from data_peers import TORCH, Contender, fast_folder
 
 if TYPE_CHECKING:
-    from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.sample_rng import Draws
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.loader import TrainLoader
+    from raytrain_ddp.data.loading.sources import Data
+    from raytrain_ddp.data.order.sample_rng import Draws
 
-IMPORTS = ("torch", "raytrain_ddp.data.loader", "raytrain_ddp.data.image_batches")
+IMPORTS = ("torch", "raytrain_ddp.data.loading.loader", "raytrain_ddp.data.pixels.image_batches")
 STARTS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 LISTED = 20  # times that each file is listed, for an epoch of many steps
 
@@ -31,11 +31,11 @@ def train_loader(
         mirror: on the host, in the loader's threads, as the peers do it; else left to the device.
     """
     from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-    from raytrain_ddp.data.data_check import locate
-    from raytrain_ddp.data.epoch_order import Plan
-    from raytrain_ddp.data.image_batches import image_data
-    from raytrain_ddp.data.loader import TrainLoader, shuffle_for, window_for
-    from raytrain_ddp.data.loader_threads import LoaderThreads
+    from raytrain_ddp.data.discovery.data_check import locate
+    from raytrain_ddp.data.loading.loader import TrainLoader, shuffle_for, window_for
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.order.epoch_order import Plan
+    from raytrain_ddp.data.pixels.image_batches import image_data
     from raytrain_ddp.data.splits import open_images
 
     config = DataConfig(
@@ -80,10 +80,10 @@ def ours(folder: Path, images: int, form: str, threads: int, mirror: bool) -> It
 
 def own_dataset(folder: Path, images: int, shared: bool) -> Iterator[Any]:
     """The data set of `folder_fast` as a user's own: in processes, or in threads that share it."""
-    from raytrain_ddp.data.epoch_order import Plan
-    from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.loader_threads import LoaderThreads
-    from raytrain_ddp.data.sources import Data, MapSource
+    from raytrain_ddp.data.loading.loader import TrainLoader
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.sources import Data, MapSource
+    from raytrain_ddp.data.order.epoch_order import Plan
 
     data = Data(MapSource(fast_folder(folder), shared=shared))
     plan = Plan(data.rows, 1, BATCH)

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torchvision.models import resnet18
 
 from raytrain_ddp.config.sections import EmaConfig, OptimConfig
-from raytrain_ddp.training.lr_schedule import build_optimizer
-from raytrain_ddp.training.weight_average import WeightAverage
+from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer
+from raytrain_ddp.training.optimizer.weight_average import WeightAverage
 
 
 def main() -> None:

@@ -45,12 +45,12 @@ COUNTED = {"model": "resnet50", "args": {}, "batch": 2, "image_size": 32, "every
 COUNTED |= {"warm_up": 4, "precision": "bf16", "changes": {"scaling": {"backend": "gloo"}}}
 STEPS = (4, 8)  # of two runs, which differ by four steps and one line of the log
 AREAS = {
-    "training/nonfinite.py": "the guard: is the gradient finite",
-    "training/turn.py": "loss, scaling",
-    "training/buffer_sync.py": "the average of batch norm's statistics over slots",
-    "training/reduction.py": "the same",
-    "data/gpu_augment.py": "crop, flip, normalizing",
-    "data/nested.py": "copies of the batch",
+    "training/steps/nonfinite.py": "the guard: is the gradient finite",
+    "training/steps/turn.py": "loss, scaling",
+    "training/gradients/buffer_sync.py": "the average of batch norm's statistics over slots",
+    "training/gradients/reduction.py": "the same",
+    "data/pixels/gpu_augment.py": "crop, flip, normalizing",
+    "data/loading/nested.py": "copies of the batch",
     "tasks/criterion.py": "cross entropy",
 }
 OUTSIDE = ("the model", "autograd, DDP and the optimizer")

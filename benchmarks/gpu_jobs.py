@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.events import Checkpoint, Train
 from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.training.device_feed import plan_of, train_loader
-from raytrain_ddp.training.local_session import LocalSession, join_world
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.recording.local_session import LocalSession, join_world
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
 
 KEPT = 64  # different images in memory
 ROWS = 2**20

@@ -30,12 +30,12 @@ from series import Series, describe_machine, in_turn, spread, table
 from raytrain_ddp import TrainConfig, fit_locally, load
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig, ModelConfig
-from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.predict.__main__ import main as predict
 from raytrain_ddp.tasks.task_check import metrics_of
-from raytrain_ddp.training.evaluation import evaluate
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.metrics.evaluation import evaluate
+from raytrain_ddp.training.runtime.world import World
 
 BATCH, SIZE, RESIZED = 64, 224, 256
 OWN = "the run's evaluation"

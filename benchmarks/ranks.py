@@ -35,21 +35,21 @@ from series import Series, describe_machine, spread, table
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training import step_timing
-from raytrain_ddp.training.hang_diagnosis import RankStatus
-from raytrain_ddp.training.metric_states import TreeMetrics
-from raytrain_ddp.training.phase_clock import EXCHANGING, PHASES
-from raytrain_ddp.training.roster import Member, beat_s
-from raytrain_ddp.training.step_decisions import Ballot
-from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.torch_compat import all_gather
-from raytrain_ddp.training.watchdog import ask_s
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.membership.roster import Member, beat_s
+from raytrain_ddp.training.metrics.metric_states import TreeMetrics
+from raytrain_ddp.training.monitoring import step_timing
+from raytrain_ddp.training.monitoring.hang_diagnosis import RankStatus
+from raytrain_ddp.training.monitoring.phase_clock import EXCHANGING, PHASES
+from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.monitoring.watchdog import ask_s
+from raytrain_ddp.training.runtime.torch_compat import all_gather
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.steps.step_decisions import Ballot
 
 REAL, SIMULATED = (2, 4, 8, 16), (100, 1000, 4000)
 TENSORS = 161  # parameters of a ResNet-50
@@ -103,7 +103,7 @@ def line(run: Run) -> str:
 def exchanged(ranks: int, times: int) -> dict[str, float]:
     """Medians in seconds, of rank 0."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "raytrain_ddp.training.metric_states"])
+    context.set_forkserver_preload(["torch", "raytrain_ddp.training.metrics.metric_states"])
     free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.SimpleQueue()
     processes = [

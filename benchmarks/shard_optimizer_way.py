@@ -33,9 +33,9 @@ from raytrain_ddp.config.sections import (
 )
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.training import loop
-from raytrain_ddp.training.local_session import LocalSession, join_world
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.recording.local_session import LocalSession, join_world
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 
 SLOTS, MICRO_BATCH = 3, 32
 LAYERS, WIDTH = 12, 1420

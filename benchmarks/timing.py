@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
-from raytrain_ddp.training.phase_clock import PHASES, Clock
-from raytrain_ddp.training.step_timing import Reading, in_order, summary
+from raytrain_ddp.training.monitoring.phase_clock import PHASES, Clock
+from raytrain_ddp.training.monitoring.step_timing import Reading, in_order, summary
 
 RANKS, STEPS_A_LINE = 16, 10
 

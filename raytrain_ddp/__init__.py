@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
     from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
-    from raytrain_ddp.data.sample_rng import Draws as Draws
-    from raytrain_ddp.data.sources import ArraySource as ArraySource
-    from raytrain_ddp.data.sources import Data as Data
-    from raytrain_ddp.data.sources import MapSource as MapSource
-    from raytrain_ddp.data.sources import Source as Source
+    from raytrain_ddp.data.loading.sources import ArraySource as ArraySource
+    from raytrain_ddp.data.loading.sources import Data as Data
+    from raytrain_ddp.data.loading.sources import MapSource as MapSource
+    from raytrain_ddp.data.loading.sources import Source as Source
+    from raytrain_ddp.data.order.sample_rng import Draws as Draws
     from raytrain_ddp.data.text_source import TextSource as TextSource
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from raytrain_ddp.tasks.task import Task as Task
 
 _HOMES = {
-    "ArraySource": "data.sources",
+    "ArraySource": "data.loading.sources",
     "AugmentConfig": "config.input_sections",
-    "Data": "data.sources",
+    "Data": "data.loading.sources",
     "DataConfig": "config.input_sections",
-    "Draws": "data.sample_rng",
+    "Draws": "data.order.sample_rng",
     "FitResult": "result",
     "IterableSource": "data.iterable_source",
-    "MapSource": "data.sources",
+    "MapSource": "data.loading.sources",
     "RaytrainError": "errors",
-    "Source": "data.sources",
+    "Source": "data.loading.sources",
     "Task": "tasks.task",
     "TextSource": "data.text_source",
     "TrainConfig": "config.train_config",

@@ -54,13 +54,13 @@ def main(argv: Sequence[str]) -> int:
     config = _config(checkpoint, args.data)
     import torch
 
-    from raytrain_ddp.data.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of
     from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
     from raytrain_ddp.training.async_evaluation import stored_model
-    from raytrain_ddp.training.device_feed import require_few_bad
-    from raytrain_ddp.training.evaluation import evaluate
-    from raytrain_ddp.training.world import World, choose_device, set_up
+    from raytrain_ddp.training.metrics.evaluation import evaluate
+    from raytrain_ddp.training.runtime.world import World, choose_device, set_up
+    from raytrain_ddp.training.steps.device_feed import require_few_bad
 
     device = choose_device(args.device)
     world = World(0, 1, device.index or 0, device, torch.get_num_threads())

@@ -19,7 +19,7 @@ from tiny import TinyTask, newest, plain
 from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.roster import Member, Roster, Seat
+from raytrain_ddp.training.membership.roster import Member, Roster, Seat
 
 W = 3
 _LIMIT_S = 120.0
@@ -48,14 +48,18 @@ def _work(
 
     from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
-    from raytrain_ddp.training.generations import NewcomerWaits, Place, through_generations
-    from raytrain_ddp.training.live_state import LiveState
-    from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.loop import train
+    from raytrain_ddp.training.membership.generations import (
+        NewcomerWaits,
+        Place,
+        through_generations,
+    )
     from raytrain_ddp.training.prepare import prepare_alone
-    from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.recording.local_session import LocalSession
+    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.runtime.world import World, broadcast
     from raytrain_ddp.training.session import Kept, Requests
-    from raytrain_ddp.training.world import World, broadcast
+    from raytrain_ddp.training.state.live_state import LiveState
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)

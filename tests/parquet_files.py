@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.data_check import Located, locate
-from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.discovery.data_check import Located, locate
+from raytrain_ddp.data.formats.shard_images import ShardImages
 
 ROWS_PER_GROUP = 4
 

@@ -110,8 +110,8 @@ class Died:
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
-    *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
-    *("raytrain_ddp.training.generations", "raytrain_ddp.ray_backend.failure_causes"),
+    *("raytrain_ddp.training.recording.local_session", "raytrain_ddp.training.loop"),
+    *("raytrain_ddp.training.membership.generations", "raytrain_ddp.ray_backend.failure_causes"),
     # What Ray imports, without Ray: its random numbers would be equal in all processes.
     *(
         "google.protobuf.descriptor_pb2",
@@ -214,7 +214,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
-    from raytrain_ddp.training.connections import Connections
+    from raytrain_ddp.training.runtime.connections import Connections
 
     warnings.simplefilter("error")
     while True:

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,32 @@ RANKS = [
     {"watch"},  # shows the pages of the report
     {"__main__"},
 ]
+# The same for the folders and files of the two largest parts.
+RANKS_WITHIN = {
+    "data": [
+        {"order"},
+        {"loading"},
+        {"formats", "iterable_source"},
+        {"discovery"},
+        {"holdout", "text_source", "torchvision_datasets"},
+        {"splits"},
+        {"pixels"},
+    ],
+    "training": [
+        {"runtime"},
+        {"monitoring", "data_identity"},
+        {"gradients"},
+        {"optimizer", "session"},
+        {"state"},
+        {"steps", "recording"},
+        {"metrics", "membership"},
+        {"start"},
+        {"async_evaluation"},
+        {"prepared_run"},
+        {"prepare"},
+        {"loop"},
+    ],
+}
 # The only parts that import Ray.
 SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict", "sweep"}
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
@@ -67,8 +94,8 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def rank_of(part: str) -> int:
-    return next(rank for rank, parts in enumerate(RANKS) if part in parts)
+def rank_of(part: str, ranks: Sequence[set[str]] = RANKS) -> int:
+    return next(rank for rank, parts in enumerate(ranks) if part in parts)
 
 
 @functools.cache
@@ -91,8 +118,12 @@ def test_the_check_sees_the_package():
     }
 
 
-# What a person asks of a result, when all is done.
-TURN_BACK = {"result.py": {"display", "report"}}
+TURN_BACK = {
+    # What a person asks of a result, when all is done.
+    "result.py": {"display", "report"},
+    # The type of what it is given.
+    "training/async_evaluation.py": {"prepared_run"},
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -104,6 +135,22 @@ def test_arrows_of_import_never_turn_back(path: Path):
         if name.startswith("raytrain_ddp."):
             theirs = name.split(".")[1]
             allowed = theirs == mine or rank_of(theirs) < rank_of(mine)
+            allowed |= theirs in TURN_BACK.get(name_of(path), set())
+            assert allowed, f"{name_of(path)} imports {name}"
+
+
+WITHIN = [path for path in FILES if part_of(path) in RANKS_WITHIN and path.stem != "__init__"]
+
+
+@pytest.mark.parametrize("path", WITHIN, ids=name_of)
+def test_arrows_within_a_part_do_not_turn_back_either(path: Path):
+    part = part_of(path)
+    ranks = RANKS_WITHIN[part]
+    mine = path.relative_to(PACKAGE / part).parts[0].removesuffix(".py")
+    for name in imports(path):
+        if name.startswith(f"raytrain_ddp.{part}."):
+            theirs = name.split(".")[2]
+            allowed = theirs == mine or rank_of(theirs, ranks) < rank_of(mine, ranks)
             allowed |= theirs in TURN_BACK.get(name_of(path), set())
             assert allowed, f"{name_of(path)} imports {name}"
 
@@ -218,7 +265,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     "module",
     [
         *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "spot.__main__"),
-        *("doctor.examine", "report.write", "data.epoch_order", "watch.http_server"),
+        *("doctor.examine", "report.write", "data.order.epoch_order", "watch.http_server"),
         "sweep.run_sweep",
     ],
 )

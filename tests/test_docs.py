@@ -152,7 +152,7 @@ def test_the_paths_through_the_code_name_what_there_is():
     steps = [line for line in text.splitlines() if re.match(r"[\w/]+\.py ", line)]
     assert len(steps) > 35
     for line in steps:
-        file, name, about = line[:31].strip(), line[31:52].strip(), line[52:]
+        file, name, about = line[:41].strip(), line[41:62].strip(), line[62:]
         code = (PACKAGE / file).read_text(encoding="utf-8")
         if name:
             assert re.search(rf"^(?:class|def) {name}\b", code, re.MULTILINE), f"{file}: {name}"

@@ -32,9 +32,9 @@ from s3 import CREDENTIALS, S3, s3_server
 
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import load
-from raytrain_ddp.data import shard as shard_module
-from raytrain_ddp.data import store_listing as listing_module
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.discovery import store_listing as listing_module
+from raytrain_ddp.data.formats import shard as shard_module
+from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.uri import (
     answer_within,

@@ -13,7 +13,7 @@ import pytest
 
 from raytrain_ddp import user_code
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loader_processes import LoaderProcesses
+from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task_loading import check_task_name
 from raytrain_ddp.user_code import UserCode

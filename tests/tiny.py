@@ -25,18 +25,18 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sample_rng import Draws
-from raytrain_ddp.data.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.events import Plan
 from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.world import World
 
 CLASSES = 5
 ROWS = 291  # 4 lanes of 72, 73, 73 and 73 rows: 9 full steps and one with 0, 1, 1 and 1 rows

@@ -34,10 +34,10 @@ from raytrain_ddp.convert.shard_writer import (
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.convert.spool import SpoolListing
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.discovery import DATASET_FILE
-from raytrain_ddp.data.permutation import sorted_permutation
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.discovery.discovery import DATASET_FILE
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.permutation import sorted_permutation
+from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import DataSummary

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_ddp.data.discovery import DATASET_FILE
+from raytrain_ddp.data.discovery.discovery import DATASET_FILE
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import read_json, sha256_of
 

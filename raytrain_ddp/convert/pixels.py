@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from raytrain_ddp.data.decoding import ORIENTATION, Pixels, open_encoded_image, shrink_for
+from raytrain_ddp.data.pixels.decoding import ORIENTATION, Pixels, open_encoded_image, shrink_for
 
 
 def shrink_image(content: bytes, short: int, quality: int) -> bytes:

@@ -23,9 +23,9 @@ from raytrain_ddp.convert.spool import (
     spool_images,
 )
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.data_check import Located, locate_all, role_of
-from raytrain_ddp.data.discovery import Kind
-from raytrain_ddp.data.labels import NoLabelsError
+from raytrain_ddp.data.discovery.data_check import Located, locate_all, role_of
+from raytrain_ddp.data.discovery.discovery import Kind
+from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.splits import open_images
 
 

@@ -21,12 +21,12 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
-from raytrain_ddp.data.decoding import reason_for
-from raytrain_ddp.data.image_folder import LOST_LINK
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.shard_formats import open_shard
-from raytrain_ddp.data.shard_images import ShardImages, columns_of
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.formats.image_folder import LOST_LINK
+from raytrain_ddp.data.formats.shard_formats import open_shard
+from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.pixels.decoding import reason_for
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import read_json, replace_with, write_json
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.data.discovery import DATASET_FILE
+from raytrain_ddp.data.discovery.discovery import DATASET_FILE
 from raytrain_ddp.errors import ConfigError, RunLockedError
 from raytrain_ddp.files import different, fsync, read_json, write_json
 

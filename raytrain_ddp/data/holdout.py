@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.data.row_group_cache import RowMask
-from raytrain_ddp.data.sample_rng import Rows, hash64, mix64
+from raytrain_ddp.data.formats.row_group_cache import RowMask
+from raytrain_ddp.data.order.sample_rng import Rows, hash64, mix64
 from raytrain_ddp.errors import DataError
 
 _STREAM = 0x5EED_0007  # separates these random bits from other uses

@@ -8,8 +8,8 @@ from typing import Any
 
 import cloudpickle
 
-from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.sample_rng import Draws, Rows, global_state
+from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError
 
 _MOST_ITERATORS = 4096  # one for each lane is in use

@@ -13,13 +13,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
-from raytrain_ddp.data.data_check import Found, Located, locate
+from raytrain_ddp.data.discovery.data_check import Found, Located, locate
+from raytrain_ddp.data.formats.image_folder import FolderImages
+from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
-from raytrain_ddp.data.image_folder import FolderImages
-from raytrain_ddp.data.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.shard_images import ShardImages
-from raytrain_ddp.data.sources import Source
+from raytrain_ddp.data.loading.sources import Source
+from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
 from raytrain_ddp.uri import attempt

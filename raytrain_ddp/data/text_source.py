@@ -8,10 +8,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.file_listing import list_on_disk
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.store_listing import list_in_store
+from raytrain_ddp.data.discovery.file_listing import list_on_disk
+from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.uri import without_secrets
 

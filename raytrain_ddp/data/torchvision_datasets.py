@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.labels import names_of, normalized, numbers_in
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.split_names import ROLE_OF
+from raytrain_ddp.data.discovery.split_names import ROLE_OF
+from raytrain_ddp.data.formats.labels import names_of, normalized, numbers_in
+from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 
 _EVAL_SPLITS = ("val", "valid", "validation", "test")  # in order of preference

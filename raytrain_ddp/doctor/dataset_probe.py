@@ -11,8 +11,8 @@ from typing import Any
 
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.data_check import locate
-from raytrain_ddp.data.sources import Source
+from raytrain_ddp.data.discovery.data_check import locate
+from raytrain_ddp.data.loading.sources import Source
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task

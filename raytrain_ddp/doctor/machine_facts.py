@@ -93,7 +93,7 @@ def versions() -> dict[str, str | None]:
 def _decodes_parts() -> bool:
     """Whether the package was built with _jpeg_region.c."""
     try:
-        return importlib.util.find_spec("raytrain_ddp.data._jpeg_region") is not None
+        return importlib.util.find_spec("raytrain_ddp.data.pixels._jpeg_region") is not None
     except ImportError:
         return False
 

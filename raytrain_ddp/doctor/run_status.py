@@ -24,7 +24,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
-from raytrain_ddp.data.epoch_order import relative_load
+from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.display.bottleneck import StepSplit
 from raytrain_ddp.display.formatting import error_summary, format_count, format_seconds, plural
 from raytrain_ddp.doctor.rows import Report, Row, format_duration

@@ -28,8 +28,8 @@ from raytrain_ddp.ray_backend.placement import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from raytrain_ddp.data.epoch_order import Plan
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
+    from raytrain_ddp.data.order.epoch_order import Plan
     from raytrain_ddp.tasks.task import Task
 
 _FOUND = ", or what fits the memory of a GPU (auto)"
@@ -62,14 +62,14 @@ def dry_run(
     given, config = config, _settled(config, layout)
     import torch
 
-    from raytrain_ddp.data.epoch_order import items_of_rank
+    from raytrain_ddp.data.order.epoch_order import items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.device_feed import plan_of
-    from raytrain_ddp.training.early_stop import require_evaluation
-    from raytrain_ddp.training.lr_schedule import LearningRates, steps_to_check
-    from raytrain_ddp.training.several_optimizers import turns_of
-    from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
+    from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
+    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
+    from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+    from raytrain_ddp.training.steps.device_feed import plan_of
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
     task = load_task(config, reads)
@@ -168,11 +168,11 @@ def _tried(
     notes."""
     import torch
 
-    from raytrain_ddp.training.buffer_sync import own_memory
-    from raytrain_ddp.training.device_feed import train_loader
-    from raytrain_ddp.training.sanity_check import try_evaluation, try_loss
-    from raytrain_ddp.training.train_state import begin_training
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.gradients.buffer_sync import own_memory
+    from raytrain_ddp.training.runtime.world import World
+    from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
+    from raytrain_ddp.training.state.train_state import begin_training
+    from raytrain_ddp.training.steps.device_feed import train_loader
 
     world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
     begin_training(model)

@@ -45,7 +45,7 @@ from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
 if TYPE_CHECKING:
-    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.training.recording.local_session import LocalSession
 
 # New objects, 700 by default. The collector takes an eighth of the CPU of importing torch and Ray
 # Train; the driver of a run on Ray keeps neither tensors nor much else.
@@ -146,11 +146,15 @@ def _train_here(
     show(Phase("loading torch"))
     _note_idle(config, show)
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.local_session import LocalSession, idle_gpus_note, join_world
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.nccl_settings import nccl_settings
-    from raytrain_ddp.training.recorder import Best
-    from raytrain_ddp.training.settling import settled
+    from raytrain_ddp.training.recording.local_session import (
+        LocalSession,
+        idle_gpus_note,
+        join_world,
+    )
+    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
+    from raytrain_ddp.training.start.settling import settled
 
     world = join_world(config.scaling, config.exact, nccl_settings(config))
     config, notes = settled(config, world)

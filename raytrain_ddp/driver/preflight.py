@@ -17,7 +17,7 @@ from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
-from raytrain_ddp.data.data_check import locate
+from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.tasks.pretrained import check_weights
@@ -99,7 +99,7 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
         return
     from raytrain_ddp.tasks.model_parts import Frozen, freeze
     from raytrain_ddp.tasks.pretrained import begun_model
-    from raytrain_ddp.training.param_groups import param_groups
+    from raytrain_ddp.training.optimizer.param_groups import param_groups
 
     # Of torchvision's sets, it is unknown here.
     classes = len(config.data.classes or config.data.target_columns or range(10))

@@ -119,7 +119,7 @@ def _images(args: ExportArgs, model: LoadedModel) -> Any:
     """
     import numpy as np
 
-    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.inference.inputs import open_input
 
     words = [] if args.data is None else [args.data]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from raytrain_ddp.data.cropping import CENTRE_SHARE
+from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.inference.loaded_model import LoadedModel
 from raytrain_ddp.tasks.model_zoo import TIMM, arguments

@@ -14,7 +14,7 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.events import Eval
 from raytrain_ddp.inference.loaded_model import LoadedModel
 from raytrain_ddp.records import log_records
-from raytrain_ddp.training.world import software_versions
+from raytrain_ddp.training.runtime.world import software_versions
 
 _SHARES = ("top1", "top5")  # of the samples, which give counts
 

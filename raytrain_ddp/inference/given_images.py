@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.epoch_order import runs_of
-from raytrain_ddp.data.image_folder import content_of, sizes_of
-from raytrain_ddp.data.sample_rng import Rows
-from raytrain_ddp.data.shard import with_retries
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.formats.image_folder import content_of, sizes_of
+from raytrain_ddp.data.formats.shard import with_retries
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.epoch_order import runs_of
+from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.uri import open_uri, reason_of, without_secrets
 

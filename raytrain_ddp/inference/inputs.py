@@ -9,20 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.file_listing import is_image
-from raytrain_ddp.data.image_folder import is_hidden
-from raytrain_ddp.data.shard_formats import format_of
-from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.discovery.file_listing import is_image
+from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.formats.image_folder import is_hidden
+from raytrain_ddp.data.formats.shard_formats import format_of
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.data.store_listing import list_in_store
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.task_check import eval_data_of
 from raytrain_ddp.uri import without_secrets
 
 if TYPE_CHECKING:
-    from raytrain_ddp.data.image_batches import OnBad
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
+    from raytrain_ddp.data.pixels.image_batches import OnBad
     from raytrain_ddp.inference.loaded_model import LoadedModel
 
 _VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.data.decoding import EncodedImage, open_encoded_image
-from raytrain_ddp.data.image_batches import OnBad, image_data
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image
+from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
 from raytrain_ddp.data.splits import ImageSource, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Asked, outputs
@@ -26,14 +26,14 @@ from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-from raytrain_ddp.training.train_state import load_model
-from raytrain_ddp.training.world import choose_device
+from raytrain_ddp.training.runtime.world import choose_device
+from raytrain_ddp.training.state.train_state import load_model
 from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
 
 

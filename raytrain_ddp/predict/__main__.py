@@ -107,7 +107,7 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
 
     from raytrain_ddp.display.work_meter import shown
     from raytrain_ddp.predict.part_maker import Job, PartMaker
-    from raytrain_ddp.training.world import choose_device
+    from raytrain_ddp.training.runtime.world import choose_device
 
     device = choose_device(args.device if args.address is None else "cpu")
     shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}

@@ -120,7 +120,7 @@ class _PartActor:
         given = self._given
         enter_folder(given.folder, given.import_paths)
         from raytrain_ddp.predict.part_maker import PartMaker
-        from raytrain_ddp.training.world import choose_device
+        from raytrain_ddp.training.runtime.world import choose_device
 
         where = f"node {socket.gethostname()}"
         try:

@@ -10,13 +10,13 @@ import torch
 
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.inference.batch_outputs import Asked, outputs
 from raytrain_ddp.inference.inputs import open_input
 from raytrain_ddp.inference.loaded_model import loaded
 from raytrain_ddp.predict.result_table import Columns, joined
-from raytrain_ddp.training.world import World, set_up
+from raytrain_ddp.training.runtime.world import World, set_up
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from raytrain_ddp.ray_backend.ray_settings import (
 )
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
+    explicit_address,
     require_listener,
     require_same,
     start_with_retries,
@@ -136,7 +137,11 @@ def cluster(
             options["runtime_env"] = _warm(config, os.getpid())
             stack.enter_context(own_state_api(port))
         else:
-            options = {"runtime_env": shipped_code(config) | _warm(config, 0)}
+            own: dict[str, Any] = {}
+            if address and (address := explicit_address(address)) != "auto":
+                # Ray Train's clean-up asks the newest Ray of its machine for the run, unless told.
+                own["env_vars"] = {"RAY_ADDRESS": address}
+            options = {"runtime_env": shipped_code(config) | _warm(config, 0) | own}
         # Ray Train imports torch: load it while Ray's processes and the mailbox start.
         settings = ray_settings(config, embedded)
         wait_s = config.scaling.wait_s

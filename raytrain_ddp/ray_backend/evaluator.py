@@ -28,9 +28,9 @@ from raytrain_ddp.ray_backend.worker_process import end_with_raylet
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.runtime.world import World
 
 _TRIES = 3  # of an evaluation whose process dies
 
@@ -134,8 +134,8 @@ def _loaded(given: WorkerSettings) -> tuple[TrainConfig, Task, Data, World]:
 
     from raytrain_ddp.tasks.task_check import eval_data_of
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.settling import as_begun
-    from raytrain_ddp.training.world import World, set_up
+    from raytrain_ddp.training.runtime.world import World, set_up
+    from raytrain_ddp.training.start.settling import as_begun
 
     config = from_dict(given.config)
     if given.task is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raytrain_ddp.messages import Alive, Died, Event, Joined
-from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
+from raytrain_ddp.training.membership.roster import OVER, Member, Roster, Seat
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.train.torch import TorchConfig
 
-from raytrain_ddp.training.nccl_settings import set_missing
+from raytrain_ddp.training.runtime.nccl_settings import set_missing
 
 
 @dataclass

@@ -29,14 +29,14 @@ from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase,
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.generations import NewcomerWaits, Place
-from raytrain_ddp.training.hang_diagnosis import Hang, RankStatus
-from raytrain_ddp.training.live_state import LiveState
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.recording_session import RecordingSession
-from raytrain_ddp.training.rendezvous import Exchange
+from raytrain_ddp.training.membership.generations import NewcomerWaits, Place
+from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
+from raytrain_ddp.training.monitoring.rendezvous import Exchange
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.recording.recording_session import RecordingSession
+from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Requests, Snapshot
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.state.live_state import LiveState
 from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.warm import worker_setup
@@ -84,8 +85,22 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
             machine, and the monitor of logs, which nobody would show.
 
     Raises:
-        RuntimeError: instead of a ValueError or TypeError, which no second try could avoid.
+        RuntimeError: instead of a ValueError or TypeError raised once processes were started, which
+            a second try without this may avoid.
     """
+    reached: list[str] = []
+
+    def start_raylet(*args: Any, **named: Any) -> Any:
+        """With any free port for its agent: for the usual one, the raylet waits for three seconds
+        if another Ray of this machine has it."""
+        reached.append("raylet")
+        return raylet(*args, **named | {"dashboard_agent_listen_port": 0})
+
+    def start_api_server(*_: Any, **__: Any) -> tuple[str, None]:
+        """No address, and no process: what Ray itself returns without a dashboard."""
+        reached.append("API server")
+        return "", None
+
     with ExitStack() as stack:
         with suppress(ImportError, AttributeError):
             from ray._private import node, ray_constants, services
@@ -93,23 +108,17 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
             if is_warm:
                 script = str(Path(worker_setup.__file__).resolve())
                 _replace(stack, ray_constants, "SETUP_WORKER_FILENAME", script)
-            start_raylet = services.start_raylet
-            _replace(
-                stack,
-                services,
-                "start_raylet",
-                # Any free port: if another Ray of this machine has the usual one, this one would
-                # wait for it for three seconds.
-                lambda *a, **named: start_raylet(*a, **named | {"dashboard_agent_listen_port": 0}),
-            )
+            raylet = services.start_raylet
+            _replace(stack, services, "start_raylet", start_raylet)
             if not has_dashboard:
-                # No address, and no process: what Ray itself returns without a dashboard.
-                _replace(stack, services, "start_api_server", lambda *_, **__: ("", None))
+                _replace(stack, services, "start_api_server", start_api_server)
                 _replace(stack, node.Node, "start_monitor", lambda _: None)
                 _replace(stack, node.Node, "start_log_monitor", lambda _: None)
         try:
             yield
         except (ValueError, TypeError) as error:
+            if not reached:
+                raise
             raise RuntimeError(str(error)) from error
 
 

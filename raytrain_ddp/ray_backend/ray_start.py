@@ -121,6 +121,18 @@ def _no_hangups() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def explicit_address(address: str) -> str:
+    """HOST:PORT in place of "auto" if a Ray was started here by `ray start`: the newest one."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+    if address == "auto":
+        with suppress(OSError, ValueError):
+            newest = (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
+            host, _, port = newest.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return newest
+    return address
+
+
 def require_listener(address: str) -> None:
     """Fails fast; Ray itself tries for ten minutes or more to reach an address without a
     listener."""

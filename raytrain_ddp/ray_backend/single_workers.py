@@ -3,8 +3,8 @@
 Ray Train places its workers together, changes their number only by a restart of all, replaces those
 that die one after another, and ends all if a further one dies meanwhile. So it places only the
 first worker here. Each other one is an actor that trains as the workers of Ray Train do. It waits
-for room, which an autoscaler sees, and joins the next generation: see training/roster.py. If it
-dies, the driver starts it again.
+for room, which an autoscaler sees, and joins the next generation: see roster.py. If it dies, the
+driver starts it again.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.task_transfer import code_of
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
-from raytrain_ddp.training.nccl_settings import collective_timeout, nccl_settings
+from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, nccl_settings
 
 # A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0

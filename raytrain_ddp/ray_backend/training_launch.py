@@ -306,7 +306,7 @@ def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    from raytrain_ddp.training.local_session import (
+    from raytrain_ddp.training.recording.local_session import (
         stop_signals,  # imports torch, as Ray Train has done by now
     )
 

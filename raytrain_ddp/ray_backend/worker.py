@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.tasks.task import Task
-    from raytrain_ddp.training.generations import Place
-    from raytrain_ddp.training.live_state import LiveState
+    from raytrain_ddp.training.membership.generations import Place
+    from raytrain_ddp.training.runtime.world import World
     from raytrain_ddp.training.session import Kept
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.state.live_state import LiveState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +115,9 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.events import Note
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
-    from raytrain_ddp.training.generations import through_generations
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.recorder import Best
+    from raytrain_ddp.training.membership.generations import through_generations
+    from raytrain_ddp.training.recording.recorder import Best
 
     config = from_dict(given.config)
     require_folder(config, given.lease)
@@ -178,7 +178,7 @@ def _load(
     """
     from raytrain_ddp.config.recipe import to_dict
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.settling import as_begun, settled
+    from raytrain_ddp.training.start.settling import as_begun, settled
 
     if given.task is not None:
         config = dataclasses.replace(config, task=pickle.loads(given.task))
@@ -205,9 +205,9 @@ def _prepared(
 
     from raytrain_ddp.config.automatic import unsettled
     from raytrain_ddp.ray_backend.replacing import set_environment
+    from raytrain_ddp.training.membership.roster import Seat
     from raytrain_ddp.training.prepare import prepare_alone
-    from raytrain_ddp.training.roster import Seat
-    from raytrain_ddp.training.settling import as_begun
+    from raytrain_ddp.training.start.settling import as_begun
 
     if given.least == given.most or not ray.get(given.mailbox.has_formed.remote()):
         return None
@@ -224,7 +224,7 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
     others wait for it."""
     import torch
 
-    from raytrain_ddp.training.nccl_settings import set_for_replacing
+    from raytrain_ddp.training.runtime.nccl_settings import set_for_replacing
 
     if "nccl" in backend:
         set_for_replacing(config)

@@ -19,7 +19,7 @@ from raytrain_ddp.display.formatting import (
 )
 from raytrain_ddp.events import Checkpoint, Eval, Note, Plan, Preempted, Train
 from raytrain_ddp.messages import Event, Outcome
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.runtime.world import World
 
 _LINE_EVERY_S = 10.0
 

@@ -23,8 +23,8 @@ from raytrain_ddp.errors import PreflightError
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_ddp.training.roster import Seat
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.membership.roster import Seat
+    from raytrain_ddp.training.runtime.world import World
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -34,7 +34,7 @@ def world_of_worker(threads: int, seat: Seat | None = None) -> World:
     import ray.train
     import ray.train.torch
 
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.runtime.world import World
 
     if seat is not None:
         return World(seat.rank, seat.size, seat.local_rank, _device(), threads, seat.ranks)

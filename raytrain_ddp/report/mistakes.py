@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.sources import Data
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
 
 _MOST_SAMPLES, _MOST_S = 20_000, 60.0
@@ -77,8 +77,8 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     _require_no_download(config)
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.train_state import load_model
-    from raytrain_ddp.training.world import choose_device
+    from raytrain_ddp.training.runtime.world import choose_device
+    from raytrain_ddp.training.state.train_state import load_model
 
     free = not is_running  # training has the GPU to itself
     on = choose_device(device, free)
@@ -146,9 +146,9 @@ def _evaluate(
     import torch
     from torch.nn.functional import cross_entropy
 
-    from raytrain_ddp.data.loader import eval_batches
-    from raytrain_ddp.data.loader_threads import LoaderThreads
-    from raytrain_ddp.data.nested import to_device
+    from raytrain_ddp.data.loading.loader import eval_batches
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.nested import to_device
 
     size, device = config.eval_micro_batch, next(model.parameters()).device
     chunks = list(range(-(-data.rows // size)))

@@ -51,7 +51,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
             raise ConfigError(
                 "--device has no effect: it applies only to the predictions of a single run."
             )
-        from raytrain_ddp.training.world import choose_device  # imports torch
+        from raytrain_ddp.training.runtime.world import choose_device  # imports torch
 
         choose_device(device)
     runs = _with_distinct_names([read_run(place) for place in places])

@@ -26,10 +26,10 @@ from raytrain_ddp.records import log_records
 from raytrain_ddp.result import Summary
 from raytrain_ddp.sweep.conductor import Ended, Evaluation
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE, Evaluated
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.world import World
 
 # Of a driver that was killed, the trials may live on for a moment; a lease runs out after a minute.
 _LOCKED_S, _AGAIN_S = 90.0, 1.0

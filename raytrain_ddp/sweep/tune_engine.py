@@ -144,7 +144,7 @@ def _handling(signals: list[int]) -> dict[int, Any]:
     """Collects the signals that stop a run; returns the handlers that were there."""
     if threading.current_thread() is not threading.main_thread():
         return {}
-    from raytrain_ddp.training.local_session import stop_signals
+    from raytrain_ddp.training.recording.local_session import stop_signals
 
     def handler(number: int, _: object) -> None:
         if number != signal.SIGHUP or not signals:  # a closed terminal sends it twice

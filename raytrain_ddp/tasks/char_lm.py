@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.text_source import TextSource
 from raytrain_ddp.tasks.task import Task
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.gpu_augment import finish_images, mix
-from raytrain_ddp.data.image_batches import image_data
-from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.pixels.gpu_augment import finish_images, mix
+from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.criterion import Criterion

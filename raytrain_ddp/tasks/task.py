@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

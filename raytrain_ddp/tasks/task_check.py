@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.sample_rng import seeded_globals
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.tasks.task import Task
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
-from raytrain_ddp.data.sample_rng import seeded_globals
+from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_signature import (

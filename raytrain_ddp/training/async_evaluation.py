@@ -22,16 +22,16 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of
-from raytrain_ddp.training.device_feed import require_few_bad
-from raytrain_ddp.training.evaluation import evaluate
-from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
-from raytrain_ddp.training.step_decisions import Ballot
-from raytrain_ddp.training.train_state import load_model
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.metrics.evaluation import evaluate
+from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
+from raytrain_ddp.training.runtime.world import World, broadcast
+from raytrain_ddp.training.state.train_state import load_model
+from raytrain_ddp.training.steps.device_feed import require_few_bad
+from raytrain_ddp.training.steps.step_decisions import Ballot
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.prepared_run import PreparedRun

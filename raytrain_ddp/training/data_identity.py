@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.data.labels import some_names
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.formats.labels import some_names
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.training.world import World, broadcast
+from raytrain_ddp.training.runtime.world import World, broadcast
 
 _KEY = "data"  # in a checkpoint's state.json
 

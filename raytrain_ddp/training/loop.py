@@ -10,7 +10,7 @@ from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.step_decisions import StepDecisions
+from raytrain_ddp.training.steps.step_decisions import StepDecisions
 
 
 def train(

@@ -13,9 +13,9 @@ from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.effects import unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import Plan
-from raytrain_ddp.data.loader import TrainLoader, memory_note, start_processes
-from raytrain_ddp.data.sources import Batch, Data
+from raytrain_ddp.data.loading.loader import TrainLoader, memory_note, start_processes
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.events import LogRecord
@@ -23,31 +23,31 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, optional_method, train_data_of
 from raytrain_ddp.training.data_identity import DataIdentity
-from raytrain_ddp.training.device_feed import loader_threads, make_feed, plan_of, train_loader
-from raytrain_ddp.training.early_stop import ends_of, last_metrics, require_evaluation
-from raytrain_ddp.training.generations import NoStateLeft
-from raytrain_ddp.training.initial_model import model_for
-from raytrain_ddp.training.live_state import LiveCheckpoint
-from raytrain_ddp.training.lr_schedule import LearningRates
-from raytrain_ddp.training.nonfinite_repro import handle_nonfinite
-from raytrain_ddp.training.optimizer_shares import shares_of
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.prepared_run import PreparedRun
-from raytrain_ddp.training.reduction import (
+from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
 )
-from raytrain_ddp.training.same_nodes import Node, require_same_nodes
-from raytrain_ddp.training.sanity_check import try_evaluation
+from raytrain_ddp.training.membership.generations import NoStateLeft
+from raytrain_ddp.training.membership.same_nodes import Node, require_same_nodes
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.step_timing import peak_flops_per_s
+from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
+from raytrain_ddp.training.optimizer.optimizer_shares import shares_of
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+from raytrain_ddp.training.optimizer.weight_average import average_of
+from raytrain_ddp.training.prepared_run import PreparedRun
+from raytrain_ddp.training.runtime.world import World, device_name, set_up, software_versions
 from raytrain_ddp.training.session import Kept, Session, WarmUp
-from raytrain_ddp.training.step import Stepper, make_stepper
-from raytrain_ddp.training.step_timing import peak_flops_per_s
-from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.task_optimizer import optimizer_of, replaced_fields
-from raytrain_ddp.training.train_state import TrainState
-from raytrain_ddp.training.warm_up import Forward, warm_up
-from raytrain_ddp.training.weight_average import average_of
-from raytrain_ddp.training.world import World, device_name, set_up, software_versions
+from raytrain_ddp.training.start.initial_model import model_for
+from raytrain_ddp.training.start.sanity_check import try_evaluation
+from raytrain_ddp.training.state.live_state import LiveCheckpoint
+from raytrain_ddp.training.state.train_state import TrainState
+from raytrain_ddp.training.steps.device_feed import loader_threads, make_feed, plan_of, train_loader
+from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
+from raytrain_ddp.training.steps.nonfinite_repro import handle_nonfinite
+from raytrain_ddp.training.steps.step import Stepper, make_stepper
+from raytrain_ddp.training.steps.warm_up import Forward, warm_up
 
 
 def prepare(

@@ -17,28 +17,28 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import Plan
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training import step_timing
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
-from raytrain_ddp.training.checkpoint_parts import Names
 from raytrain_ddp.training.data_identity import DataIdentity
-from raytrain_ddp.training.device_feed import Feed, require_few_bad
-from raytrain_ddp.training.early_stop import Patience
-from raytrain_ddp.training.evaluation import chunks_of, evaluate
-from raytrain_ddp.training.live_state import OWED_FILE, LiveCheckpoint
-from raytrain_ddp.training.lr_schedule import LearningRates
-from raytrain_ddp.training.metric_states import require_monitor, scalars, tables
-from raytrain_ddp.training.nonfinite_repro import REMEDY
-from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluate
+from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
+from raytrain_ddp.training.monitoring import step_timing
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.session import Session, Snapshot
-from raytrain_ddp.training.step import Stepper
-from raytrain_ddp.training.step_decisions import Abandoned, Cadence, EvaluationWatch
-from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.train_state import Gathered, TrainState
+from raytrain_ddp.training.state.checkpoint_parts import Names
+from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
+from raytrain_ddp.training.state.train_state import Gathered, TrainState
+from raytrain_ddp.training.steps.device_feed import Feed, require_few_bad
+from raytrain_ddp.training.steps.early_stop import Patience
+from raytrain_ddp.training.steps.nonfinite_repro import REMEDY
+from raytrain_ddp.training.steps.step import Stepper
+from raytrain_ddp.training.steps.step_decisions import Abandoned, Cadence, EvaluationWatch
 
 
 @dataclass

@@ -12,13 +12,13 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
-from raytrain_ddp.data.sources import Data
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.buffer_sync import BufferLocation
 from raytrain_ddp.training.data_identity import DataIdentity
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.gradients.buffer_sync import BufferLocation
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.runtime.world import World
 
 
 @dataclass(frozen=True)

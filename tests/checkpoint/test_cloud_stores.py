@@ -26,7 +26,7 @@ from raytrain_ddp.checkpoint.read_ahead import is_ranged
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.checkpoint.streams import new_memory
-from raytrain_ddp.data.store_listing import list_in_store
+from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.errors import RunLockedError
 
 # Published by Microsoft: each Azurite has this account and key.

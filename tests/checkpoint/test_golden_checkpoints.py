@@ -25,7 +25,7 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.train_state import TrainState
+from raytrain_ddp.training.state.train_state import TrainState
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NEWEST = CheckpointName(12, 1)

@@ -38,7 +38,7 @@ from raytrain_ddp.convert.pixels import PixelCounts, decode_image, encode_png, s
 from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
 from raytrain_ddp.convert.staging import Stage
-from raytrain_ddp.data.shard_images import ShardImages
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.display.work_meter import Meter
 from raytrain_ddp.errors import (
     ConfigError,

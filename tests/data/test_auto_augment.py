@@ -19,10 +19,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, interpolate, one_hot
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data import auto_augment
-from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, erase_boxes, finish_images, mix, partners_of
-from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels import auto_augment
+from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.pixels.gpu_augment import (
+    ERASE_DRAWS,
+    erase_boxes,
+    finish_images,
+    mix,
+    partners_of,
+)
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 

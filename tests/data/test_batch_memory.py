@@ -7,7 +7,7 @@ import pickle
 
 import torch
 
-from raytrain_ddp.data.batch_memory import BatchMemory
+from raytrain_ddp.data.loading.batch_memory import BatchMemory
 
 
 def test_it_is_used_again_only_when_no_view_is_left() -> None:

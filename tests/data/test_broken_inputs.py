@@ -361,8 +361,8 @@ def test_each_bad_record_is_reported_once_and_in_words(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-    from raytrain_ddp.data.image_batches import image_data
-    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.data.order.sample_rng import Draws
+    from raytrain_ddp.data.pixels.image_batches import image_data
     from raytrain_ddp.data.splits import open_splits
 
     root = folder(tmp_path)
@@ -387,7 +387,7 @@ def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
     import simplejpeg
 
     from raytrain_ddp.convert.pixels import shrink_image
-    from raytrain_ddp.data.decoding import open_encoded_image
+    from raytrain_ddp.data.pixels.decoding import open_encoded_image
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
     for use in (open_encoded_image, lambda content: shrink_image(content, 8, 90)):

@@ -17,8 +17,9 @@ from torchvision.transforms import InterpolationMode
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data import decoding
-from raytrain_ddp.data.cropping import (
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels import decoding
+from raytrain_ddp.data.pixels.cropping import (
     centre_into,
     place_image,
     random_box,
@@ -26,9 +27,8 @@ from raytrain_ddp.data.cropping import (
     shifted,
     to_tensor,
 )
-from raytrain_ddp.data.decoding import open_encoded_image, shrink_for
-from raytrain_ddp.data.image_batches import image_data, side_in
-from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.pixels.decoding import open_encoded_image, shrink_for
+from raytrain_ddp.data.pixels.image_batches import image_data, side_in
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data import auto_augment, cropping, gpu_augment
-from raytrain_ddp.data.auto_augment import apply_policy, policy_draws
-from raytrain_ddp.data.cropping import crop_draws
-from raytrain_ddp.data.epoch_order import EpochOrder, runs_of
-from raytrain_ddp.data.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes
-from raytrain_ddp.data.image_batches import device_augmentation
-from raytrain_ddp.data.sample_rng import Draws
+from raytrain_ddp.data.order.epoch_order import EpochOrder, runs_of
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels import auto_augment, cropping, gpu_augment
+from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.pixels.cropping import crop_draws
+from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes
+from raytrain_ddp.data.pixels.image_batches import device_augmentation
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 

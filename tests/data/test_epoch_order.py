@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, RowRuns, items_of_rank, runs_of
-from raytrain_ddp.data.permutation import Feistel, sorted_permutation
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, RowRuns, items_of_rank, runs_of
+from raytrain_ddp.data.order.permutation import Feistel, sorted_permutation
 
 plans = st.builds(
     Plan, rows=st.integers(1, 2000), slots=st.integers(1, 40), micro_batch=st.integers(1, 50)

@@ -18,9 +18,9 @@ from processes import Group
 from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.formats.row_group_cache import RowGroupCache
 from raytrain_ddp.data.holdout import HoldoutRows, held_out
-from raytrain_ddp.data.row_group_cache import RowGroupCache
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import ConfigError, DataError
 
 
@@ -201,9 +201,9 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
 def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any]:
     """What this rank sees of both parts."""
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.loader import TrainLoader
-    from raytrain_ddp.data.loader_threads import LoaderThreads
-    from raytrain_ddp.data.sample_rng import Draws
+    from raytrain_ddp.data.loading.loader import TrainLoader
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.tasks.image_classification import ImageClassification
 
     data = DataConfig(source=source, holdout=0.2, image_size=8)

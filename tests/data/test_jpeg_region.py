@@ -10,8 +10,8 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raytrain_ddp.data import decoding
-from raytrain_ddp.data.decoding import open_encoded_image
+from raytrain_ddp.data.pixels import decoding
+from raytrain_ddp.data.pixels.decoding import open_encoded_image
 
 pytestmark = pytest.mark.skipif(
     decoding._region_decoder() is None,

@@ -15,10 +15,10 @@ from parquet_files import hugging_face, png, write_parquet
 from split_checks import labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.data_check import locate
-from raytrain_ddp.data.labels import NoLabelsError
-from raytrain_ddp.data.shard_images import ShardImages
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.discovery.data_check import locate
+from raytrain_ddp.data.formats.labels import NoLabelsError
+from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
 ROWS = 7

@@ -20,22 +20,22 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.decoding import EncodedImage
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, items_of_rank
-from raytrain_ddp.data.image_batches import image_data
-from raytrain_ddp.data.image_folder import EXTENSIONS, FolderImages
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, FolderImages
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loader import (
+from raytrain_ddp.data.loading.loader import (
     TrainLoader,
     eval_batches,
     memory_note,
     shuffle_for,
     window_for,
 )
-from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
-from raytrain_ddp.data.nested import samples_of
-from raytrain_ddp.data.sample_rng import Draws
-from raytrain_ddp.data.sources import ArraySource, BadRecord, Data, MapSource
+from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
+from raytrain_ddp.data.loading.nested import samples_of
+from raytrain_ddp.data.loading.sources import ArraySource, BadRecord, Data, MapSource
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels.decoding import EncodedImage
+from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.errors import DataError
 
 
@@ -402,7 +402,7 @@ def test_bytes_prepared_ahead_are_bounded():
 def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
     """Each result takes a millisecond to use; the clock is ours."""
     now = 0.0
-    monkeypatch.setattr("raytrain_ddp.data.loader_threads.time.monotonic", lambda: now)
+    monkeypatch.setattr("raytrain_ddp.data.loading.loader_threads.time.monotonic", lambda: now)
     gate = Gate(LoaderThreads(3, begin=1))
 
     def consume(results: int, wait_s: float) -> int:

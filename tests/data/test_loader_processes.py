@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 
-from raytrain_ddp.data import loader_processes, shared_memory
-from raytrain_ddp.data.loader_processes import LoaderProcesses
-from raytrain_ddp.data.loader_threads import Gate, LoaderThreads, prefetched
+from raytrain_ddp.data.loading import loader_processes, shared_memory
+from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
+from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 
@@ -209,10 +209,10 @@ def test_closing_ends_the_processes_also_without_being_asked():
 _SCRIPT = """
 import os, sys, time
 import numpy as np, torch
-from raytrain_ddp.data.loader import TrainLoader
-from raytrain_ddp.data.epoch_order import Plan
-from raytrain_ddp.data.sources import Data, MapSource
-from raytrain_ddp.data.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import TrainLoader
+from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 
 class Rows:
     def __len__(self):
@@ -226,7 +226,7 @@ data = Data(MapSource(Rows()))  # a class of __main__, and no guard
 loader = TrainLoader(data, Plan(40, 2, 5), "none", 1, 0, 1, 0, LoaderThreads(2))
 steps = loader.steps(0, 4)
 pids = {pid for slot in next(steps) for pid in slot.batch["pid"].tolist()}
-pgrep = f"pgrep -P {os.getpid()} -f raytrain_ddp.data.loader_worker"
+pgrep = f"pgrep -P {os.getpid()} -f raytrain_ddp.data.loading.loader_worker"
 print(*pids, os.popen(pgrep).read(), flush=True)
 if sys.argv[1] == "raise":
     raise ValueError("done")
@@ -299,7 +299,7 @@ def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
     """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
     script = (
         "import os, torch\n"
-        "from raytrain_ddp.data.loader_processes import LoaderProcesses\n"
+        "from raytrain_ddp.data.loading.loader_processes import LoaderProcesses\n"
         "pool = LoaderProcesses(lambda n: torch.full((2**23,), n, dtype=torch.uint8), str)\n"
         "made = [pool.submit(n, 2) for n in range(6)]\n"
         "assert [int(m.result()[-1]) for m in made] == list(range(6))\n"

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytrain_ddp.data.epoch_order import Plan
-from raytrain_ddp.data.loader import Slot, TrainLoader
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.nested import bytes_of, digest_of, map_tensors, samples_of, to_device
-from raytrain_ddp.data.sample_rng import Draws
-from raytrain_ddp.data.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.loading.loader import Slot, TrainLoader
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.nested import bytes_of, digest_of, map_tensors, samples_of, to_device
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError
 
 Pair = namedtuple("Pair", "image label")

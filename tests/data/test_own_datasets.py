@@ -25,13 +25,13 @@ from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data import loader_processes
-from raytrain_ddp.data.epoch_order import Plan
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loader import TrainLoader, eval_batches
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.sample_rng import Draws
-from raytrain_ddp.data.sources import Batch, Data, MapSource
+from raytrain_ddp.data.loading import loader_processes
+from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
+from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.data.order.sample_rng import Draws
 
 ROWS = 107
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)

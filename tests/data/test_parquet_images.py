@@ -29,10 +29,10 @@ from parquet_files import (
 )
 from PIL import Image
 
-from raytrain_ddp.data import parquet_shard as shard_module
-from raytrain_ddp.data import shard_images as parquet_module
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.formats import parquet_shard as shard_module
+from raytrain_ddp.data.formats import shard_images as parquet_module
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import DataError
 
 
@@ -364,8 +364,8 @@ def test_many_files_are_opened_without_keeping_them_open(tmp_path: Path):
 def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 1)
     code = (
-        "import sys\nfrom raytrain_ddp.data.data_check import locate\n"
-        "from raytrain_ddp.data.shard_images import ShardImages\n"
+        "import sys\nfrom raytrain_ddp.data.discovery.data_check import locate\n"
+        "from raytrain_ddp.data.formats.shard_images import ShardImages\n"
         "from raytrain_ddp.config.input_sections import DataConfig\n"
         f"found = locate(DataConfig(source={path!r}))\n"
         "source = ShardImages(found.train.paths, DataConfig())\n"

@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raytrain_ddp.data import disk_cache as disk_cache_module
-from raytrain_ddp.data.disk_cache import DiskCache
-from raytrain_ddp.data.row_group_cache import RowGroupCache
+from raytrain_ddp.data.formats import disk_cache as disk_cache_module
+from raytrain_ddp.data.formats.disk_cache import DiskCache
+from raytrain_ddp.data.formats.row_group_cache import RowGroupCache
 from raytrain_ddp.errors import DataError
 
 ROWS = 4
@@ -312,7 +312,7 @@ def test_workers_of_a_node_read_a_row_group_once(tmp_path: Path):
 
 def test_a_worker_that_dies_while_it_writes_leaves_no_lock_behind(tmp_path: Path):
     code = (
-        "import os, signal\nfrom raytrain_ddp.data.disk_cache import DiskCache\n"
+        "import os, signal\nfrom raytrain_ddp.data.formats.disk_cache import DiskCache\n"
         f"cache = DiskCache({str(tmp_path)!r}, 10**6, ())\n"
         "cache.table('a-0', lambda: os.kill(os.getpid(), signal.SIGKILL))"
     )

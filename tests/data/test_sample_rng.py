@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ddp.data.sample_rng import Draws, hash64
+from raytrain_ddp.data.order.sample_rng import Draws, hash64
 
 ids = st.integers(0, 2**62)
 rows = st.lists(ids, min_size=1, max_size=30).map(lambda r: np.array(r, dtype=np.int64))

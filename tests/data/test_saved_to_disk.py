@@ -15,8 +15,8 @@ from parquet_files import png
 from PIL import Image
 from split_checks import labels_of, lines, splits_of
 
-from raytrain_ddp.data.epoch_order import EpochOrder
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.epoch_order import EpochOrder
 from raytrain_ddp.errors import DataError
 
 CLASSES = ["ant", "bee", "cow"]

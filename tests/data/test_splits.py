@@ -17,11 +17,11 @@ import pytest
 from PIL import Image
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.data_check import Found, locate
-from raytrain_ddp.data.discovery import open_data_set
-from raytrain_ddp.data.image_folder import FolderImages
-from raytrain_ddp.data.shard_images import ShardImages
-from raytrain_ddp.data.split_names import ROLE_OF
+from raytrain_ddp.data.discovery.data_check import Found, locate
+from raytrain_ddp.data.discovery.discovery import open_data_set
+from raytrain_ddp.data.discovery.split_names import ROLE_OF
+from raytrain_ddp.data.formats.image_folder import FolderImages
+from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError

@@ -17,10 +17,10 @@ from parquet_files import png
 from split_checks import labels_of, lines, splits_of
 from webdataset import tariterators
 
-from raytrain_ddp.data import tar_shard
-from raytrain_ddp.data.epoch_order import EpochOrder, Shuffle
-from raytrain_ddp.data.shard_images import ShardImages
-from raytrain_ddp.data.sources import BadRecord
+from raytrain_ddp.data.formats import tar_shard
+from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Shuffle
 from raytrain_ddp.errors import DataError
 
 Member = tuple[str, bytes]

@@ -19,7 +19,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 INTERRUPTED = """
 import os, signal, threading
 from raytrain_ddp import LogConfig, TrainConfig, fit_locally
-from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.recording.local_session import LocalSession
 
 logged = LocalSession.tell
 

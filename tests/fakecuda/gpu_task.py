@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
 

@@ -27,10 +27,10 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.doctor.examine import examine
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 
 FOLDER = Path(sys.argv[1])
 

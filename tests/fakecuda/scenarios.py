@@ -26,11 +26,11 @@ from raytrain_ddp.doctor import all_reduce, machine_facts
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training import settling
-from raytrain_ddp.training.local_session import LocalSession, join_world
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.world import World, choose_device
+from raytrain_ddp.training.recording.local_session import LocalSession, join_world
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World, choose_device
+from raytrain_ddp.training.start import settling
 
 
 def trains(

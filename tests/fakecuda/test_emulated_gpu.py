@@ -172,13 +172,13 @@ def test_auto_is_settled_with_the_memory_of_the_gpus(gpus: Gpus):
 
 # Where the host may wait for the device, or copy from memory that is not pinned, while it trains.
 MAY_WAIT = {
-    "training/nonfinite.py read": "for the flag of the step before",
+    "training/steps/nonfinite.py read": "for the flag of the step before",
     "training/prepared_run.py log": "a log line",
-    "training/train_state.py is_finite": "a checkpoint",
+    "training/state/train_state.py is_finite": "a checkpoint",
     "checkpoint/snapshot.py take": "a checkpoint",
-    "training/replica_check.py _differing": "the check of weights, with a checkpoint",
-    "training/metric_states.py _to_cpu": "the end of an evaluation",
-    "training/metric_states.py values": "the end of an evaluation",
+    "training/steps/replica_check.py _differing": "the check of weights, with a checkpoint",
+    "training/metrics/metric_states.py _to_cpu": "the end of an evaluation",
+    "training/metrics/metric_states.py values": "the end of an evaluation",
 }
 
 
@@ -202,7 +202,7 @@ def test_the_host_waits_for_the_device_at_log_lines_checks_and_checkpoints_only(
         for report in gpus("trains", ranks, device="cuda", exact=exact):
             found = loop_waits(report)
             assert {place for _, place in found} <= {*MAY_WAIT}, found
-            assert found["event", "training/nonfinite.py read"] == 20
+            assert found["event", "training/steps/nonfinite.py read"] == 20
 
 
 def test_the_built_in_task_waits_nowhere_else(gpus: Gpus):
@@ -311,14 +311,15 @@ def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_pa
 
 
 NOT_SEEN = {  # the start of a line: why
-    "training/connections.py: done = torch.cuda.Event": "see test_replaced_gpu_workers.py",
-    "training/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
-    "training/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle GPUs",
-    "training/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
+    "training/runtime/connections.py: done = torch.cuda.Event": "see test_replaced_gpu_workers.py",
+    "training/monitoring/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
+    "training/recording/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle "
+    "GPUs",
+    "training/start/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
     'predict/cluster_workers.py: raise PreflightError("--device cuda': "of a cluster without GPUs",
     "warm/fork_server.py": "it looks for GPUs, so as not to have one",
-    "training/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a thread of "
-    "autograd's, which cannot be watched; bf16 with powersgd passes there",
+    "training/gradients/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a "
+    "thread of autograd's, which cannot be watched; bf16 with powersgd passes there",
 }
 
 

@@ -31,7 +31,7 @@ from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
 from raytrain_ddp.ray_backend.worker_process import Tee
-from raytrain_ddp.training.local_session import stop_signals
+from raytrain_ddp.training.recording.local_session import stop_signals
 
 Event = Mapping[str, Any]
 

@@ -17,9 +17,9 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
 from raytrain_ddp.ray_backend.replacing import start_of
-from raytrain_ddp.training import local_session
-from raytrain_ddp.training.local_session import idle_gpus_note, join_world
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.recording import local_session
+from raytrain_ddp.training.recording.local_session import idle_gpus_note, join_world
+from raytrain_ddp.training.runtime.world import World
 
 DGX = {"CPU": 224.0, "GPU": 8.0}
 

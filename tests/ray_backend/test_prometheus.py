@@ -35,7 +35,7 @@ from raytrain_ddp.ray_backend.prometheus import (
     PrometheusMetrics,
 )
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.runtime.world import World
 
 HERE = Path(__file__).parents[1]
 MONITORING = HERE.parent / "clusters" / "monitoring"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,11 @@ import pytest
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend import ray_start
 from raytrain_ddp.ray_backend.cluster import ray_connection
-from raytrain_ddp.ray_backend.ray_start import require_same, start_with_retries
+from raytrain_ddp.ray_backend.ray_start import (
+    explicit_address,
+    require_same,
+    start_with_retries,
+)
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -122,7 +127,21 @@ def test_ctrl_c_ends_the_tries(ray: Any) -> None:
 @pytest.mark.parametrize(
     "error", [TypeError("start_x()"), ValueError("2 values"), AttributeError()]
 )
-def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(ray: Any, error: Exception) -> None:
+def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(
+    ray: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private: Any = ModuleType("ray._private")
+    private.services = SimpleNamespace(start_raylet=lambda: 0, start_api_server=lambda: 0)
+    private.node = SimpleNamespace(Node=SimpleNamespace(start_monitor=0, start_log_monitor=0))
+    private.ray_constants = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "ray._private", private)
+    then = ray.init
+
+    def init(**options: Any) -> None:
+        private.services.start_api_server()
+        then(**options)
+
+    ray.init = init
     ray.to_raise = [error]
     join(include_dashboard=False)
     assert len(ray.calls) == 2
@@ -207,3 +226,21 @@ def test_two_names_of_one_machine_are_one_address() -> None:
     for other in ("192.0.2.7:6379", "127.0.0.1:6380"):
         with pytest.raises(PreflightError, match=r"ray\.shutdown\(\)"):
             require_same(other, "127.0.0.1:6379")
+
+
+def test_auto_is_the_newest_ray_of_this_machine_while_it_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers get it; otherwise, Ray Train's clean-up would ask the Ray that is newest then."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert explicit_address("auto") == "auto"
+    assert explicit_address("10.0.0.1:6379") == "10.0.0.1:6379"
+    (tmp_path / "ray").mkdir()
+    newest = tmp_path / "ray" / "ray_current_cluster"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        newest.write_text(address)
+        assert explicit_address("auto") == address
+    assert explicit_address("auto") == "auto"  # it was killed, and the file remained
+    newest.write_text("no address")
+    assert explicit_address("auto") == "auto"

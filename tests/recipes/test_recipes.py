@@ -29,8 +29,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_zoo import build
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training.lr_schedule import learning_rate
-from raytrain_ddp.training.param_groups import param_groups
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
+from raytrain_ddp.training.optimizer.param_groups import param_groups
 
 NAMES = [*shipped_recipes()]
 CLASSES = ("ants", "bees", "cats")

@@ -467,7 +467,7 @@ def test_ticks_are_round(made: axes.Scale, names: list[str]):
 
 
 def test_all_phases_of_a_step_have_a_name_and_a_colour():
-    from raytrain_ddp.training.phase_clock import PHASES
+    from raytrain_ddp.training.monitoring.phase_clock import PHASES
 
     css = (Path(step_phases.__file__).parent / "style.css").read_text()
     assert set(step_phases.PHASES) == set(PHASES)

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
 from raytrain_ddp.tasks.class_metrics import ClassCounts, Mean, TopK
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.metric_states import TreeMetrics
+from raytrain_ddp.training.metrics.metric_states import TreeMetrics
 
 CLASSES = 11
 
@@ -101,7 +101,7 @@ def test_states_are_merged_over_chunks():
         for name, metric in scores.given.items():
             metric.update(*of(name, outputs, labels))
         scores.take(chunk, True)
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.runtime.world import World
 
     values = scores.values(World(0, 1, 0, torch.device("cpu"), 1))
     whole = [torch.cat(each) for each in zip(*batches(), strict=True)]

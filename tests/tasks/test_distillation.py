@@ -20,11 +20,11 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.world import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md"
 TEACHER = "shufflenet_v2_x0_5"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from raytrain_ddp import AugmentConfig, LossConfig, OptimConfig, TrainConfig, fit_locally
-from raytrain_ddp.data.gpu_augment import Mixed
+from raytrain_ddp.data.pixels.gpu_augment import Mixed
 from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.image_classification import ImageClassification
 

@@ -292,7 +292,7 @@ def untried(session: Any) -> None:
 
 
 def tried(session: Any) -> None:
-    from raytrain_ddp.training.sanity_check import try_evaluation
+    from raytrain_ddp.training.start.sanity_check import try_evaluation
 
     preparing.try_evaluation = try_evaluation
 
@@ -314,8 +314,8 @@ def test_the_trial_leaves_the_generators_as_they_were(tmp_path: Path):
 
     import numpy as np
 
-    from raytrain_ddp.training.sanity_check import try_evaluation, try_loss
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.runtime.world import World
+    from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
 
     world, config = World(0, 1, 0, torch.device("cpu"), 1), TrainConfig()
     task, model = Drawing(config), TinyNet()

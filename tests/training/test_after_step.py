@@ -30,12 +30,12 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.events import Train
 from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.tasks.task_check import loss_of_task
-from raytrain_ddp.training.trackers import tracker_scalars
+from raytrain_ddp.training.recording.trackers import tracker_scalars
 
 
 class Telling(TinyTask):

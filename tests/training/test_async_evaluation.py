@@ -56,8 +56,8 @@ from raytrain_ddp.ray_backend.placement import (
     workers_that_fit,
 )
 from raytrain_ddp.training.async_evaluation import evaluate_checkpoint
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 
 ELSEWHERE = EvalConfig(asynchronous=True)
 AVERAGED = {"ema": EmaConfig(decay=0.9)}

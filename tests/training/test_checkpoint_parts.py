@@ -24,8 +24,8 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.sections import CheckpointConfig, DdpConfig, EmaConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.training import checkpoint_parts
-from raytrain_ddp.training.checkpoint_parts import (
+from raytrain_ddp.training.state import checkpoint_parts
+from raytrain_ddp.training.state.checkpoint_parts import (
     PARTS,
     PartWriter,
     divided,

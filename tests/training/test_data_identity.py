@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain_ddp.data.image_folder import FolderImages
-from raytrain_ddp.data.sources import ArraySource, Data
+from raytrain_ddp.data.formats.image_folder import FolderImages
+from raytrain_ddp.data.loading.sources import ArraySource, Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.data_identity import DataIdentity
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.determinism import naming_nondeterministic
-from raytrain_ddp.training.world import World, set_up
+from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
+from raytrain_ddp.training.runtime.world import World, set_up
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 

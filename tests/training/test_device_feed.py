@@ -33,14 +33,14 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
-from raytrain_ddp.data.loader import Slot
-from raytrain_ddp.data.sources import ArraySource
-from raytrain_ddp.training import device_feed
-from raytrain_ddp.training.device_feed import AgreedCount, ahead_on_device
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.train_state import TrainState
-from raytrain_ddp.training.world import World
+from raytrain_ddp.data.loading.loader import Slot
+from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.state.train_state import TrainState
+from raytrain_ddp.training.steps import device_feed
+from raytrain_ddp.training.steps.device_feed import AgreedCount, ahead_on_device
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
@@ -264,7 +264,7 @@ def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0
 
     from raytrain_ddp.tasks.image_classification import ImageClassification
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.world import World
+    from raytrain_ddp.training.runtime.world import World
 
     made = from_dict(config)
     task = ImageClassification(made)
@@ -341,9 +341,9 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
     """The copy has a stream of its own; the training's stream waits for it."""
     import torch
 
-    from raytrain_ddp.data.loader import Slot
-    from raytrain_ddp.training.device_feed import on_device
-    from raytrain_ddp.training.phase_clock import Clock
+    from raytrain_ddp.data.loading.loader import Slot
+    from raytrain_ddp.training.monitoring.phase_clock import Clock
+    from raytrain_ddp.training.steps.device_feed import on_device
 
     device = torch.device("cuda", 0)
     move = on_device(device, Clock(device))

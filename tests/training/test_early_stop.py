@@ -17,13 +17,13 @@ from tiny import EVAL_ROWS, Ran, TinyTask, bits, newest, plain, run_tiny, tiny_c
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import Plan
+from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.events import Eval, Train
-from raytrain_ddp.training.early_stop import Patience, require_evaluation, seconds_trained
-from raytrain_ddp.training.evaluation import chunks_of
-from raytrain_ddp.training.lr_schedule import learning_rate
+from raytrain_ddp.training.metrics.evaluation import chunks_of
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
+from raytrain_ddp.training.steps.early_stop import Patience, require_evaluation, seconds_trained
 
 NEVER = CheckpointConfig(every_epochs=0, every_s=0.0)
 

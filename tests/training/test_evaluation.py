@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.sections import ComputeConfig
-from raytrain_ddp.data.epoch_order import items_of_rank
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Batch
+from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
@@ -29,9 +29,9 @@ from raytrain_ddp.records import to_record
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
-from raytrain_ddp.training.evaluation import evaluate
-from raytrain_ddp.training.metric_states import MOST_NUMBERS, TreeMetrics, tables
-from raytrain_ddp.training.world import World, choose_device
+from raytrain_ddp.training.metrics.evaluation import evaluate
+from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.training.runtime.world import World, choose_device
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
@@ -223,7 +223,7 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
 def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):
     large = torch.zeros(MOST_NUMBERS + 1)
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
-    from raytrain_ddp.training.metrics_log import _line
+    from raytrain_ddp.training.recording.metrics_log import _line
 
     line = _line(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
     assert json.loads(line)["tables"] == {"c": [[1.0, None], [None, 2.0]]}

@@ -35,16 +35,16 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import changed_fields, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import items_of_rank
-from raytrain_ddp.data.loader import Slot
+from raytrain_ddp.data.loading.loader import Slot
+from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.driver import fit_driver
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training import local_session
-from raytrain_ddp.training.local_session import join_world
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.reduction import ExactReduction
-from raytrain_ddp.training.tree_sum import TreeSum, nodes, subtrees
-from raytrain_ddp.training.world import World, broadcast_tensor
+from raytrain_ddp.training.gradients.reduction import ExactReduction
+from raytrain_ddp.training.gradients.tree_sum import TreeSum, nodes, subtrees
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.recording import local_session
+from raytrain_ddp.training.recording.local_session import join_world
+from raytrain_ddp.training.runtime.world import World, broadcast_tensor
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},

@@ -23,16 +23,16 @@ from torch.utils.data import Dataset
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sources import Data, MapSource
+from raytrain_ddp.data.loading.sources import Data, MapSource
 from raytrain_ddp.events import Plan
-from raytrain_ddp.training.generations import NoStateLeft, RankLost, through_generations
-from raytrain_ddp.training.live_state import LiveState
-from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.membership.generations import NoStateLeft, RankLost, through_generations
 from raytrain_ddp.training.prepare import prepare_alone
-from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Kept, Requests
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.state.live_state import LiveState
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,10 @@ from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.gradient_compression import compress
-from raytrain_ddp.training.phase_clock import Clock
+from raytrain_ddp.training.gradients.gradient_compression import compress
+from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.prepare import prepare
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.runtime.world import World
 
 POWERSGD = DdpConfig(compression="powersgd", powersgd_rank=1)
 WAYS: dict[str, dict[str, Any]] = {

@@ -40,8 +40,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, arm
 from raytrain_ddp.ray_backend.mailbox import Mailbox
-from raytrain_ddp.training import hang_diagnosis
-from raytrain_ddp.training.hang_diagnosis import (
+from raytrain_ddp.training.monitoring import hang_diagnosis
+from raytrain_ddp.training.monitoring.hang_diagnosis import (
     Hang,
     RankStatus,
     diagnose,
@@ -49,9 +49,9 @@ from raytrain_ddp.training.hang_diagnosis import (
     is_hang,
     on_device,
 )
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.watchdog import State, Watchdog, ask_s
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.watchdog import State, Watchdog, ask_s
+from raytrain_ddp.training.runtime.world import World
 
 Meddle = Callable[[int, Path, int], None]
 SOON = ScalingConfig(hang_s=2.0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, OptimConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError
 
 WAYS: dict[str, dict[str, Any]] = {

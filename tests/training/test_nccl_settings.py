@@ -20,9 +20,9 @@ from raytrain_ddp.ray_backend.nccl_config import NcclConfig
 from raytrain_ddp.ray_backend.placement import choose_layout
 from raytrain_ddp.ray_backend.replacing import ReplacingConfig
 from raytrain_ddp.ray_backend.trainer import _torch_config
-from raytrain_ddp.training import local_session
-from raytrain_ddp.training.local_session import join_world
-from raytrain_ddp.training.nccl_settings import (
+from raytrain_ddp.training.recording import local_session
+from raytrain_ddp.training.recording.local_session import join_world
+from raytrain_ddp.training.runtime.nccl_settings import (
     ALWAYS,
     collective_timeout,
     nccl_settings,

@@ -53,18 +53,18 @@ from raytrain_ddp.config.sections import (
     OptimConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
-from raytrain_ddp.data.sources import ArraySource, Batch
+from raytrain_ddp.data.loading.sources import ArraySource, Batch
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
+from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.prepare import prepare
-from raytrain_ddp.training.seeding import slot_seed
-from raytrain_ddp.training.train_state import TrainState, encode
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.runtime.seeding import slot_seed
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.state.train_state import TrainState, encode
+from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
 VARIANTS: dict[str, dict[str, Any]] = {

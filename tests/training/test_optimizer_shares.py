@@ -34,10 +34,10 @@ from raytrain_ddp.config.sections import (
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, TaskError
-from raytrain_ddp.training import optimizer_shares
-from raytrain_ddp.training.optimizer_shares import Shares, deal, parameters_of
-from raytrain_ddp.training.task_optimizer import optimizer_of
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.optimizer import optimizer_shares
+from raytrain_ddp.training.optimizer.optimizer_shares import Shares, deal, parameters_of
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
+from raytrain_ddp.training.runtime.world import World
 
 SHARED = DdpConfig(shard_optimizer=True)
 OFTEN = CheckpointConfig(every_steps=4, every_s=0.0)

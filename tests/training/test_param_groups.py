@@ -27,15 +27,15 @@ from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.snapshot import decode_tensors, flatten_state
 from raytrain_ddp.config.sections import CheckpointConfig, ScheduleConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
-from raytrain_ddp.data.sources import ArraySource
+from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.model_parts import freeze
-from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.param_groups import param_groups, regroup
-from raytrain_ddp.training.seeding import seed_all
+from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.optimizer.param_groups import param_groups, regroup
+from raytrain_ddp.training.runtime.seeding import seed_all
 
 
 def decayed_names(model: nn.Module, **optim: Any) -> set[str]:
@@ -323,7 +323,7 @@ def test_frozen_weights_and_statistics_stay_as_they_are(tmp_path: Path):
     )
     result = fit_locally(config)
     assert result.step == 3
-    from raytrain_ddp.training.seeding import seed_all
+    from raytrain_ddp.training.runtime.seeding import seed_all
 
     seed_all(config.seed)
     begun = DigitsCNN(10).state_dict()

@@ -15,10 +15,10 @@ from tiny import plain, run_tiny, tiny_config
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.sections import LogConfig
-from raytrain_ddp.training.phase_clock import Clock
-from raytrain_ddp.training.profiler import Profile
-from raytrain_ddp.training.watchdog import WRITING
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.profiler import Profile
+from raytrain_ddp.training.monitoring.watchdog import WRITING
+from raytrain_ddp.training.runtime.world import World
 
 
 def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[list[Path], str]:

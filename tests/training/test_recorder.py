@@ -53,22 +53,23 @@ from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-from raytrain_ddp.training import async_checkpoint, recording_session
-from raytrain_ddp.training import recorder as recorder_module
-from raytrain_ddp.training.async_checkpoint import (
+from raytrain_ddp.training.recording import recorder as recorder_module
+from raytrain_ddp.training.recording import recording_session
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.metrics_log import MetricsLog
+from raytrain_ddp.training.recording.recorder import Best, Recorder
+from raytrain_ddp.training.recording.trackers import TensorBoard
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.state import async_checkpoint
+from raytrain_ddp.training.state.async_checkpoint import (
     TRIES,
     AsyncCheckpointer,
     retry_pauses,
     with_backoff,
 )
-from raytrain_ddp.training.checkpoint_interval import LONGEST_S, Life, SaveTimer
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.metrics_log import MetricsLog
-from raytrain_ddp.training.recorder import Best, Recorder
-from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.trackers import TensorBoard
-from raytrain_ddp.training.train_state import encode
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.state.checkpoint_interval import LONGEST_S, Life, SaveTimer
+from raytrain_ddp.training.state.train_state import encode
 
 Record = Any
 

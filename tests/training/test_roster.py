@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_ddp.training.roster import OVER, Member, Roster, Seat
+from raytrain_ddp.training.membership.roster import OVER, Member, Roster, Seat
 
 W = 3
 ALL = 5  # of which the last two join later

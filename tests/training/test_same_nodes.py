@@ -12,8 +12,8 @@ from processes import Group, Raised
 
 from raytrain_ddp import events
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training import same_nodes
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.membership import same_nodes
+from raytrain_ddp.training.runtime.world import World
 
 HOST = {"host": "host-b"}
 

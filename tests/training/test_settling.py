@@ -23,16 +23,16 @@ from raytrain_ddp.config.input_sections import AugmentConfig
 from raytrain_ddp.config.recipe import changed_fields, from_dict, load, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.driver.branching import find_branch
 from raytrain_ddp.driver.config_flags import command, command_of_run
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally, write_config
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training import settling
-from raytrain_ddp.training.settling import as_begun, largest_that_fits, settled
-from raytrain_ddp.training.world import World, set_up
+from raytrain_ddp.training.runtime.world import World, set_up
+from raytrain_ddp.training.start import settling
+from raytrain_ddp.training.start.settling import as_begun, largest_that_fits, settled
 
 CPU = World(0, 1, 0, torch.device("cpu"), threads=1)
 GPU = replace(CPU, device=torch.device("cuda", 0))

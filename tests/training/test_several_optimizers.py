@@ -24,13 +24,13 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task_signature import check_task
-from raytrain_ddp.training.lr_schedule import learning_rate
-from raytrain_ddp.training.seeding import seed_slot
-from raytrain_ddp.training.several_optimizers import Optimizers, turns_of
-from raytrain_ddp.training.task_optimizer import load_optimizer, optimizer_of
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
+from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.optimizer.task_optimizer import load_optimizer, optimizer_of
+from raytrain_ddp.training.runtime.seeding import seed_slot
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from dcgan import DCGAN, GAN, digits

@@ -21,13 +21,13 @@ from raytrain_ddp.checkpoint.snapshot import encode_tensors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.training.live_state import LiveCheckpoint, LiveState
-from raytrain_ddp.training.local_session import LocalSession
-from raytrain_ddp.training.recorder import Best
+from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.shared_checkpoint import Relay, SharedCheckpoint
-from raytrain_ddp.training.train_state import tensors_of
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
+from raytrain_ddp.training.state.train_state import tensors_of
 
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:

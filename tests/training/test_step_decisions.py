@@ -31,13 +31,13 @@ from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import SITES, arm
-from raytrain_ddp.training import checkpoint_interval
-from raytrain_ddp.training.checkpoint_interval import Life, SaveTimer, best_interval_s
-from raytrain_ddp.training.local_session import STOP_SIGNALS, LocalSession
 from raytrain_ddp.training.loop import train
+from raytrain_ddp.training.recording.local_session import STOP_SIGNALS, LocalSession
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.step_decisions import Cadence, Decision, StepDecisions
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.state import checkpoint_interval
+from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer, best_interval_s
+from raytrain_ddp.training.steps.step_decisions import Cadence, Decision, StepDecisions
 
 Record = Any
 

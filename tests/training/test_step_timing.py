@@ -15,10 +15,10 @@ from torch import nn
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import relative_load
+from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest
-from raytrain_ddp.training.phase_clock import PHASES, Clock
-from raytrain_ddp.training.step_timing import (
+from raytrain_ddp.training.monitoring.phase_clock import PHASES, Clock
+from raytrain_ddp.training.monitoring.step_timing import (
     Reading,
     by_rank,
     counting_flops,
@@ -26,8 +26,8 @@ from raytrain_ddp.training.step_timing import (
     peak_flops_per_s,
     summary,
 )
-from raytrain_ddp.training.stragglers import Stragglers
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.runtime.world import World
 
 CPU = torch.device("cpu")
 

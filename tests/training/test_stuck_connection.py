@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from processes import PRELOADED
 
-from raytrain_ddp.training.connections import Connections, write_to_all
-from raytrain_ddp.training.generations import Place
-from raytrain_ddp.training.roster import Member, Seat
+from raytrain_ddp.training.membership.generations import Place
+from raytrain_ddp.training.membership.roster import Member, Seat
+from raytrain_ddp.training.runtime.connections import Connections, write_to_all
 
 _FAILS_S = 20.0  # gloo's own time limit is 60 s here
 _BIG = 100_000_000  # elements: more than the buffers of sockets

@@ -23,14 +23,14 @@ import raytrain_ddp
 from raytrain_ddp.config.sections import DdpConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.sample_rng import Draws
-from raytrain_ddp.data.sources import ArraySource, Batch, Data, MapSource
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, MapSource
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.ray_backend import failure_causes
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
-from raytrain_ddp.training.determinism import naming_nondeterministic
+from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 
 # ------------------------------------------------------------------ random numbers
 
@@ -407,7 +407,7 @@ def test_a_wrong_source_is_answered_with_the_right_one() -> None:
 @pytest.mark.parametrize(
     ("path", "is_foreign"),
     [
-        (f"{Path(raytrain_ddp.__file__).parent}/training/turn.py", False),
+        (f"{Path(raytrain_ddp.__file__).parent}/training/steps/turn.py", False),
         (f"{Path(raytrain_ddp.__file__).parent}_mine/task.py", True),
         ("/venv/lib/python3.11/site-packages/torch/nn/functional.py", False),
         ("/venv/lib/python3.11/site-packages/timm/torch/layers.py", True),

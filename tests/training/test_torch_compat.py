@@ -9,7 +9,7 @@ import torch
 from processes import Group
 from torch import Tensor
 
-from raytrain_ddp.training.torch_compat import all_gather
+from raytrain_ddp.training.runtime.torch_compat import all_gather
 
 
 def gathered(rank: int, size: int) -> list[Tensor]:

@@ -17,8 +17,8 @@ from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.metrics_log import MetricsLog
-from raytrain_ddp.training.trackers import MLflow, openers, tracker_scalars
+from raytrain_ddp.training.recording.metrics_log import MetricsLog
+from raytrain_ddp.training.recording.trackers import MLflow, openers, tracker_scalars
 
 Record = Any
 
@@ -169,7 +169,7 @@ def test_a_service_that_fails_is_reported_and_tried_again_with_the_next_checkpoi
 def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.training.background_writer._LAST_S", 0.1)
+    monkeypatch.setattr("raytrain_ddp.training.recording.background_writer._LAST_S", 0.1)
     answers = threading.Event()
 
     def wait(_: Sequence[Record]) -> Moody:

@@ -61,20 +61,20 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.epoch_order import EpochOrder, Plan, items_of_rank
-from raytrain_ddp.data.loader import eval_batches
-from raytrain_ddp.data.loader_threads import LoaderThreads
-from raytrain_ddp.data.sources import ArraySource
+from raytrain_ddp.data.loading.loader import eval_batches
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.events import Eval
 from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.training.buffer_sync import BoolBuffers, SlotBuffers
-from raytrain_ddp.training.evaluation import evaluate
-from raytrain_ddp.training.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.metric_states import require_mergeable, scalars
-from raytrain_ddp.training.recorder import Best
-from raytrain_ddp.training.train_state import TrainState, encode
-from raytrain_ddp.training.world import World
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
+from raytrain_ddp.training.metrics.evaluation import evaluate
+from raytrain_ddp.training.metrics.metric_states import require_mergeable, scalars
+from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.state.train_state import TrainState, encode
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},

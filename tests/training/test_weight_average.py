@@ -32,7 +32,7 @@ from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.weight_average import WeightAverage, average_of
+from raytrain_ddp.training.optimizer.weight_average import WeightAverage, average_of
 
 FILES = ("model.safetensors", "trained.safetensors", "optimizer.safetensors")
 EMA = EmaConfig(decay=0.9)
@@ -274,7 +274,7 @@ def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued
     """What a run with allowed changes does."""
     from test_nonfinite import small_state  # a model and a state
 
-    from raytrain_ddp.training.train_state import encode
+    from raytrain_ddp.training.state.train_state import encode
 
     def stored(state: Any) -> Any:
         items = encode(state.snapshot(None, [])).items()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.data.sources import Batch
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
 

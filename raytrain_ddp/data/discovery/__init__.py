@@ -1,0 +1,1 @@
+"""Which files a source is, and which splits they form."""

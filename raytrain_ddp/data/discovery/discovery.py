@@ -1,0 +1,293 @@
+"""Finds the splits of a source: a data set written by `convert`, a Hugging Face repository, or
+splits named by files and folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as defaults
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.discovery.class_folders import (
+    class_folder_splits,
+    folder_of_patterns,
+    refuse_split_names_as_classes,
+)
+from raytrain_ddp.data.discovery.file_listing import FileListing, list_on_disk
+from raytrain_ddp.data.discovery.hf_repository import (
+    RepoConfig,
+    files_of,
+    is_of,
+    repo_config,
+    saved_to_disk,
+)
+from raytrain_ddp.data.discovery.split_names import (
+    NoSuchConfigError,
+    Splits,
+    configs_of,
+    first_names,
+    merged,
+    require_all_shards,
+)
+from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, PARQUET
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.uri import open_uri, without_secrets
+
+DATASET_FILE = "dataset.json"  # written by `convert`
+
+Kind = Literal["files", "folder", "torchvision"]
+
+_METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
+_ERRORS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A source and its splits.
+
+    Args:
+        shown: the field and its value, for messages.
+        splits: name -> the files or the single folder of each split, relative to the root. Empty
+            for a torchvision set, which checks the name when it is opened.
+        uri_of: the path or URI of a file or folder.
+        unusable: other splits that exist, and why they cannot be used.
+        notes: sentences about other data that is not used.
+        check: raises a DataError if a split is incomplete or may not be a split.
+    """
+
+    field: str
+    shown: str
+    kind: Kind
+    splits: Splits
+    uri_of: Callable[[str], str]
+    unusable: Mapping[str, str] = defaults(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    check: Callable[[str], None] = lambda _: None
+
+    def paths(self, split: str) -> tuple[str, ...]:
+        """The paths or URIs of a split.
+
+        Raises:
+            DataError: the split is incomplete, or may not be a split.
+        """
+        self.check(split)
+        return tuple(map(self.uri_of, self.splits.get(split, ("",))))
+
+
+def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
+    """Finds the splits of a source.
+
+    Raises:
+        NoSuchConfigError: there is no config with the requested name.
+        DataError: there is nothing, or nothing readable as images.
+        ConfigError: the scheme of a URI is unknown.
+        PreflightError: an object store cannot be reached.
+    """
+    shown = f"{field} = {without_secrets(source)!r}"
+    asked = config.config
+    if source.startswith("torchvision:"):
+        _require_no_config(shown, asked)
+        name = source.partition(":")[2]
+        return DataSet(field, shown, "torchvision", {}, lambda _: name)
+    if source == "digits":
+        source = str(Path(__file__).parents[1] / "digits")
+    if source.startswith("file://"):
+        source = open_uri(source)[1]
+    listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
+    of_dataset: Splits | None = saved_to_disk(listing)
+    if DATASET_FILE in listing.files:
+        of_dataset = _written_by_convert(listing)
+    if of_dataset is not None:
+        _require_no_config(shown, asked)
+        return DataSet(field, shown, "files", of_dataset, listing.uri_of)
+    card = None if listing.pattern else repo_config(listing, asked)
+    if card is not None:
+        listing, asked = listing.inside(card.folder), "auto"
+    images = listing.images
+    names = listing.named(PARQUET.ends)
+    names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
+    if not names and not images:
+        found = (listing.named(form.ends) for form in FORMATS)
+        names = next((each for each in found if each), [])
+    if names:
+        return _of_files(field, listing, names, card, asked)
+    has_text = not images and (listing.pattern or listing.named((".txt",)))
+    hint = (
+        " Text is read as it is, not converted: fit char-lm --data.source ..." if has_text else ""
+    )
+    if not listing.is_local:
+        raise DataError(
+            f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
+            f"files are supported on local disks only).{hint}"
+        )
+    if listing.pattern:
+        raise DataError(
+            f"{shown}: no match is a Parquet file, a tar file or a list of images; for images, "
+            f"specify the folder.{hint}"
+        )
+    if not images:
+        raise DataError(
+            f"{shown}: contains neither Parquet files nor class folders, tar files or lists of "
+            f"images.{hint}"
+        )
+    return _of_images(field, listing, card, asked, config)
+
+
+def _of_files(
+    field: str, listing: FileListing, names: Sequence[str], card: RepoConfig | None, asked: str
+) -> DataSet:
+    notes = [f"the config {name} is not used" for name in card.others] if card else []
+    unusable: dict[str, str] = {}
+    if card is not None and card.patterns is not None:
+        found = files_of(card.patterns, names)
+        splits: Splits = {split: files for split, files in found.items() if files}
+        unusable = {split: "none of its files exists" for split in found if not found[split]}
+        rest = len(set(names).difference(*splits.values()))
+        if rest and not card.others:
+            notes.append(f"not used: {rest} file{'s' * (rest > 1)} that README.md does not list")
+    else:
+        splits, others = _by_name(listing, names, asked)
+        notes += [f"the config {name} is not used" for name in others]
+
+    if listing.images:
+        folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
+        notes.append(f"images in {first_names(folders)} are read only if a file references them")
+    notes += _unread(listing, names)
+
+    def check(split: str) -> None:
+        def is_wanted(name: str) -> bool:
+            of_card = not card or not card.patterns or is_of(card.patterns[split], name)
+            return of_card and listing.is_selected(name)
+
+        require_all_shards(splits[split], listing.shown, is_wanted)
+
+    kept = tuple(notes)
+    return DataSet(field, listing.shown, "files", splits, listing.uri_of, unusable, kept, check)
+
+
+def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
+    """A sentence about the lists and files of rows beside those that are used."""
+    ends = tuple(end for form in FORMATS for end in form.ends)
+    unread = sorted({*listing.named(ends)} - {*used})
+    return [f"not used: {first_names(unread)}; to use a file, specify it itself"] if unread else []
+
+
+def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
+    """The splits of the requested config, and the names of the other configs."""
+    configs = configs_of(names, listing.shown)
+    if asked == "auto" and (len(configs) == 1 or listing.pattern):
+        return merged(configs), []  # a glob selects the files explicitly
+    if asked == "auto":
+        raise DataError(
+            f"{listing.shown} has several configs: {first_names([*configs])}. Name one with "
+            "--data.config."
+        )
+    if len(configs) == 1 and asked == "default":
+        return merged(configs), []
+    folders = configs
+    if len(configs) == 1:  # its folder may still be requested by name
+        folders = {
+            str(above): {} for name in names for above in PurePosixPath(name).parents if above.name
+        }
+    wanted = asked.casefold()
+    chosen = [
+        name for name in folders if wanted in (name.casefold(), PurePosixPath(name).name.casefold())
+    ]
+    if len(chosen) != 1:
+        has = (
+            f"only {first_names([*configs])}"
+            if len(configs) > 1
+            else "or any other: remove --data.config"
+        )
+        raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
+    others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
+    if len(configs) == 1:
+        inside = [name for name in names if name.startswith(f"{chosen[0]}/")]
+        return merged(configs_of(inside, listing.shown)), others
+    return configs[chosen[0]], others
+
+
+def _of_images(
+    field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
+) -> DataSet:
+    notes = [f"the config {name} is not used" for name in card.others] if card else []
+    notes += _unread(listing, ())
+    unusable: dict[str, str] = {}
+    if card is not None and card.patterns is not None:
+        folders = {split: folder_of_patterns(each) for split, each in card.patterns.items()}
+        unusable = {
+            split: "README.md's data_files must be FOLDER/** for images in class folders"
+            for split, folder in folders.items()
+            if folder is None
+        }
+        splits: dict[str, str] = {split: f for split, f in folders.items() if f is not None}
+    else:
+        named = {config.train_split, config.eval_split} - {"auto", "none"}
+        found = class_folder_splits(listing, asked, named)
+        splits, lists = found.folders, listing.named(LIST.ends)
+        hint = f"; if {lists[0]} lists the labels, specify it itself" if lists else ""
+        unusable = {split: why + hint for split, why in found.unusable.items()}
+
+    def check(split: str) -> None:
+        if config.train_split == "auto":
+            refuse_split_names_as_classes(listing, split, splits[split])
+
+    return DataSet(
+        field=field,
+        shown=listing.shown,
+        kind="folder",
+        splits={split: (folder,) for split, folder in splits.items()},
+        uri_of=lambda folder: listing.uri_of("" if folder == "." else folder),
+        unusable=unusable,
+        notes=tuple(notes),
+        check=check,
+    )
+
+
+def _require_no_config(shown: str, asked: str) -> None:
+    if asked != "auto":
+        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
+
+
+def _written_by_convert(listing: FileListing) -> Splits | None:
+    """The files of each split, if `convert` wrote the data set; otherwise None.
+
+    Raises:
+        DataError: files are missing or have a different size; the message lists them.
+    """
+    shown = listing.shown
+    try:
+        dataset = json.loads(listing.content(DATASET_FILE))
+        if not isinstance(dataset, dict) or dataset.get("format") != "raytrain_ddp":
+            return None
+        if dataset["version"] != 1:
+            raise DataError(
+                f"{shown}: {DATASET_FILE} has version {dataset['version']}, but this version of "
+                "raytrain_ddp reads only version 1."
+            )
+        files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{shown}: {DATASET_FILE} is damaged: convert the data again.") from None
+    wrong = []
+    of_split: dict[str, list[str]] = {}
+    for name, split, expected in files:
+        size = None if _leads_out(name) else listing.size_of(name)
+        if size != expected:
+            found = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            wrong.append(f"{name} {found}")
+        of_split.setdefault(split, []).append(name)
+    if wrong:
+        more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
+        raise DataError(
+            f"{shown}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
+            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
+        )
+    return of_split
+
+
+def _leads_out(name: str) -> bool:
+    return name.startswith("/") or ".." in PurePosixPath(name).parts

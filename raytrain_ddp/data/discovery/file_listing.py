@@ -1,0 +1,198 @@
+"""Lists the files below a folder or matching a glob; for object stores, see store_listing.py."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_hidden
+from raytrain_ddp.errors import DataError
+
+_GLOB_SIGNS = "*?["
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class FileListing:
+    """The files and folders below a root. Hidden ones are omitted.
+
+    Args:
+        shown: the field and its value, for messages.
+        files: paths relative to the root, sorted; for images, only the first one in each folder.
+        folders: paths relative to the root; empty for an object store.
+        pattern: the glob relative to the root; "" for a folder, and the file's name for a file.
+        uri_of: the path or URI of a file or folder.
+        content: reads a small file.
+        size_of: in bytes; None if there is no such file.
+    """
+
+    shown: str
+    is_local: bool
+    files: tuple[str, ...]
+    folders: tuple[str, ...]
+    pattern: str
+    uri_of: Callable[[str], str]
+    content: Callable[[str], bytes]
+    size_of: Callable[[str], int | None]
+
+    def named(self, ends: tuple[str, ...]) -> list[str]:
+        """The files whose names end like this, in any case. Also omits files in folders such as
+        ``__pycache__``, like `datasets`."""
+        return [
+            name
+            for name in self.files
+            if name.lower().endswith(ends) and not name.startswith("__") and "/__" not in name
+        ]
+
+    @property
+    def images(self) -> list[str]:
+        return [name for name in self.files if is_image(name)]
+
+    def is_selected(self, name: str) -> bool:
+        """Whether a file of this name would be in the listing."""
+        return not self.pattern or fits(name, self.pattern)
+
+    def inside(self, folder: str) -> FileListing:
+        """The listing of a subfolder; "" is the root."""
+        if not folder:
+            return self
+        start = f"{folder}/"
+        return replace(
+            self,
+            files=tuple(name.removeprefix(start) for name in self.files if name.startswith(start)),
+            folders=tuple(n.removeprefix(start) for n in self.folders if n.startswith(start)),
+            uri_of=lambda name: self.uri_of(start + name),
+            content=lambda name: self.content(start + name),
+            size_of=lambda name: self.size_of(start + name),
+        )
+
+
+def is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS)
+
+
+# ------------------------------------------------------------------ disks
+
+
+def list_on_disk(source: str, shown: str) -> FileListing:
+    """Lists a folder, a file, or the matches of a glob.
+
+    Args:
+        shown: the field and its value, for messages.
+
+    Raises:
+        DataError: nothing matches, or it cannot be read.
+    """
+    path = Path(source).expanduser()
+    folders: list[str] = []
+    pattern = ""
+    if path.is_dir():
+        files = _below(str(path), shown, folders)
+    elif path.is_file():
+        path, pattern = path.parent, glob.escape(path.name)
+        files = [Path(source).name]
+    elif any(sign in source for sign in _GLOB_SIGNS):
+        path, pattern = _root_and_pattern(path)
+        found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
+        files = [name for name in found if not (path / name).is_dir()]
+        if not files:
+            folders_only = (
+                " The pattern matches only folders: append /**/*.parquet." if found else ""
+            )
+            raise DataError(f"{shown}: no file matches.{folders_only}")
+    else:
+        raise DataError(f"{shown}: no such file or folder.{_remedy(source)}")
+
+    def size_of(name: str) -> int | None:
+        return (path / name).stat().st_size if (path / name).is_file() else None
+
+    return FileListing(
+        shown=shown,
+        is_local=True,
+        files=tuple(sorted(files)),
+        folders=tuple(sorted(folders)),
+        pattern=pattern,
+        uri_of=lambda name: str(path / name),
+        content=lambda name: (path / name).read_bytes(),
+        size_of=size_of,
+    )
+
+
+def _below(root: str, shown: str, folders: list[str]) -> list[str]:
+    """Files below a folder, of images the first in each; appends the folders.
+
+    Raises:
+        DataError: a folder cannot be read, or a link leads back to a folder above it.
+    """
+    files: list[str] = []
+
+    def visit(below: str, above: frozenset[str]) -> None:
+        place = os.path.join(root, below)
+        try:
+            with os.scandir(place) as found:
+                entries = [(e.name, e.is_dir(), e.is_symlink()) for e in found]
+        except OSError as error:
+            raise DataError(f"{shown}: {place} cannot be read: {error.strerror}.") from error
+        first_image = ""
+        for name, is_folder, is_link in entries:
+            if is_hidden(name):
+                continue
+            path = f"{below}{name}"
+            if is_folder:
+                inside = above
+                if is_link:
+                    real = os.path.realpath(os.path.join(root, path))
+                    if any((one + os.sep).startswith(real + os.sep) for one in above):
+                        raise DataError(f"{shown}: the link {path} points to a folder above it.")
+                    inside = above | {real}
+                folders.append(path)
+                visit(f"{path}/", inside)
+            elif not is_image(name):
+                files.append(path)
+            elif not first_image or path < first_image:
+                first_image = path
+        if first_image:
+            files.append(first_image)
+
+    visit("", frozenset({os.path.realpath(root)}))
+    return files
+
+
+def _root_and_pattern(path: Path) -> tuple[Path, str]:
+    """The folder before the first glob character, and the rest."""
+    parts = path.parts
+    first = next(n for n, part in enumerate(parts) if any(sign in part for sign in _GLOB_SIGNS))
+    return Path(*parts[:first]), str(PurePosixPath(*parts[first:]))
+
+
+def _remedy(source: str) -> str:
+    if _HUB_NAME.fullmatch(source):
+        return f" For the data set {source} on the Hugging Face Hub, use hf://datasets/{source}."
+    if Path(source).suffix:  # meant as a file
+        return ""
+    return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
+
+
+# ------------------------------------------------------------------ globs
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a path matches, with the rules of `glob`: ``**`` matches any number of folders, and a
+    leading dot matches only a dot in the pattern."""
+    return _fits(PurePosixPath(name).parts, PurePosixPath(pattern).parts)
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        inner = next((n for n, part in enumerate(parts) if part.startswith(".")), len(parts))
+        return any(_fits(parts[n:], pattern[1:]) for n in range(inner + 1))
+    if not parts or (parts[0].startswith(".") and not pattern[0].startswith(".")):
+        return False
+    return fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])

@@ -1,0 +1,309 @@
+"""Images in files of many rows, of any of the `FORMATS`. Row groups are the blocks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from hashlib import sha256
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.data.formats.disk_cache import DiskCache
+from raytrain_ddp.data.formats.image_folder import sizes_of
+from raytrain_ddp.data.formats.labels import Labels, how_mapped
+from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
+from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, rows_in
+from raytrain_ddp.data.formats.shard_formats import open_shards
+from raytrain_ddp.data.formats.shard_labels import all_values, labels_of
+from raytrain_ddp.data.formats.targets import Targets
+from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.errors import DataError
+
+_MIB = 2**20
+_BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
+_READERS = 2  # of local files: mostly copying, concurrent with decoding threads
+_TRIED = 16  # images of a list
+_REMOTE_READERS = 8  # of object stores: mostly waiting for the network
+
+
+class ShardImages:
+    """Rows of (encoded image, label) from files of any of the `FORMATS`.
+
+    A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
+    An image that is null or whose file is missing is a `BadRecord`.
+
+    Args:
+        paths: paths or URIs of files; rows are numbered consecutively in this order.
+        config: `image_column` is struct<bytes, path>, binary, or paths; `label_column` integers,
+            strings or booleans. With `target_columns`, labels are float32 (targets,).
+        classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
+            sorted, which requires reading the label columns.
+        binary: the targets are labels, which a row has or has not.
+        labeled: False: no labels are read; each is 0.
+
+    Raises:
+        NoLabelsError: no row has a label.
+        DataError: files are missing or damaged, columns are missing or have the wrong type, or
+            labels are null or not classes; names the files.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        config: DataConfig,
+        classes: Sequence[str] | None = None,
+        binary: bool = False,
+        labeled: bool = True,
+    ) -> None:
+        self._columns = columns_of(config, binary)
+        if not labeled:
+            self._columns = self._columns._replace(label="", targets=())
+        self._shards = open_shards(paths, self._columns)
+        self._blocks = [  # (shard, row group)
+            (shard, group)
+            for shard in self._shards
+            for group, group_info in enumerate(shard.groups)
+            if group_info.rows
+        ]
+        groups = [shard.groups[group] for shard, group in self._blocks]
+        if not groups:
+            raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
+        self.blocks: Rows = np.array([group.rows for group in groups], np.int64)
+        self.block_bytes: Rows = np.array([group.size_bytes for group in groups], np.int64)
+        self._starts = np.cumsum(self.blocks) - self.blocks
+        self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
+        self.class_names: list[str] = []
+        self._labels_of: dict[str, Labels | Targets] = {}
+        if labeled:
+            self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
+        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
+        is_own = labeled and classes is None and not self._columns.targets
+        self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
+        self._check_statistics()
+        self._require_images()
+        self._remote = any(not shard.is_local for shard in self._shards)
+        self._cache: DiskCache | None = None
+        if config.cache and self._remote:
+            keys = {self._key(shard) for shard in self._shards}
+            self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
+        self._memory_bytes = config.memory_mib * _MIB
+        self._groups = self._new_groups()
+        if config.bad_records == "error":
+            self._require_every_image()
+
+    def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
+        """The same rows with a separate cache, for a reader that uses only some of them.
+
+        Args:
+            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
+        """
+        twin = copy.copy(self)
+        ends = self._starts + self.blocks
+        twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
+        return twin
+
+    def read(self, rows: Rows) -> list[tuple[Image, Any]]:
+        blocks = self._blocks_of(rows)
+        places = rows - self._starts[blocks]
+        wanted = list(dict.fromkeys(blocks.tolist()))
+        if self._remote:  # all concurrently, the first one by this thread
+            self._groups.ahead(wanted[1:])
+        records: list[Any] = [None] * len(rows)
+        apart: list[tuple[int, Shard, str]] = []  # (index, shard, path of the image)
+        for block in wanted:
+            chosen = np.flatnonzero(blocks == block)
+            group = self._groups.get(block, places[chosen])
+            for index, place in zip(chosen.tolist(), places[chosen].tolist(), strict=True):
+                image = group.image(place)
+                if isinstance(image, str):
+                    apart.append((index, self._blocks[block][0], image))
+                records[index] = image, group.labels[place]
+        for (index, _, _), image in zip(apart, self._images_at(apart), strict=True):
+            records[index] = image, records[index][1]
+        return records
+
+    def labels(self) -> Rows:
+        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
+        Reads only the label columns.
+
+        Raises:
+            DataError: a label is null or not a class; names the row.
+        """
+        if not self._columns.labels:
+            return np.zeros(self.blocks.sum(), np.int64)
+        numbers: list[Any] = []
+        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
+        for shard, values in zip(shards, all_values(shards, self._columns.labels), strict=True):
+            numbers += self._numbers(shard, values, len(numbers))
+        return np.array(numbers, np.float32 if self._columns.targets else np.int64)
+
+    def ahead(self, rows: Rows) -> None:
+        """Starts reading the row groups of these rows, which must not have been read. Returns at
+        once."""
+        self._groups.ahead(self._blocks_of(rows).tolist())
+
+    def close(self) -> None:
+        """Ends the read-ahead threads; the source remains usable."""
+        self._groups.close()
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Row groups read so far, and how many of them repeatedly, for lack of memory."""
+        return self._groups.loads, self._groups.reloads
+
+    def fingerprint(self) -> str:
+        """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
+        its images), independent of where the files are."""
+        digest = sha256()
+        for shard in self._shards:
+            name = PurePosixPath(shard.path).name
+            digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
+        for size in sizes_of([path for path, _ in self.files or ()]):
+            digest.update(f"{size}\n".encode())
+        return digest.hexdigest()
+
+    @property
+    def uses_root(self) -> bool:
+        """Whether some of the files are lists of images."""
+        return any(map(self._has_paths_only, self._shards))
+
+    @property
+    def image_root(self) -> str:
+        """The folder that the paths of images start from."""
+        return str(self._shards[0].at.image_root)
+
+    @cached_property
+    def files(self) -> list[tuple[str, int]] | None:
+        """(path, label) of each row, if all images are files of their own on this machine."""
+        paths = () if self._remote else self.paths()
+        return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
+
+    def paths(self) -> list[str]:
+        """The path of each row's image, if all files are lists; otherwise none."""
+        if not all(map(self._has_paths_only, self._shards)):
+            return []
+        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
+        values = zip(shards, all_values(shards, [self._columns.image]), strict=True)
+        return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
+
+    def place(self, row: int) -> tuple[str, int]:
+        """The name of the file, and the row in it, from 0."""
+        shard = self._blocks[self._blocks_of(np.array([row]))[0]][0]
+        first = next(n for n, (other, _) in enumerate(self._blocks) if other is shard)
+        return shard.name, row - int(self._starts[first])
+
+    def where(self, row: int) -> str:
+        """The file and the row in it, for messages."""
+        block = int(self._blocks_of(np.array([row]))[0])
+        shard, group = self._blocks[block]
+        return shard.where_in(group, row - int(self._starts[block]))
+
+    def _blocks_of(self, rows: Rows) -> Rows:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def _load(self, block: int) -> ImageGroup:
+        shard, group = self._blocks[block]
+        columns = shard.groups[group].columns
+        if self._cache is None or shard.is_local:
+            table = shard.read(group, columns)
+        else:
+            name = f"{self._key(shard)}-{group}"
+            table = self._cache.table(name, lambda: shard.read(group, columns))
+        kept: dict[str, Any] = {}
+        for name in columns[: len(columns) - len(self._columns.labels)]:
+            column = table.column(name)
+            kept["paths" if name == shard.path_column else "images"] = (
+                column.chunk(0) if column.num_chunks == 1 else column
+            )
+        return ImageGroup(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
+
+    def _labels(self, block: int, table: Any) -> list[Any]:
+        if not self._columns.labels:
+            return [0] * table.num_rows
+        values = rows_in(table, self._columns.labels)
+        return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
+
+    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
+        """The class numbers or targets of rows start, start + 1, ... of a file."""
+        labels = self._labels_of[shard.uri]
+        numbers: list[Any] = list(map(labels.number, values))
+        place = next((place for place, number in enumerate(numbers) if number is None), None)
+        if place is not None:
+            wrong = labels.what_is_wrong(values[place])
+            column = "" if self._columns.targets else f"{self._columns.label} "
+            raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
+        return numbers
+
+    def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
+        """Reads images stored in separate files; from an object store, in parallel."""
+        if not self._remote or len(apart) < 2:
+            return [image_at(shard, path) for _, shard, path in apart]
+        with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
+            return list(pool.map(lambda each: image_at(*each[1:]), apart))
+
+    def _new_groups(
+        self, used: Callable[[int], RowMask] | None = None
+    ) -> RowGroupCache[ImageGroup]:
+        threads = _REMOTE_READERS if self._remote else _READERS
+        sizes = self.blocks, self.block_bytes, self._memory_bytes
+        return RowGroupCache(self._load, *sizes, threads, used)
+
+    def _key(self, shard: Shard) -> str:
+        columns = (self._columns.image, *self._columns.labels)
+        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {columns}"
+        return sha256(identity.encode()).hexdigest()[:32]
+
+    def _has_paths_only(self, shard: Shard) -> bool:
+        return shard.path_column == self._columns.image
+
+    def _require_images(self) -> None:
+        """Finds a wrong folder of images early: the first of a list must not all be missing."""
+        for block, (shard, group) in enumerate(self._blocks):
+            if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
+                continue
+            first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
+            tried = [os.path.join(shard.at.image_root, path) for path in first if path]
+            if tried and not any(map(os.path.exists, tried)):
+                where = self.where(int(self._starts[block]))
+                remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
+                raise DataError(
+                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. "
+                    f"{remedy} the folder that the paths start from."
+                )
+
+    def _require_every_image(self) -> None:
+        """Finds rows without an image early, if the files have statistics."""
+        for block, (shard, group) in enumerate(self._blocks):
+            if not shard.groups[group].without_image:
+                continue
+            loaded = self._load(block)
+            for place in range(len(loaded.labels)):
+                image = loaded.image(place)
+                if isinstance(image, BadRecord):
+                    raise DataError(
+                        f"{self.where(int(self._starts[block]) + place)}: not a readable image: "
+                        f"{image}. Repair or remove it, or set --data.bad-records skip."
+                    )
+
+    def _check_statistics(self) -> None:
+        """Finds labels that are not classes early, if the files have statistics."""
+        for block, (shard, group) in enumerate(self._blocks):
+            known = shard.groups[group].labels
+            if known is None:
+                continue
+            number = self._labels_of[shard.uri].number
+            if known[0] or number(known[1]) is None or number(known[2]) is None:
+                self._labels(block, shard.read(group, [self._columns.label]))  # names the row
+                raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
+
+
+def columns_of(config: DataConfig, binary: bool = False) -> Columns:
+    targets = config.target_columns
+    return Columns(config.image_column, config.label_column, config.root, targets, binary)

@@ -1,0 +1,139 @@
+"""Tables in memory or mapped into it: lists of images (CSV, TSV, JSON lines), Arrow files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import fs as pafs
+
+from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names
+from raytrain_ddp.data.formats.shard import (
+    Columns,
+    Opened,
+    RowGroup,
+    Shard,
+    check_columns,
+    is_string,
+    label_range,
+    rows_in,
+)
+from raytrain_ddp.errors import DataError
+
+_GROUP_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class TableShard(Shard):
+    """A table in memory, or mapped into it."""
+
+    _table: Any
+
+    def where_in(self, group: int, place: int) -> str:
+        return f"{self.name}, row {self._starts()[group] + place}"
+
+    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        table, starts = self._table.select(list(columns)), self._starts()
+        parts = [table.slice(starts[group], self.groups[group].rows) for group in groups]
+        for part in parts:
+            part.validate(full=True)  # a damaged offset would lead anywhere in memory
+        return pa.concat_tables(parts)
+
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(group.rows for group in self.groups)]
+
+
+def open_list(at: Opened, columns: Columns) -> TableShard:
+    """A file of lines with the paths of images; its rows are counted from 0, without the header.
+
+    Raises:
+        ValueError, OSError: the file is missing or damaged.
+        DataError: a column is missing or of the wrong type.
+    """
+    with at.fs.open_input_stream(at.path) as stream:  # decompressed if its name ends with .gz
+        content = stream.read()
+    is_json = ".jsonl" in at.name.lower() or ".ndjson" in at.name.lower()
+    table = (_from_json if is_json else _from_csv)(content, at.name, columns)
+    leaves, path_column, kind = check_columns(at.name, table.schema, columns)
+    if not is_string(table.schema.field(columns.image).type):
+        raise DataError(
+            f"{at.name}: column {columns.image!r} is {table.schema.field(columns.image).type}; "
+            "paths of files are expected. Set --data.image-column."
+        )
+    kept = (*leaves, *columns.labels)
+    table = table.select(kept)
+    groups = []
+    for start in range(0, table.num_rows, _GROUP_ROWS):
+        part = table.slice(start, _GROUP_ROWS)
+        labels = label_range(rows_in(part, columns.labels), kind)
+        missing = sum(not path for path in part[columns.image].to_pylist())
+        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels, missing))
+    digest = sha256(content).hexdigest()
+    at = at.below(columns.root)
+    return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
+
+
+def open_arrow(at: Opened, columns: Columns) -> TableShard:
+    """An Arrow stream, as `datasets` writes it; its record batches are the row groups.
+
+    Raises:
+        ValueError, OSError: the file is missing or damaged.
+        DataError: it is not on this machine, or a column is missing or of the wrong type.
+    """
+    if not isinstance(at.fs, pafs.LocalFileSystem):
+        raise DataError(
+            f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "
+            "Parquet where it is."
+        )
+    with pa.memory_map(at.path) as file, pa.ipc.open_stream(file) as stream:
+        schema, batches = stream.schema, list(stream)
+        size = file.size()
+    leaves, path_column, kind = check_columns(at.name, schema, columns)
+    names = None if columns.targets else hugging_face_names(schema, columns.label)
+    table = pa.Table.from_batches(batches, schema)
+    table = table.select([columns.image, *columns.labels]).flatten()
+    groups, digest, start = [], sha256(schema.to_string().encode()), 0
+    for rows in map(len, batches):
+        part = table.slice(start, rows)
+        images = [part[leaf] for leaf in leaves]
+        used = leaves if images[0].null_count else leaves[:1]
+        bytes_of = sum(image.nbytes for image in images)
+        values = rows_in(part, columns.labels)
+        kept, labels = (*used, *columns.labels), label_range(values, kind)
+        missing = sum(image.null_count for image in images) - (len(images) - 1) * rows
+        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels, max(0, missing)))
+        digest.update(f"{rows} {part.nbytes} {values}".encode())
+        start += rows
+    class_names = distinct_names(names, at.name) if names else None
+    identity = digest.hexdigest()
+    return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)
+
+
+def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
+    from pyarrow import csv  # few data sets need it, as below
+
+    table = csv.read_csv(
+        pa.BufferReader(content),
+        # One block, read by one thread: the row of an error is counted from the start.
+        read_options=csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
+        parse_options=csv.ParseOptions(
+            delimiter="\t" if ".tsv" in name.lower() else ",", newlines_in_values=True
+        ),
+        convert_options=csv.ConvertOptions(column_types={columns.image: pa.string()}),
+    )
+    other = next((mark for mark in ";|\t," if mark in "".join(table.column_names[:1])), None)
+    if table.num_columns == 1 and other:
+        expected = "tabs" if ".tsv" in name.lower() else "commas (in .tsv: tabs)"
+        raise DataError(f"{name}: its columns are separated by {other!r}; expected: {expected}.")
+    return table
+
+
+def _from_json(content: bytes, name: str, columns: Columns) -> Any:
+    from pyarrow import json
+
+    options = json.ReadOptions(use_threads=False, block_size=max(1, len(content)))
+    return json.read_json(pa.BufferReader(content), read_options=options)

@@ -1,0 +1,1 @@
+"""Sources of rows, and what loads batches of them in threads or processes."""

@@ -1,0 +1,253 @@
+"""The order of samples: a permutation per epoch, divided into steps and slots.
+
+Pure functions of (seed, epoch, step, slot), independent of the number of workers, except for
+`items_of_rank`, which assigns slots to workers. The position in the data is two integers, so any
+step can be reached at once and there is no loader state to save.
+
+    epoch order   row ids 0..rows-1, permuted by (seed, epoch)
+    lanes         the order divided into `slots` runs of equal length (+-1)
+    step k        slot j reads places [k * micro_batch, (k + 1) * micro_batch) of lane j
+
+So every row is used exactly once per epoch, the last step is smaller, and a slot reads its row
+groups one after another. With spread repeats, the first rows of the order are used several times
+instead: sample i is row i // repeats of the order, and slot j has the samples j, j + slots, ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+from typing import Literal
+
+import numpy as np
+
+from raytrain_ddp.data.order.permutation import Feistel, sorted_permutation
+from raytrain_ddp.data.order.sample_rng import Rows
+
+Shuffle = Literal["full", "block", "none"]
+
+_EPOCH_STREAM = 0x5EED_0001  # separates the shuffle's random bits from other uses
+_WINDOW_STREAM = 0x5EED_0002
+_ROWS_AT_ONCE = 4096  # places computed at a time in a full shuffle
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Divides an epoch of `rows` rows into steps of `slots` micro-batches.
+
+    Args:
+        micro_batch: samples.
+        repeats: samples made of each row, consecutively; divides `micro_batch`.
+        limit: the most steps of an epoch, which leave out the other rows; 0: all.
+        spread: the samples of a row are in different slots of a step (rarely of two), no more than
+            one in each, and an epoch has as many samples as there are rows; needs as many slots as
+            repeats. (Repeated augmentation as in the RASampler of DeiT and torchvision.)
+    """
+
+    rows: int
+    slots: int
+    micro_batch: int
+    repeats: int = 1
+    limit: int = 0
+    spread: bool = False
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows per micro-batch."""
+        return self.micro_batch // self.repeats
+
+    @property
+    def steps_per_epoch(self) -> int:
+        if self.spread:
+            steps = -(-self._used * self.repeats // (self.slots * self.micro_batch))
+            return min(steps, self.limit or steps)
+        longest = -(-self.rows // self.slots)
+        steps = -(-longest // self.rows_at_once)
+        return min(steps, self.limit or steps)
+
+    @property
+    def _used(self) -> int:
+        """Rows that are used in an epoch."""
+        return max(1, self.rows // self.repeats) if self.spread else self.rows
+
+    @property
+    def smallest_slot(self) -> int:
+        """Samples of the smallest micro-batch that is not empty."""
+        counts = (self.count(self.steps_per_epoch - 1, slot) for slot in range(self.slots))
+        return min(count for count in counts if count)
+
+    def lane(self, slot: int) -> tuple[int, int]:
+        """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""
+        if self.spread:
+            return 0, self._used
+        return slot * self.rows // self.slots, (slot + 1) * self.rows // self.slots
+
+    def span(self, step: int, slot: int) -> tuple[int, int]:
+        """Places [start, stop) of the epoch order that `slot` reads in `step` of the epoch, unless
+        repeats are spread."""
+        lane_start, lane_stop = self.lane(slot)
+        start = min(lane_start + step * self.rows_at_once, lane_stop)
+        return start, min(start + self.rows_at_once, lane_stop)
+
+    def samples_of(self, step: int, slot: int) -> tuple[Rows, Rows]:
+        """The samples of `slot` in `step` of the epoch: places of the epoch order, ascending, and
+        which repeat of the row each is; shape (n,) each."""
+        if self.spread:
+            first = step * self.micro_batch
+            numbers = np.arange(first, first + self.micro_batch) * self.slots + slot
+            numbers = numbers[numbers < self._used * self.repeats]
+        else:
+            start, stop = self.span(step, slot)
+            numbers = np.arange(start * self.repeats, stop * self.repeats)
+        return numbers // self.repeats, numbers % self.repeats
+
+    def count(self, step: int, slot: int) -> int:
+        """Samples of `slot` in `step` of the epoch."""
+        return len(self.samples_of(step, slot)[0])
+
+    def samples(self, step: int) -> int:
+        """Samples in `step` of the epoch, over all slots."""
+        if self.spread:
+            most = self.slots * self.micro_batch
+            return min(max(0, self._used * self.repeats - step * most), most)
+        shorter, longer = divmod(self.rows, self.slots)  # rows of a lane, and lanes with one more
+        most, before = self.rows_at_once, step * self.rows_at_once
+        counts = [min(max(0, rows - before), most) for rows in (shorter, shorter + 1)]
+        return ((self.slots - longer) * counts[0] + longer * counts[1]) * self.repeats
+
+
+def items_of_rank(items: int, world_size: int, rank: int) -> range:
+    """The contiguous range of `items` (slots, or chunks of an evaluation) assigned to `rank`."""
+    return range(rank * items // world_size, (rank + 1) * items // world_size)
+
+
+def relative_load(items: int, world_size: int, rank: int) -> float:
+    """The items of `rank` as a multiple of the other ranks' median, at least 1."""
+    counts = [len(items_of_rank(items, world_size, each)) for each in range(world_size)]
+    own = counts.pop(rank)
+    return max(1.0, own / median(counts)) if counts and median(counts) else 1.0
+
+
+class EpochOrder:
+    """The order of all rows in one epoch, read in parts.
+
+    Args:
+        blocks: rows in each block, shape (blocks,); row ids are consecutive over the blocks.
+        shuffle: "full" permutes all rows, in constant memory; "block" permutes the blocks, then
+            the rows within each window of `window` consecutive blocks (in memory proportional to
+            the blocks of unusual length); "none" keeps the stored order.
+        windows_kept: how many windows are cached: lanes and threads alternate between them.
+    """
+
+    def __init__(
+        self,
+        blocks: Rows,
+        shuffle: Shuffle,
+        seed: int,
+        epoch: int,
+        window: int = 1,
+        windows_kept: int = 64,
+    ) -> None:
+        self.rows = int(blocks.sum())
+        self._key = (seed, epoch)
+        if shuffle == "block":
+            self._blocks, self._window = RowRuns.of(blocks), window
+            self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
+            self._order = self._blocks.permuted(self._permutation)
+            make = self._of_blocks
+        else:
+            self._order, self._window = RowRuns.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
+            self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
+            make = self._of_all if shuffle == "full" else self._in_order
+        self._read_window = lru_cache(maxsize=windows_kept)(make)
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
+        if stop <= start:
+            return np.empty(0, np.int64)
+        first, last = self._order.at(np.array([start, stop - 1])) // self._window
+        rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
+        begun = self._bounds(int(first))[0]
+        return rows[start - begun : stop - begun]
+
+    def at(self, places: Rows) -> Rows:
+        """Row ids at these places of the epoch, ascending and near each other, shape (n,)."""
+        if not len(places):
+            return np.empty(0, np.int64)
+        first = int(places[0])
+        return self.read(first, int(places[-1]) + 1)[places - first]
+
+    def _bounds(self, window: int) -> tuple[int, int]:
+        """The first and one past the last place of a window."""
+        runs = np.array([window, window + 1]) * self._window
+        begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
+        return begin, end
+
+    def _in_order(self, window: int) -> Rows:
+        return np.arange(*self._bounds(window), dtype=np.int64)
+
+    def _of_all(self, window: int) -> Rows:
+        return self._permutation(self._in_order(window))
+
+    def _of_blocks(self, window: int) -> Rows:
+        stop = min((window + 1) * self._window, self._order.count)
+        blocks = self._permutation(np.arange(window * self._window, stop))
+        ends = zip(self._blocks.start(blocks), self._blocks.start(blocks + 1), strict=True)
+        stored = np.concatenate([np.arange(*pair, dtype=np.int64) for pair in ends])
+        shuffled: Rows = stored[
+            sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
+        ]
+        return shuffled
+
+
+def runs_of(rows: int, length: int) -> Rows:
+    """Blocks of `length` rows for data without blocks of its own, shape (blocks,)."""
+    full, rest = divmod(rows, length)
+    return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)
+
+
+class RowRuns:
+    """`count` consecutive runs of `usual` places each, with a few exceptions.
+
+    The blocks of a data set are like this: row groups have equal lengths, except the last of each
+    file. The start of a run, and the run of a place, follow from the few exceptions.
+
+    Args:
+        odd: the runs with another length, shape (n,), ascending.
+        more: how many places more (or less, if negative) they have, shape (n,).
+    """
+
+    def __init__(self, count: int, usual: int, odd: Rows, more: Rows) -> None:
+        self.count, self._usual, self._odd, self._more = count, usual, odd, more
+        self._shifts = np.concatenate([[0], np.cumsum(more)])  # (n + 1,) before each odd run
+        # (n + 1,) the run after each odd one, and where it begins
+        self._after = np.concatenate([[0], odd + 1])
+        self._after_starts = self._after * usual + self._shifts
+
+    @staticmethod
+    def of(lengths: Rows) -> RowRuns:
+        """Runs of these lengths, shape (count,), each 1 or more."""
+        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # a random sample
+        usual = int(np.median(lengths[some]))
+        odd = np.flatnonzero(lengths != usual)
+        return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
+
+    def permuted(self, permutation: Feistel) -> RowRuns:
+        """The same runs in another order: run `permutation(i)` becomes the i-th."""
+        odd = permutation.inverse(self._odd)
+        order = np.argsort(odd)
+        return RowRuns(self.count, self._usual, odd[order], self._more[order])
+
+    def start(self, runs: Rows) -> Rows:
+        """The start of each of `runs`, shape (k,); for run `count`, the end of the last one."""
+        starts: Rows = runs * self._usual + self._shifts[np.searchsorted(self._odd, runs)]
+        return starts
+
+    def at(self, places: Rows) -> Rows:
+        """The run that contains each of `places`, shape (k,)."""
+        passed = np.searchsorted(self._after_starts, places, side="right") - 1
+        runs = self._after[passed] + (places - self._after_starts[passed]) // self._usual
+        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be longer
+        found: Rows = np.minimum(runs, latest)
+        return found

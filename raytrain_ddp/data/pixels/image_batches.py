@@ -1,0 +1,184 @@
+"""Makes batches of images: decodes, crops, resizes and augments on the host, as uint8.
+
+Operations that are cheap for whole batches (flip, normalize, erase, mix) run on the device: see
+gpu_augment.py. All random choices come from the sample's own `Draws`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.data.loading.batch_memory import BatchMemory
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
+from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE, crop_draws, place_image
+from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image, reason_for
+from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
+from raytrain_ddp.data.splits import ImageSource
+from raytrain_ddp.errors import DataError
+
+_log = logging.getLogger("raytrain_ddp")
+_CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
+
+
+OnBad = Callable[[int, str], None]
+
+
+def image_data(
+    source: ImageSource,
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    classes: int,
+    on_bad: OnBad | None = None,
+) -> Data:
+    """Batches of {"image": uint8 (n, 3, height, width), channels last; "label": int64 (n,), or
+    float32 (n, targets)}; also {"flip": bool (n,)}, {"erase": (n, 4)}, {"partner": int64 (n,)}
+    where `augment` asks for them.
+
+    Depending on `config.bad_records`, a bad record is an error or is omitted from its batch.
+
+    Args:
+        augment: None for evaluation, which uses the center of each image.
+        on_bad: called with the row of a bad record, which is omitted, and why it is bad; instead of
+            what `config.bad_records` says. Only without `augment`.
+    """
+    if augment is None:
+        config = replace(
+            config, image_size=config.eval_size or config.image_size, start_size=0, grow_epochs=0
+        )
+        plain, share = AugmentConfig(crop="none"), config.eval_crop
+        return Data(source, _Collate(source, config, plain, classes, share, on_bad))
+    return Data(source, _Collate(source, config, augment, classes))
+
+
+def _stacked(labels: Sequence[Any]) -> torch.Tensor:
+    if labels and isinstance(labels[0], np.ndarray):
+        return torch.from_numpy(np.stack(labels))
+    return torch.tensor(labels, dtype=torch.int64)
+
+
+_GROWS_BY = 32  # pixels
+
+
+def device_augmentation(
+    augment: AugmentConfig, draws: Draws, size: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """The operations that the device applies to a batch: "flip", "erase" and "partner", see above.
+
+    Args:
+        size: height and width of the images.
+    """
+    made: dict[str, torch.Tensor] = {}
+    if augment.flip:
+        made["flip"] = torch.from_numpy(draws.uniform(1, _FLIP)[:, 0] < 0.5)
+    if augment.erase:
+        made["erase"] = erase_boxes(size, augment.erase, draws.uniform(ERASE_DRAWS, _ERASE))
+    if augment.mixup or augment.cutmix:
+        made["partner"] = partners_of(draws.rows)
+    return made
+
+
+def side_in(config: DataConfig, epoch: int) -> int:
+    """The side of the square images in an epoch, in pixels; 0: as stored."""
+    if epoch >= config.grow_epochs:
+        return config.image_size
+    grown = (config.image_size - config.start_size) * epoch // config.grow_epochs
+    return config.start_size + grown // _GROWS_BY * _GROWS_BY
+
+
+class _Collate:
+    def __init__(
+        self,
+        source: ImageSource,
+        config: DataConfig,
+        augment: AugmentConfig,
+        classes: int,
+        share: float = CENTRE_SHARE,
+        on_bad: OnBad | None = None,
+    ) -> None:
+        self._on_bad = on_bad
+        self._source, self._config, self._augment = source, config, augment
+        self._share = share
+        self._classes = classes
+        self._reported: set[int] = set()  # rows already reported
+        self._policy_draws = policy_draws(augment)
+        self._memory = BatchMemory()
+
+    def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
+        crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
+        policies = draws.uniform(self._policy_draws, _POLICY).tolist()
+        images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
+        outs: Sequence[torch.Tensor] = ()  # of one image each
+        kept: list[int] = []
+        size = (1, 1)
+        for place, picture in self._pictures(records, draws.rows.tolist()):
+            own = self._size(picture, draws.epoch)
+            if not outs:
+                images, size = self._memory.empty(len(records), *own), own
+                outs = images.split(1)
+            elif own != size:
+                sizes = f"{size} and {own}"
+                flag = "--image-size" if self._on_bad else "--data.image-size"
+                raise DataError(f"images of unequal size, {sizes}: set {flag}.")
+            out = outs[len(kept)]
+            try:
+                scaling, mode = self._config.jpeg_scaling, self._config.interpolation
+                place_image(out, picture, self._augment, crops[place], scaling, mode, self._share)
+            except Exception as error:  # decoders raise any type
+                self._refuse(int(draws.rows[place]), error)
+                continue
+            if self._policy_draws:
+                out[0] = apply_policy(out[0], self._augment, policies[place])
+            kept.append(place)
+        labels = _stacked([records[place][1] for place in kept])
+        made = device_augmentation(self._augment, draws.of(kept), size)
+        return {"image": images[: len(kept)], "label": labels, **made}
+
+    def _pictures(
+        self, records: Sequence[tuple[Any, Any]], rows: list[int]
+    ) -> Iterator[tuple[int, EncodedImage]]:
+        """(place, opened picture) of each record that can be opened; one for all repeats of a
+        row."""
+        before, picture, once = -1, None, len(set(rows)) == len(rows)
+        for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
+            if isinstance(label, int) and not 0 <= label < self._classes:
+                where = self._source.where(row)
+                raise DataError(
+                    f"{where}: label {label} is not in the range 0 to {self._classes - 1}."
+                )
+            try:
+                if row != before or picture is None:
+                    picture = open_encoded_image(image, self._config.exif_orientation, once)
+            except Exception as error:
+                self._refuse(row, error)
+                picture = None
+            else:
+                yield place, picture
+            before = row
+
+    def _size(self, picture: EncodedImage, epoch: int) -> tuple[int, int]:
+        """(height, width) of the model's input."""
+        side = side_in(self._config, epoch)
+        if side or self._augment.crop == "random":
+            return side or picture.width, side or picture.width
+        return picture.height, picture.width
+
+    def _refuse(self, row: int, reason: Exception) -> None:
+        if self._on_bad is not None:
+            self._on_bad(row, reason_for(reason))
+            return
+        line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
+        if self._config.bad_records == "error":
+            remedy = "Repair or remove it, or set --data.bad-records skip."
+            raise DataError(f"{line}. {remedy}") from None
+        if row not in self._reported:
+            self._reported.add(row)
+            _log.warning("skipped %s", line)

@@ -1,0 +1,1 @@
+"""From the gradients of all slots to those of the step."""

@@ -1,0 +1,217 @@
+"""Merges the changes that slots make to buffers, such as batch-norm statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.gradients.reduction import ExactSum, PlainSum, Sum
+from raytrain_ddp.training.runtime.world import World
+
+REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class BufferLocation(NamedTuple):
+    """Where a buffer is; a forward pass may put another tensor there, as by ``self.mean = ...``."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.key)
+        return found.detach()
+
+
+def buffers_of(model: nn.Module) -> list[BufferLocation]:
+    """Each buffer once, in the order of `nn.Module.named_buffers`."""
+    places = {
+        id(buffer): BufferLocation(f"{name}.{key}" if name else key, module, key)
+        for name, module in reversed([*model.named_modules()])
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+    return [places[id(buffer)] for buffer in model.buffers()]
+
+
+class SavedBuffers:
+    """A copy of a model's buffers; `restore` writes them back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = buffers_of(model)
+        self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
+        self._values = [tensor.detach().clone() for tensor in self._tensors]
+
+    def restore(self) -> None:
+        for place, tensor in zip(self._places, self._tensors, strict=True):
+            if getattr(place.module, place.key) is not tensor:
+                setattr(place.module, place.key, tensor)
+        if self._values:
+            torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
+
+
+def is_merged(dtype: torch.dtype) -> bool:
+    """Whether changes to buffers of this type are merged. Complex numbers, and types without
+    arithmetic, such as float8, stay unchanged."""
+    return dtype in REALS or dtype in _INTEGERS or dtype is torch.bool
+
+
+def own_memory(model: nn.Module) -> None:
+    """Gives each expanded buffer, which cannot be written to, memory of its own."""
+    own: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            shape = zip(buffer.shape, buffer.stride(), strict=True)
+            if any(size > 1 and stride == 0 for size, stride in shape):
+                setattr(module, key, own.setdefault(id(buffer), buffer.contiguous()))
+
+
+class SlotBuffers:
+    """Merges losses and buffers (batch-norm statistics) over all slots, for any number of workers.
+
+    Each slot starts from the buffers before the step; their changes are averaged over all
+    slots, weighted by samples. DDP's way, rank 0's buffers for all, would make them depend on the
+    number of workers. A bool buffer is inverted if any slot has inverted it.
+
+    Args:
+        with_loss: the ranks also agree on the loss, even if there are no buffers.
+        exact_slots: the number of slots, if sums must have the same bits for any number of workers.
+        changing: the bool buffers that forward passes change. The others are constant masks, which
+            may be large and are never sent.
+        scalars: the number of those that are averaged beside the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        with_loss: bool = False,
+        exact_slots: int = 0,
+        changing: Collection[BufferLocation] = (),
+        scalars: int = 0,
+    ) -> None:
+        by_type: dict[torch.dtype, list[BufferLocation]] = {}
+        for place in buffers_of(model):
+            dtype = place.tensor().dtype
+            if is_merged(dtype) and (dtype is not torch.bool or place in changing):
+                by_type.setdefault(dtype, []).append(place)
+        self._groups = list(by_type.values())
+        self._flags = BoolBuffers(model, without=changing)
+        self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
+        self._world, self._is_exact = world, bool(exact_slots)
+        self._agrees = with_loss or self._is_exact or bool(self._groups)
+        self._shares = 1 + scalars
+        length = sum(self._lengths) + self._shares
+        self._sum: Sum = PlainSum(length, world)
+        if exact_slots:
+            self._sum = ExactSum(exact_slots, length, world)
+        self._is_open = False  # between `begin` and `finish`
+
+    def begin(self) -> None:
+        self._start = [_flat(group) for group in self._groups]
+        self._is_open = True
+        self._change: list[Tensor] = []
+        self._flags.begin()
+        self._own = torch.zeros(self._shares, dtype=torch.float64, device=self._world.device)
+        self._sum.begin()
+
+    def rewind(self) -> None:
+        for group, start in zip(self._groups, self._start, strict=True):
+            _spread(start, group)
+
+    def roll_back(self) -> None:
+        """Restores the buffers before a step that was not finished."""
+        if self._is_open:
+            self.rewind()
+        self._is_open = False
+
+    def add(self, slot: int, weight: float, losses: Tensor) -> None:
+        """Records the changes that a slot made to the buffers, and its loss and scalars, shape
+        (1 + scalars,)."""
+        self._flags.require_constant()
+        parts = []
+        for group, start in zip(self._groups, self._start, strict=True):
+            now = _flat(group)
+            if start.is_floating_point():  # equal means no change: inf - inf would be nan
+                parts.append(torch.where(now == start, 0, now - start).double())
+            elif start.dtype is torch.bool:
+                parts.append((now ^ start).double())
+            else:  # in 64 bits, as uint8 cannot be negative
+                parts.append((now.long() - start.long()).double())
+        shares = losses.double().view(-1)
+        self._own += shares * weight
+        if self._agrees:
+            self._sum.add(slot, torch.cat([*parts, shares]) * weight)
+
+    def agree(self) -> tuple[Tensor, Tensor]:
+        """All ranks take part.
+
+        Returns:
+            This worker's shares of the mean loss and scalars, float64, shape (1 + scalars,): the
+            shares of all workers add up to them. And the sum of all changes and losses, shape ():
+            finite if each of them is; 0 if there are no buffers, and nothing to agree on.
+        """
+        if not self._agrees:
+            return self._own, self._own.new_zeros(())
+        total = self._sum.finish()
+        *self._change, losses = total.split([*self._lengths, self._shares])
+        if self._is_exact:  # one share holds all of it, so that its sum has the same bits, too
+            self._own = losses if self._world.is_main else torch.zeros_like(losses)
+        return self._own, total[: sum(self._lengths) + 1].sum()
+
+    def finish(self, refused: Tensor) -> None:
+        """Sets the buffers after the step; those before it if `refused`, shape (), is true."""
+        self._is_open = False
+        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
+            applied = torch.where(refused, 0, change)
+            if start.is_floating_point():
+                _spread((start + applied).to(start.dtype), group)
+            elif start.dtype is torch.bool:
+                _spread(start ^ (applied > 0), group)
+            else:  # float64 cannot hold all 64-bit integers, but it holds changes
+                _spread(start.long() + applied.round().long(), group)
+
+
+class BoolBuffers:
+    """Detects which bool buffers were written to since `begin`. The host knows this without
+    waiting for the device: torch counts in-place changes of a tensor."""
+
+    def __init__(self, model: nn.Module, without: Collection[BufferLocation] = ()) -> None:
+        places = [p for p in buffers_of(model) if p.tensor().dtype is torch.bool]
+        self._places = [place for place in places if place not in without]
+        self.begin()
+
+    def begin(self) -> None:
+        self._written = [self._state(place) for place in self._places]
+
+    @staticmethod
+    def _state(place: BufferLocation) -> tuple[int, int]:
+        tensor = getattr(place.module, place.key)
+        return id(tensor), tensor._version
+
+    def changed(self) -> list[BufferLocation]:
+        pairs = zip(self._places, self._written, strict=True)
+        return [place for place, written in pairs if self._state(place) != written]
+
+    def require_constant(self) -> None:
+        """Raises ConfigError if any was written to."""
+        for place in self.changed():
+            raise ConfigError(
+                f"the model's bool buffer {place.name} changes in this step but did not in the "
+                "first one, so it was treated as a constant mask: make it an integer buffer."
+            )
+
+
+def _flat(places: list[BufferLocation]) -> Tensor:
+    return torch.cat([place.tensor().reshape(-1) for place in places])
+
+
+def _spread(values: Tensor, places: list[BufferLocation]) -> None:
+    """Writes a flat vector into the buffers, in one kernel on a GPU."""
+    buffers = [place.tensor() for place in places]
+    pieces = values.split([buffer.numel() for buffer in buffers])
+    torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(pieces, buffers, strict=True)])

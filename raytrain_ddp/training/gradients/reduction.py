@@ -1,0 +1,316 @@
+"""Sums the gradients of all slots into those of the step."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading.loader import Slot
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.gradients.tree_sum import TreeSum
+from raytrain_ddp.training.gradients.warm_up_checks import require_gradients
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
+
+
+class Reduction(Protocol):
+    """Sums gradients over slots and workers.
+
+    Attributes:
+        scale: the loss is multiplied by it, besides its share of the step, before the backward
+            pass.
+    """
+
+    scale: float
+
+    def require_all(self, model: nn.Module) -> None:
+        """Raises ConfigError if a parameter that needs a gradient has none after a backward
+        pass."""
+
+    def begin(self) -> None:
+        """Begins a step; there are no gradients yet."""
+
+    def working(self, slots: Sequence[Slot]) -> list[Slot]:
+        """This worker's slots that pass through the model, in order."""
+
+    def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
+        """Context of a slot's forward and backward pass."""
+
+    def finish(self) -> None:
+        """Makes the gradients the sum over all slots; all ranks take part."""
+
+
+class DdpReduction:
+    """Sums over a worker's slots in the gradients, and over workers by DDP during the last backward
+    pass. DDP divides by the world size; `scale` compensates that unless a hook does (see
+    `compress`)."""
+
+    def __init__(self, net: nn.Module, scale: float) -> None:
+        self._net, self.scale = net, scale
+
+    def require_all(self, model: nn.Module) -> None:
+        net = self._net
+        is_ddp = isinstance(net, DistributedDataParallel)
+        if is_ddp and not net.find_unused_parameters and not net.static_graph:
+            require_gradients(
+                model, "with several workers", "or set --ddp.find-unused-parameters true"
+            )
+
+    def begin(self) -> None:
+        pass
+
+    def working(self, slots: Sequence[Slot]) -> list[Slot]:
+        # All ranks make a backward pass; one without samples has no effect.
+        return [slot for slot in slots if slot.samples] or list(slots[:1])
+
+    def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
+        if is_last or not isinstance(self._net, DistributedDataParallel):
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self._net.no_sync()
+        return no_sync
+
+    def finish(self) -> None:
+        pass
+
+
+class ExactReduction:
+    """Sums in the order of a tree over all slots: the same bits for any number of workers.
+
+    Gradients are exchanged in buckets during the last backward pass: each as soon as its gradients
+    are complete and the previous bucket has been sent, so that all ranks use the same order.
+
+    Args:
+        model: not wrapped; its gradients become views of one vector per bucket.
+        bucket_mib: the size at which a bucket is full; a bucket has parameters of one dtype.
+        clock: notified when only communication remains.
+    """
+
+    scale = 1.0
+
+    def __init__(
+        self, model: nn.Module, slots: int, world: World, bucket_mib: float, clock: Clock
+    ) -> None:
+        self._clock = clock
+        self._buckets = [
+            _Bucket(parameters, slots, world) for parameters in _divide(model, bucket_mib * 2**20)
+        ]
+
+    @staticmethod
+    def require_all(model: nn.Module) -> None:
+        require_gradients(model, "exact = true", "because weight decay would still change them")
+
+    def begin(self) -> None:
+        self._started = 0  # number of buckets being exchanged
+        for bucket in self._buckets:
+            bucket.sum.begin()
+
+    def working(self, slots: Sequence[Slot]) -> list[Slot]:
+        return [slot for slot in slots if slot.samples]
+
+    @contextmanager
+    def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
+        for bucket in self._buckets:
+            bucket.open()
+        hooks = self._watch(slot) if is_last else []
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for bucket in self._buckets[self._started :]:
+            bucket.close(slot)
+
+    def _watch(self, slot: Slot) -> list[RemovableHandle]:
+        """Registers hooks that start the buckets in the slot's backward pass. Permanent hooks would
+        keep the parameters alive, and the parameters the hooks."""
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(self._count, slot, place))
+            for place, bucket in enumerate(self._buckets)
+            for parameter in bucket.parameters
+        ]
+
+    def _count(self, slot: Slot, place: int, parameter: Tensor) -> None:
+        """Called when the gradient of a parameter is complete."""
+        if place < self._started:
+            raise ConfigError(
+                "exact = true: a backward pass adds to a gradient twice, as torch.utils.checkpoint "
+                "does with use_reentrant=True: set use_reentrant=False."
+            )
+        self._buckets[place].missing.discard(id(parameter))
+        for bucket in self._buckets[self._started :]:
+            if bucket.missing:
+                break
+            bucket.close(slot)
+            bucket.sum.start()
+            self._started += 1
+
+    def finish(self) -> None:
+        self._clock.mark("compute")  # also on a worker that has no samples
+        for bucket in self._buckets[self._started :]:
+            bucket.sum.start()
+        for bucket in self._buckets:
+            bucket.sum.share()
+        for bucket in self._buckets:
+            bucket.lay(bucket.sum.finish())
+
+
+class _Bucket:
+    """Parameters whose gradients are summed together.
+
+    Attributes:
+        missing: ids of the parameters without a gradient yet in the current pass.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], slots: int, world: World) -> None:
+        self.parameters = parameters
+        # In memory order, or compacted if the parameter is a view with gaps.
+        self._strides = [torch.empty_like(each, device="meta").stride() for each in parameters]
+        length = sum(parameter.numel() for parameter in parameters)
+        self.sum = TreeSum(slots, length, parameters[0].dtype, world)
+
+    def open(self) -> None:
+        """Called before a slot's gradients arrive."""
+        self._flat = self.sum.take()
+        self.lay(self._flat)
+        self.missing = {id(parameter) for parameter in self.parameters}
+
+    def close(self, slot: Slot) -> None:
+        """Called when all of the slot's gradients have arrived."""
+        self.sum.add(slot.index, self._flat)
+
+    def lay(self, flat: Tensor) -> None:
+        """Makes the gradients views of a vector."""
+        start = 0
+        for parameter, strides in zip(self.parameters, self._strides, strict=True):
+            parameter.grad = flat.as_strided(parameter.size(), strides, start)
+            start += parameter.numel()
+
+
+def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
+    """Divides parameters into buckets, in the likely order of a backward pass: the reverse of
+    their registration."""
+    full: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    filled: Counter[torch.dtype] = Counter()  # bytes
+    for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+        dtype = parameter.dtype
+        filling.setdefault(dtype, []).append(parameter)
+        filled[dtype] += parameter.nbytes
+        if filled[dtype] >= size_bytes:
+            full.append(filling.pop(dtype))
+            del filled[dtype]
+    return [*full, *filling.values()]
+
+
+class Sum(Protocol):
+    """Sums one vector per slot over all workers."""
+
+    def begin(self) -> None:
+        """Begins a step."""
+
+    def add(self, slot: int, vector: Tensor) -> None:
+        """Adds the vector of one of this worker's slots; slots come in order."""
+
+    def finish(self) -> Tensor:
+        """The sum; all ranks take part."""
+
+
+class PlainSum:
+    """Sums over a worker's slots in order, then by an all-reduce."""
+
+    def __init__(self, length: int, world: World) -> None:
+        self._length, self._world = length, world
+
+    def begin(self) -> None:
+        self._total = torch.zeros(self._length, dtype=torch.float64, device=self._world.device)
+
+    def add(self, slot: int, vector: Tensor) -> None:
+        self._total += vector
+
+    def finish(self) -> Tensor:
+        if self._world.size > 1:
+            dist.all_reduce(self._total)
+        return self._total
+
+
+class ExactSum:
+    """Sums in the order of the tree, like ExactReduction."""
+
+    def __init__(self, slots: int, length: int, world: World) -> None:
+        self._sum = TreeSum(slots, length, torch.float64, world)
+
+    def begin(self) -> None:
+        self._sum.begin()
+
+    def add(self, slot: int, vector: Tensor) -> None:
+        own = self._sum.take()
+        own.copy_(vector)
+        self._sum.add(slot, own)
+
+    def finish(self) -> Tensor:
+        self._sum.start()
+        self._sum.share()
+        return self._sum.finish()
+
+
+def require_same_model(model: nn.Module, world: World) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers; all ranks take part.
+
+    Raises:
+        ConfigError: this rank's model differs from rank 0's.
+    """
+    shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in model_tensors(model).items()]
+    if broadcast(shapes, world) != shapes:
+        mine, first = world.of_run(world.rank), world.of_run(0)
+        raise ConfigError(f"the model of rank {mine} has other parameters than rank {first}'s.")
+
+
+def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:
+    """Copies rank 0's parameters and buffers to all ranks, as DDP would do; all take part.
+
+    Args:
+        is_loaded: from a checkpoint; only what it does not contain is copied.
+    """
+    if world.size == 1:
+        return
+    loaded = model.state_dict().keys() if is_loaded else ()
+    for name, tensor in model_tensors(model).items():
+        if name not in loaded:
+            broadcast_tensor(tensor, 0)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those that `state_dict` omits as well."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def ddp_options(config: TrainConfig) -> dict[str, Any]:
+    """Keyword arguments of DistributedDataParallel. `broadcast_model` synchronizes the weights, and
+    SlotBuffers the buffers."""
+    ddp = config.ddp
+    return {
+        "bucket_cap_mb": ddp.bucket_cap_mb,
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "static_graph": ddp.static_graph,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "init_sync": False,
+        **_no_buffer_sync(),
+    }
+
+
+def _no_buffer_sync() -> dict[str, bool]:
+    """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    return {new if new in parameters else "broadcast_buffers": False}

@@ -1,0 +1,1 @@
+"""Which processes are the workers of a run, and which replaces which."""

@@ -1,0 +1,289 @@
+"""Process groups one after another, so that a worker can be replaced while the others stay.
+
+Each *generation* has a store of its own. A rank that loses a peer leaves its group, which makes the
+others notice, and joins the next generation: see roster.py. Nothing here needs Ray.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raytrain_ddp.errors import RaytrainError, RetriesExhausted
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
+from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
+
+if TYPE_CHECKING:
+    from raytrain_ddp.training.recording.recording_session import RecordingSession
+    from raytrain_ddp.training.state.live_state import LiveState
+
+S = TypeVar("S", bound="RecordingSession")
+
+_CONNECT_S = 60.0
+_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
+_LOOK_S = 0.5  # how often the roster is asked meanwhile
+_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
+_TRIES = 5
+_STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
+_COLLECTIVE_S = 1800.0  # as long as in Ray Train
+
+
+class RankLost(ConnectionError):
+    """Raised instead of going on with the results of collectives that were aborted."""
+
+
+class NoStateLeft(Exception):
+    """Raised on ranks that have kept a trained model: no rank can go on from its state, and there
+    is no checkpoint."""
+
+
+class NewcomerWaits(Exception):
+    """Raised on all ranks between two steps: a process waits to join, so the next generation begins
+    here."""
+
+
+class Place:
+    """This process's place in all generations that it joins.
+
+    Args:
+        member: what the roster gets to know about this process; the rest is added.
+        host: an address of this machine that the others reach.
+        registry: keeps the roster; called from two threads.
+        backend: of the process groups: gloo, or cpu:gloo,cuda:nccl.
+
+    Attributes:
+        rank: of the run.
+        seat: in the present generation.
+    """
+
+    def __init__(
+        self, member: Member, host: str, registry: Registry, backend: str = "gloo"
+    ) -> None:
+        self._member, self._host, self._registry = member, host, registry
+        self._backend, self.rank = backend, member.rank
+        self._connections, self._closed = Connections(), threading.Event()
+        self.seat = Seat(0)
+        self._connected, self._leaving = Seat(0), threading.Lock()
+        threading.Thread(target=self._watch, name="heartbeats", daemon=True).start()
+
+    def join(self) -> bool:
+        """Waits for the next generation and makes its process group; False: the run is over.
+
+        Raises:
+            RuntimeError: the members repeatedly cannot connect to each other.
+        """
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        for attempt in range(_TRIES):
+            offered = None
+            if self._member.rank == 0 or self._member.may_miss_others:
+                # Each may be the first of those that are left. Port 0: a free one.
+                offered = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            self.seat = self._met(f"{self._host}:{offered.port}" if offered else "")
+            if self.seat.number == OVER:
+                return False
+            try:
+                self._connect(offered if self.seat.rank == 0 else None)
+                return True
+            except RuntimeError:  # DistError is one
+                self.leave()
+                if attempt == _TRIES - 1:
+                    raise
+        return True
+
+    def _met(self, address: str) -> Seat:
+        member = replace(self._member, last=max(0, self.seat.number), address=address)
+        found = self._registry.meet(member)
+        # While others still come. Models and their process groups are in cycles of references.
+        gc.collect()
+        while found is None:
+            time.sleep(poll_s(member.size))
+            found = self._registry.meet(member)
+        return found
+
+    def _connect(self, offered: Any) -> None:
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        from raytrain_ddp.training.runtime.torch_compat import set_timeout
+
+        limit = timedelta(seconds=_CONNECT_S)
+        host, _, port = self.seat.address.rpartition(":")
+        there = timedelta(seconds=_THERE_S)
+        own = offered or TCPStore(host, int(port), is_master=False, timeout=there)
+        self._store = store = PrefixStore(self.seat.key, own)
+        failpoint("start.met", self.rank)
+        self._wait_for_others()
+        self._connections = Connections()
+        dist.init_process_group(
+            self._backend,
+            store=store,
+            rank=self.seat.rank,
+            world_size=self.seat.size,
+            timeout=limit,
+        )
+        self._connections.opened(dist.group.WORLD, has_nccl="nccl" in self._backend)
+        self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
+        set_timeout(timedelta(seconds=_COLLECTIVE_S))
+        self._connected = self.seat
+
+    def _wait_for_others(self) -> None:
+        """One that has died in the meantime is missed here, not while the others connect to it."""
+        member, size = replace(self._member, last=self.seat.number), self.seat.size
+        began = looked = time.monotonic()
+        self._store.add("there", 1)
+        while self._store.add("there", 0) < size:
+            time.sleep(_POLL_S + _POLL_OF_MANY_S * size)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
+                if now - began > _THERE_S or self._registry.is_over(member):
+                    raise RuntimeError("a rank was lost before the generation was connected")
+
+    def confirm(self) -> None:
+        """Waits until the collectives so far are done; their results may then be used. Those of
+        gloo already are, and have raised any errors.
+
+        Raises:
+            RankLost: one was lost before; some of them were aborted.
+        """
+        if self._connections.has_nccl:
+            self._connections.wait_for_device()
+            if self._connections.is_cut:
+                raise RankLost("another rank was lost in the collectives of this step")
+
+    def _watch(self) -> None:
+        """Sends heartbeats, and ends collectives when the generation is over: those with a
+        machine that is cut off would not notice, nor those that gloo no longer reads for."""
+        import torch.distributed as dist
+
+        while not self._wait_for_beat():
+            connected, connections = self._connected, self._connections
+            member = replace(self._member, last=max(0, self.seat.number))
+            with suppress(Exception):  # the roster may be starting again
+                over = self._registry.is_over(member)
+                if over and 0 < connected.number == member.last == self._connected.number:
+                    was_cut = connections.is_cut
+                    connections.cut(is_broken=True)
+                    if connections.has_nccl and connections.cut_s() > _STUCK_S:
+                        _end("the training thread has not left an aborted process group")
+                    with self._leaving:
+                        if was_cut and connected is self._connected:
+                            connections.replace()
+                            write_to_all(dist.group.WORLD, connected.rank, connected.size)
+
+    def _wait_for_beat(self) -> bool:
+        """Waits until the next heartbeat is due; returns whether there are to be no more. Over
+        NCCL, which does not notice that a rank has left, this thread does."""
+        limit_s, connections = beat_s(self._member.size), self._connections
+        if not connections.has_nccl or connections.is_cut:
+            return self._closed.wait(limit_s)
+        if connections.ends_within(limit_s):
+            connections.cut(is_broken=True)
+        return self._closed.is_set()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another thread has ended the collectives of the present generation: any error may
+        come from that."""
+        return self._connections.is_broken
+
+    def close(self) -> None:
+        """No more heartbeats."""
+        self._closed.set()
+
+    def part(self) -> None:
+        """Waits until all ranks have called this, then leaves: nobody ends before all that may need
+        it are done. Raises what a collective raises if a rank is lost before."""
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.zeros(1))  # over gloo, as a barrier of NCCL's is not
+        with suppress(RuntimeError):  # all are done
+            self._all("passed")  # who leaves earlier could make the barrier of another one fail
+        self.leave()
+
+    def break_off(self) -> None:
+        """Makes the collectives of this and all other ranks fail; from any thread."""
+        self._connections.cut(is_broken=True)
+
+    def leave(self) -> None:
+        """Ends this process's part in its process group: the other ranks' collectives fail."""
+        import torch.distributed as dist
+
+        from raytrain_ddp.training.runtime.torch_compat import end_group
+
+        with self._leaving:
+            seat, self._connected = self._connected, Seat(0)
+            self._connections.cut()
+        if seat.number:
+            ending = dist.group.WORLD, self._connections, seat.rank, seat.size
+            threading.Thread(target=let_go, args=ending, name="leaving").start()
+        # Does not wait for what that thread still has.
+        end_group(is_aborted=self._connections.has_nccl)
+
+    def _all(self, what: str, limit_s: float = 10.0) -> None:
+        """Waits until all ranks have called this."""
+        self._store.set(f"{what}-{self.seat.rank}", "")
+        keys = [f"{what}-{rank}" for rank in range(self.seat.size)]
+        self._store.wait(keys, timedelta(seconds=limit_s))
+
+
+def _end(why: str) -> None:
+    """Nothing else ends a thread that waits for a device."""
+    print(f"{why} for {_STUCK_S:.0f} s: this process ends", file=sys.stderr, flush=True)
+    os._exit(RetriesExhausted.exit_status)
+
+
+def through_generations(
+    place: Place,
+    start: Callable[[LiveState | None], S],
+    run: Callable[[S], None],
+    is_loss: Callable[[BaseException], bool],
+    most: int,
+) -> None:
+    """Trains, and goes on in the next generation whenever another rank is lost.
+
+    Args:
+        most: losses in a row without a further step; one more is an error.
+        start: the session of a generation, given the state that this process has.
+        run: trains in it.
+        is_loss: whether an error only says that another rank is gone.
+    """
+    live: LiveState | None = None
+    reached, losses = -1, 0
+    while place.join():
+        session, live = start(live), None
+        try:
+            with session:
+                try:
+                    run(session)
+                except BaseException:
+                    place.leave()  # first of all: the others shall notice
+                    raise
+            place.part()
+            return
+        except Exception as error:
+            place.leave()
+            is_planned = isinstance(error, (NewcomerWaits, NoStateLeft))
+            aborted = place.is_broken and not isinstance(error, RaytrainError)
+            if not (is_planned or aborted or isinstance(error, RankLost) or is_loss(error)):
+                raise
+            traceback.clear_frames(error.__traceback__)  # of the loop and its batches
+            live = None if isinstance(error, NoStateLeft) else session.live_state()
+            step = live.manifest.step if live else -1
+            losses = 0 if step > reached else losses
+            reached, losses = max(reached, step), losses + (not is_planned)
+            if losses > most:
+                raise
+        del session

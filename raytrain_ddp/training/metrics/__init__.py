@@ -1,0 +1,1 @@
+"""Evaluation, and the metrics of all ranks."""

@@ -1,0 +1,104 @@
+"""Exact evaluation: each sample once, the same values for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raytrain_ddp.data.loading.loader import eval_batches
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.nested import require_samples
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import metrics_of
+from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
+from raytrain_ddp.training.metrics.metric_states import TreeMetrics
+from raytrain_ddp.training.runtime.seeding import seed_slot
+from raytrain_ddp.training.runtime.world import World, autocast
+from raytrain_ddp.training.state.train_state import evaluating
+from raytrain_ddp.training.steps.device_feed import ahead_on_device
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    batch_size: int,
+    world: World,
+    threads: LoaderThreads,
+    metrics: Mapping[str, Metric] | MetricCollection | None = None,
+    beat: Callable[[], None] = lambda: None,
+    limit: int = 0,
+    precision: str = "fp32",
+    may_skip: bool = True,
+) -> dict[str, Tensor]:
+    """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
+
+    The rows are cut into chunks of `batch_size`, independent of the number of workers. The metric
+    states of the chunks are merged along a tree over all chunks, so floating-point sums are the
+    same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws
+    from torch's, numpy's and Python's generators are a function of the chunk, the same in all
+    evaluations.
+
+    The values include "skipped", the number of bad records, if any were skipped.
+
+    Args:
+        beat: called before each batch.
+        limit: the most chunks, spread evenly over the data; 0: all.
+        precision: compute.precision: bf16 and fp16 run the forward passes under autocast.
+        may_skip: whether `Data.collate` may leave out bad records.
+
+    Raises:
+        DataError: collate left out records although `may_skip` is false.
+        TaskError: a metric's states of two chunks cannot be merged.
+    """
+    scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
+    chunks = chunks_of(data.rows, batch_size, limit)
+    places = items_of_rank(len(chunks), world.size, world.rank)
+    samples = 0
+    buffers = SavedBuffers(model)
+    mine, device = chunks[places.start : places.stop], world.device
+    loaded = eval_batches(data, batch_size, mine, threads, pin=device.type == "cuda")
+    with (
+        torch.inference_mode(),
+        evaluating(model),
+        autocast(device, precision),
+        closing(loaded),
+        closing(ahead_on_device(loaded, device)) as moved,
+    ):
+        for chunk, (batch, own) in zip(places, moved, strict=True):
+            beat()
+            seed_slot(world.device, 0, 0, chunks[chunk])
+            scores.reset()
+            count = data.samples_of(batch)  # 0: all records are bad, and skipped
+            rows = min(batch_size, data.rows - chunks[chunk] * batch_size)
+            require_samples(count, rows, may_skip)
+            if count:
+                task.evaluate(model, own, scores.given)
+                buffers.restore()  # a chunk affects neither the next one nor the training
+            samples += count
+            scores.take(chunk, count > 0)
+        values = scores.values(world)
+    counted = torch.tensor(samples)
+    if world.size > 1:
+        dist.all_reduce(counted)
+    rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
+    skipped = rows - int(counted)
+    return {**values, "skipped": torch.tensor(skipped)} if skipped else values
+
+
+def chunks_of(rows: int, batch_size: int, limit: int = 0) -> Sequence[int]:
+    """The chunks of an evaluation: all, or `limit` of them, spread evenly."""
+    count = -(-rows // batch_size)
+    if not 0 < limit < count:
+        return range(count)
+    return [place * count // limit for place in range(limit)]

@@ -1,0 +1,250 @@
+"""Computes metrics over chunks of data: states merged along one tree, values as plain numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ddp.errors import TaskError, did_you_mean
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import place_of
+from raytrain_ddp.training.runtime.world import World, broadcast
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+MOST_NUMBERS = 4096
+"""Larger values are left out of the log, which is part of each checkpoint."""
+
+_CPU = torch.device("cpu")
+
+State = dict[str, Any]  # by the name of the metric
+
+
+class TreeMetrics:
+    """Metrics whose states over chunks are merged along one binary tree over all chunks, so that
+    floating-point sums are the same however chunks are assigned to workers.
+
+    Node (level, index) covers the 2 ** level chunks from index << level on. Two halves are merged
+    as soon as both exist, so there is about one state per level, however many chunks there are.
+    States that are lists keep an entry for each sample.
+
+    Args:
+        metrics: as `Task.metrics` returns them.
+
+    Attributes:
+        given: the metrics that `Task.evaluate` updates.
+
+    Raises:
+        TaskError: the states of a metric cannot be merged.
+    """
+
+    def __init__(self, task: Task, metrics: Any, device: torch.device) -> None:
+        self.given: Any = _ungrouped(metrics)
+        self._metrics = dict(_each("", self.given))
+        self._task = task
+        self._nodes: list[tuple[int, int, State | None]] = []
+        for name, metric in self._metrics.items():
+            require_mergeable(task, name, metric)
+            metric.to(device)
+            metric.distributed_available_fn = lambda: False  # states are merged here
+
+    def reset(self) -> None:
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def metric(self, name: str) -> Metric | None:
+        return self._metrics.get(name)
+
+    def state(self) -> State:
+        """A copy of the states of all metrics; `reset` empties lists in place."""
+        return {
+            name: {k: list(v) if isinstance(v, list) else v for k, v in metric.metric_state.items()}
+            for name, metric in self._metrics.items()
+        }
+
+    def untouched(self) -> list[str]:
+        """The metrics that were not updated since `reset`, as far as they report it."""
+        return [n for n, m in self._metrics.items() if not getattr(m, "update_called", True)]
+
+    def take(self, chunk: int, has_samples: bool) -> None:
+        """Takes the metrics' current state as that of `chunk`; chunks come in order."""
+        self._add(0, chunk, self.state() if has_samples else None)
+
+    def take_all(self, other: TreeMetrics) -> None:
+        """Moves the collected states of another TreeMetrics into this one."""
+        self._nodes, other._nodes = other._nodes, []
+
+    def _add(self, level: int, index: int, state: State | None) -> None:
+        while index % 2 and self._nodes and self._nodes[-1][:2] == (level, index - 1):
+            state = self._merged(self._nodes.pop()[2], state)
+            level, index = level + 1, index // 2
+        self._nodes.append((level, index, state))
+
+    def _merged(self, left: State | None, right: State | None) -> State | None:
+        if left is None or right is None:
+            return right if left is None else left
+        self.reset()
+        for name, metric in self._metrics.items():
+            metric.merge_state(right[name])  # torchmetrics puts the argument first
+            metric.merge_state(left[name])
+        return self.state()
+
+    def values(self, world: World) -> dict[str, Tensor]:
+        """The values over all chunks, on the CPU; all ranks take part and get the same."""
+        self._nodes = [(level, index, _to_cpu(state)) for level, index, state in self._nodes]
+        for metric in self._metrics.values():
+            metric.to("cpu")
+        reach = 1  # each round, half of the ranks pass what they have to one of lower rank
+        while reach < world.size:
+            place = world.rank % (2 * reach)
+            if place == reach:
+                dist.send_object_list([self._nodes], world.rank - reach, device=_CPU)
+            elif place == 0 and world.rank + reach < world.size:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, world.rank + reach, device=_CPU)
+                for node in box[0]:
+                    self._add(*node)
+            reach *= 2
+        self._nodes = broadcast(self._nodes, world)
+        whole: State | None = None
+        while self._nodes:  # nodes without a sibling, the last first
+            whole = self._merged(self._nodes.pop()[2], whole)
+        self.reset()
+        if whole is not None:
+            for name, metric in self._metrics.items():
+                metric.merge_state(whole[name])
+        return self.computed()
+
+    def computed(self) -> dict[str, Tensor]:
+        """The values of the current state, by name; parts are named as by `flat_values`."""
+        values: dict[str, Tensor] = {}
+        for name, metric in self._metrics.items():
+            with warnings.catch_warnings():  # it saw only merges; a label that no row has is nan
+                warnings.filterwarnings("ignore", "The ``compute``|No positive|Average precision")
+                value = metric.compute()
+            values |= flat_values(self._task, name, value)
+        return values
+
+
+def flat_values(task: Task, name: str, value: Any) -> dict[str, Tensor]:
+    """A metric's value as tensors on the CPU; ``name/part`` for each part of a dict or sequence."""
+    if isinstance(value, Tensor):
+        return {name: value.detach().cpu()}
+    if isinstance(value, bool | int | float):
+        return {name: torch.tensor(value)}
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        raise TaskError(
+            f"{place_of(task.metrics)}: the value of the metric {name!r} is a "
+            f"{type(value).__name__}; expected a number, a tensor, or a dict or sequence of them."
+        )
+    parts = (flat_values(task, f"{name}/{key}", part) for key, part in value.items())
+    return {key: tensor for part in parts for key, tensor in part.items()}
+
+
+def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """The values that are single numbers."""
+    return {name: value.item() for name, value in values.items() if value.numel() == 1}
+
+
+def tables(values: Mapping[str, Tensor], most: int = MOST_NUMBERS) -> dict[str, Any]:
+    """The other values, as nested lists; for those with more than `most` numbers only the shape."""
+    return {
+        name: value.tolist() if value.numel() <= most else {"shape": list(value.shape)}
+        for name, value in values.items()
+        if value.numel() != 1
+    }
+
+
+def require_monitor(task: Task, values: Mapping[str, Tensor]) -> None:
+    """Raises TaskError unless the task's monitor is one of its metrics and a single number."""
+    monitor, names = task.monitor, list(scalars(values))
+    if monitor in names:
+        return
+    problem = f"the task's monitor is {monitor!r}, but its metrics are {', '.join(names) or 'none'}"
+    if monitor in values:
+        shape = tuple(values[monitor].shape)
+        problem = (
+            f"the task's monitor is {monitor!r}, whose value is not a single number (shape {shape})"
+        )
+    raise TaskError(f"{place_of(task.metrics)}: {problem}.{did_you_mean(monitor, names)}")
+
+
+def require_mergeable(task: Task, name: str, metric: Metric) -> None:
+    """Checked early: torchmetrics reports it only at the end, and never for a mean (it becomes
+    inf).
+
+    Raises:
+        TaskError: the states of two chunks cannot be merged.
+    """
+    what = f"{place_of(task.metrics)}: the metric {name!r} cannot be merged over chunks of the data"
+    parts = [m for m in getattr(metric, "modules", list)() if hasattr(m, "metric_state")]
+    if not metric.metric_state and not parts[1:]:
+        raise TaskError(
+            f"{what}: {type(metric).__name__} has no states: everything that compute() needs must "
+            "be a state (add_state)."
+        )
+    if not metric.metric_state or len(parts) > 1:
+        raise TaskError(
+            f"{what}: a {type(metric).__name__} wraps other metrics and holds their states. Return "
+            "the wrapped metric; non-scalar values are kept too."
+        )
+    if type(metric).merge_state.__module__ != "torchmetrics.metric":
+        return  # it defines its own merge
+    reductions, defaults = metric._reductions, metric._defaults
+    unweighted = [
+        key
+        for key, reduction in reductions.items()
+        if getattr(reduction, "__name__", "") == "dim_zero_mean"
+        or (reduction is None and isinstance(defaults[key], Tensor))
+    ]
+    if unweighted:
+        raise TaskError(
+            f"{what}: its state {unweighted[0]!r} is a mean, or has no dist_reduce_fx; store a "
+            "sum and a count instead."
+        )
+    if metric.full_state_update is not False:
+        raise TaskError(
+            f"{what}: {type(metric).__name__}.full_state_update is {metric.full_state_update}. "
+            "Use another metric; or, if its updates do not depend on earlier ones, a subclass that "
+            "sets it to False."
+        )
+
+
+def _ungrouped(metrics: Any) -> Any:
+    """Removes compute groups from collections: torchmetrics guesses them from the first batch's
+    values, so they would depend on the data that a worker gets."""
+    if isinstance(metrics, dict):
+        return {name: _ungrouped(metric) for name, metric in metrics.items()}
+    if not hasattr(metrics, "compute_groups"):
+        return metrics
+    return type(metrics)(
+        dict(metrics.items(keep_base=True, copy_state=False)),
+        prefix=metrics.prefix,
+        postfix=metrics.postfix,
+        compute_groups=False,
+    )
+
+
+def _each(prefix: str, metrics: Any) -> Iterator[tuple[str, Metric]]:
+    """(name, metric) pairs; those of a collection within a dict as ``collection/name``."""
+    for name, metric in metrics.items():
+        if hasattr(metric, "items"):
+            yield from _each(f"{prefix}{name}/", metric)
+        else:
+            yield f"{prefix}{name}", metric
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_cpu(inner) for inner in value]
+    return value.cpu() if isinstance(value, Tensor) else value

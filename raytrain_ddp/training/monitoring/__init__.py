@@ -1,0 +1,1 @@
+"""Where the time goes, and who blocks the others."""

@@ -1,0 +1,121 @@
+"""Builds the optimizer, and computes the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import optional_method, place_of
+from raytrain_ddp.training.optimizer.param_groups import param_groups
+
+_MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """SGD or AdamW over the groups of `param_groups`.
+
+    Fused, as only fused optimizers skip a step on the device: if their `found_inf` is 1.
+    """
+    groups = param_groups(model, config)
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    sgd = torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
+    )
+    if config.momentum:
+        allocate_momentum(sgd, (p for p in model.parameters() if p.requires_grad))
+    return sgd
+
+
+def allocate_momentum(sgd: torch.optim.SGD, parameters: Iterable[nn.Parameter]) -> None:
+    """SGD does so in the first step, but a refused step leaves it unset. The order of parameters is
+    that of the state in a checkpoint."""
+    for parameter in parameters:
+        sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of `step` (from 0): linear warm-up, then the schedule."""
+    schedule, peak = config.schedule, config.optim.lr
+    warmup = schedule.warmup_epochs * steps_per_epoch
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    total = config.total_steps(steps_per_epoch)
+    if schedule.name == "constant":
+        return peak
+    if schedule.name == "step":
+        return peak * schedule.gamma ** int(step / (schedule.step_epochs * steps_per_epoch))
+    done = min(1.0, (step - warmup) / max(1.0, total - warmup))
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return peak * (schedule.final_lr + (1 - schedule.final_lr) * cosine)
+
+
+def steps_to_check(total_steps: int) -> list[int]:
+    """Steps for which a task's functions of the step are checked before the first one."""
+    stride = max(1, total_steps // _MOST_CHECKED)
+    return [*range(0, total_steps, stride), total_steps - 1]
+
+
+class LearningRates:
+    """The learning rate of each parameter group as a function of the step.
+
+    A group's own peak is its `lr` times its `lr_scale`, if it has one. It follows the configured
+    schedule, or the factor that the task's `schedule` gives.
+
+    Args:
+        optimizer: as it was made; its groups tell the peaks.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        optimizer: Optimizer,
+        config: TrainConfig,
+        steps_per_epoch: int,
+    ) -> None:
+        total_steps = config.total_steps(steps_per_epoch)
+        self._config, self._steps_per_epoch = config, steps_per_epoch
+        self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
+        self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
+        if self._schedule is not None:
+            for step in steps_to_check(total_steps):
+                self._factors(self._schedule, step)
+
+    def __call__(self, step: int) -> list[float]:
+        """The rates in `step` (from 0), one for each group.
+
+        Raises:
+            TaskError: the task's schedule gives something else than finite factors of 0 or more.
+        """
+        if self._schedule is None:
+            rate, peak = self.configured(step), self._config.optim.lr
+            return [rate * (each / peak) for each in self._peaks]
+        factors = self._factors(self._schedule, step)
+        return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
+
+    def configured(self, step: int) -> float:
+        return learning_rate(self._config, step, self._steps_per_epoch)
+
+    def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:
+        given = schedule(step)
+        groups = len(self._peaks)
+        factors = list(given) if isinstance(given, Sequence) else [given] * groups
+        numbers = [float(each) for each in factors if isinstance(each, Real)]
+        fit = all(math.isfinite(each) and each >= 0 for each in numbers)
+        if not fit or len(numbers) != len(factors) or len(factors) != groups:
+            what = f"returned {given!r} for step {step}"
+            several = f", or one for each of the {groups} parameter groups" if groups > 1 else ""
+            raise TaskError(
+                f"{place_of(schedule)}: {what}; expected a finite factor of 0 or more{several}."
+            )
+        return numbers

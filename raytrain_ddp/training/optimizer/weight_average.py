@@ -1,0 +1,170 @@
+"""Averaged weights, which are evaluated and exported in place of those that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.config.sections import EmaConfig
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_of
+from raytrain_ddp.training.optimizer.task_optimizer import averages
+
+
+class Average(Protocol):
+    """Weights that differ from the trained ones, in the same model.
+
+    Attributes:
+        values: its tensors, if they are state of their own, by name; equal on all ranks.
+    """
+
+    values: dict[str, Tensor]
+
+    def restart(self) -> None:
+        """Makes the average that of the model as it is."""
+
+    def follow(self, refused: Tensor, step: int) -> None:
+        """Follows `step` (from 1), unless it was refused; a GPU is not waited for."""
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """The model has the averaged weights; afterward, its own again, to the bit."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, by all names of the model's `state_dict()`."""
+
+
+def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Average | None:
+    """What is evaluated in place of the model's weights, if anything.
+
+    Raises:
+        ConfigError: there would be two averages, or a trained weight has too few bits.
+    """
+    if not averages(optimizer):
+        return WeightAverage(model, config) if config.decay else None
+    rule = f"the {type(optimizer).__name__} averages the weights itself: remove it"
+    require(not config.decay, "ema.decay", config.decay, rule)
+    return OptimizerAverage(model, optimizer)
+
+
+class OptimizerAverage:
+    """That of an optimizer with `train()` and `eval()`, such as schedule-free ones; it is computed
+    from the weights and the optimizer's state."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.values: dict[str, Tensor] = {}
+
+    def restart(self) -> None:
+        pass
+
+    def follow(self, refused: Tensor, step: int) -> None:
+        pass
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        groups = self._optimizer.param_groups
+        parameters = [parameter.data for group in groups for parameter in group["params"]]
+        own = [parameter.clone() for parameter in parameters]
+        self._optimizer.eval()
+        try:
+            yield
+        finally:
+            self._optimizer.train()
+            torch._foreach_copy_(parameters, own)  # train() would round
+            pairs = zip((p for group in groups for p in group["params"]), parameters, strict=True)
+            for parameter, data in pairs:
+                parameter.data = data
+
+    def state_dict(self) -> dict[str, Tensor]:
+        with self.in_place():
+            return {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
+
+
+class WeightAverage:
+    """The average of parameters and floating-point buffers over the applied steps; other buffers,
+    such as counters, are those of the newest step. (Polyak averaging; timm's ModelEmaV3 is the
+    same, but moves in refused steps, too.)
+
+    Raises:
+        ConfigError: a trained weight has too few bits for averages.
+    """
+
+    def __init__(self, model: nn.Module, config: EmaConfig) -> None:
+        self._config, self._model = config, model
+        self.on_device = any(parameter.is_cuda for parameter in model.parameters())
+        stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        self._parameters = [(n, p) for n, p in model.named_parameters() if id(p) in stored]
+        self._buffers = [place for place in buffers_of(model) if id(_of(place)) in stored]
+        for name, parameter in self._parameters:
+            if parameter.requires_grad and parameter.element_size() < 4:
+                raise ConfigError(
+                    f"ema.decay = {config.decay}: {name} is {parameter.dtype}, too coarse for an "
+                    "average; keep weights in float32 (--compute.precision sets that of kernels)."
+                )
+        self.restart()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Of the model, each once; a forward pass may replace a buffer."""
+        weights = {name: parameter.detach() for name, parameter in self._parameters}
+        return weights | {place.name: place.tensor() for place in self._buffers}
+
+    def restart(self) -> None:
+        """Makes the average that of the model as it is."""
+        now = self._tensors()
+        self.values = {name: tensor.clone() for name, tensor in now.items()}
+        self._moving = [name for name, tensor in now.items() if tensor.is_floating_point()]
+        self._newest = [name for name in now if name not in {*self._moving}]
+
+    def decay(self, step: int) -> float:
+        """Of `step` (from 1); with a warm-up at most (1 + step) / (10 + step)."""
+        limit = (1 + step) / (10 + step) if self._config.warmup else 1.0
+        return min(self._config.decay, limit)
+
+    @torch.no_grad()
+    def follow(self, refused: Tensor, step: int) -> None:
+        """Moves toward the model after `step`, unless it was refused; a GPU is not waited for."""
+        now, weight = self._tensors(), 1 - self.decay(step)
+        means = [self.values[name] for name in self._moving]
+        targets = [now[name] for name in self._moving]
+        if self.on_device:
+            change = torch._foreach_sub(targets, means)
+            torch._foreach_mul_(change, torch.where(refused, 0.0, weight))
+            torch._foreach_add_(means, change)
+        elif not refused:
+            torch._foreach_lerp_(means, targets, weight)
+        if self._newest:
+            kept = [self.values[name] for name in self._newest]
+            torch._foreach_copy_(kept, [now[name] for name in self._newest])
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model has the averaged weights; afterward, its own again, to the bit."""
+        now = self._tensors()
+        own = {name: tensor.clone() for name, tensor in now.items()}
+        with torch.no_grad():
+            torch._foreach_copy_([*now.values()], [self.values[name] for name in now])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                now = self._tensors()
+                torch._foreach_copy_([*now.values()], [own[name] for name in now])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """By all names of the model's `state_dict()`, also those of tied weights."""
+        stored = self._model.state_dict(keep_vars=True)
+        names = {id(parameter): name for name, parameter in self._parameters}
+        names |= {id(_of(place)): place.name for place in self._buffers}
+        return {name: self.values[names[id(tensor)]] for name, tensor in stored.items()}
+
+
+def _of(place: BufferLocation) -> Tensor:
+    """The buffer itself; `tensor` detaches it."""
+    found: Tensor = getattr(place.module, place.key)
+    return found

@@ -1,0 +1,1 @@
+"""The log of a run and the sessions that write it, on rank 0."""

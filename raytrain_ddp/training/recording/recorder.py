@@ -1,0 +1,258 @@
+"""Writes a run's log, checkpoints and other files, on rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from raytrain_ddp import events
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
+from raytrain_ddp.checkpoint.manifest import FileEntry
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.messages import EvaluationDue, Event
+from raytrain_ddp.training.recording.metrics_log import MetricsLog
+from raytrain_ddp.training.recording.trackers import openers
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.training.state.async_checkpoint import AsyncCheckpointer, with_backoff
+from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
+from raytrain_ddp.training.state.checkpoint_parts import sealed
+from raytrain_ddp.training.state.train_state import encode, loss_of
+
+_LIFE = "life.json"
+_ASK_EVERY_S = 1.0
+
+
+class Recorder:
+    """The log, the checkpoints and their timer; call `begin` first.
+
+    Args:
+        tell: receives events for the display, also from the committing thread.
+
+    Attributes:
+        attempt: the number of this start, after `begin`.
+    """
+
+    def __init__(
+        self, config: TrainConfig, world: World, best: Best, tell: Callable[[Event], None]
+    ) -> None:
+        self._config, self._world, self._best, self._tell = config, world, best, tell
+        self._run = run_storage(config)
+        self.store = checkpoint_store(self._run)
+        self.log = MetricsLog(self._run, openers(config), tell)
+        self._closing = threading.Event()
+        self.committer = AsyncCheckpointer(
+            self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
+        )
+        self._newest: Checkpoint | None = None
+        self._awaited: Collection[int] = ()
+        self._asked_at = -math.inf
+        self.attempt = 0
+
+    def steps(self) -> list[int]:
+        """Those of all checkpoints. Raises OSError if the storage does not respond."""
+        names = with_backoff(lambda _: self.store.names(), self._trying_again)
+        return [name.step for name in names]
+
+    def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
+        """The newest good checkpoint; from now on, earlier starts can commit nothing.
+
+        Args:
+            verify: see `CheckpointStore.latest`.
+
+        Raises:
+            CheckpointError: there are only damaged ones, or all have disappeared.
+            RunLockedError: another start is claiming the run.
+            OSError: the storage does not respond or is full.
+        """
+        host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._world.size}
+
+        def found(_: int) -> Checkpoint | None:
+            self._run.mkdir()
+            newest = self.store.latest(self._note, verify)
+            if newest is None:
+                require_none_lost(self._config, self._run)
+            self.attempt = self.store.claim(newest.name if newest else None, host)
+            self.store.sweep()
+            return newest
+
+        self._newest = newest = with_backoff(found, self._trying_again)
+        self._life = self._life_after(newest)
+        self._timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
+        return newest
+
+    def time_to_save(self) -> bool:
+        """Whether a checkpoint is due by time, and none is being committed.
+
+        Raises:
+            CheckpointError: too many commits in a row have failed.
+            RunLockedError: a later start of this run has taken over.
+        """
+        self.committer.require()
+        return self._timer.is_due() and not self.committer.postpones()
+
+    def drain(self) -> None:
+        """Waits until no commit is running."""
+        self.committer.wait()
+        self.committer.require()
+
+    def submit(self, snapshot: Snapshot) -> Future[None]:
+        """Commits a snapshot in the background; the future never raises."""
+        return self.committer.submit(snapshot)
+
+    def saved(self, stall_s: float) -> None:
+        """Records how long a checkpoint blocked the training."""
+        self._timer.saved(stall_s)
+
+    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
+        """Asks for an evaluation of the checkpoints of these steps, as far as they exist."""
+        for name in self.store.names() if steps else ():
+            if name.step in steps:
+                self._tell(EvaluationDue(str(name)))
+
+    def evaluations(
+        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
+    ) -> list[tuple[int, Evaluation]]:
+        """See `Session.evaluations`. The storage is read once a second at most."""
+        if time.monotonic() - self._asked_at < _ASK_EVERY_S:
+            return []
+        self._asked_at = time.monotonic()
+        found: list[tuple[int, Evaluation]] = []
+        with suppress(OSError):  # later
+            idle = not self.committer.is_busy()
+            names = {name.step: name for name in reversed(self.store.names())}
+            for step in steps:
+                name = names.get(step)
+                folder = self.store.storage.join(str(name))
+                done = read_evaluation(folder) if name else None
+                if name and done is None and here is not None:
+                    done = here(self.store.open(name))
+                    write_evaluation(folder, done)
+                if done is None and (name or not idle):
+                    break
+                found.append((step, done or Evaluation(error="its checkpoint is missing")))
+        return found
+
+    def place(self) -> Storage:
+        """The folder of the newest good checkpoint; the folder of all if there is none."""
+        return self._newest.storage if self._newest is not None else self.store.storage
+
+    def finish(self) -> None:
+        """Waits for the last commit; raises CheckpointError if it failed."""
+        self.committer.finish()
+        self.log.finish()
+
+    def close(self) -> None:
+        """Waits for the current commit; it is not retried if it fails."""
+        self._closing.set()
+        self.committer.close()
+        self.log.close()
+
+    def keep(self, name: str, document: Mapping[str, Any]) -> None:
+        """Writes a JSON file into the run's folder; a note says where, or that it failed."""
+        try:
+            self._run.write_atomic(name, json.dumps(document, indent=1).encode())
+            self._note(f"{name} is in {self._run}.")
+        except OSError as error:
+            self._note(f"{name} cannot be written: {error}")
+
+    def _life_after(self, newest: Checkpoint | None) -> Life:
+        """It only affects how often to save, so an unreadable history does not end the run."""
+        if newest is None or _LIFE not in newest.manifest.files:
+            return Life(failures=self.attempt - 1)
+        try:
+            text = with_backoff(lambda _: newest.read(_LIFE), self._trying_again)
+            return Life.after(json.loads(text), self.attempt)
+        except (OSError, CheckpointError, KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            self._note(f"the failure history starts over: {_LIFE} cannot be read ({reason}).")
+            return Life()
+
+    def _commit(self, snapshot: Snapshot, number: int) -> None:
+        """Commits a checkpoint, then removes old ones; `number` counts the attempts, from 0."""
+        started = time.monotonic()
+        manifest = replace(snapshot.manifest, attempt=self.attempt)
+        name = CheckpointName(manifest.step, manifest.attempt)
+        if number and name in self.store.names():  # the commit succeeded, but its reply was lost
+            checkpoint = self.store.open(name)
+        else:
+            life = self._life.document(self.attempt, self._timer.lived_s(), snapshot.last)
+            documents = {**snapshot.documents, _LIFE: life}
+            files = encode(replace(snapshot, documents=documents))
+
+            def others(folder: Storage) -> Mapping[str, FileEntry]:
+                own_s = time.monotonic() - started
+                stems, step = snapshot.elsewhere, manifest.step
+                return sealed(folder, stems, step, lambda s: not self._closing.wait(s), own_s)
+
+            checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
+        self._newest, self._awaited = checkpoint, snapshot.awaited
+        seconds = time.monotonic() - started
+        self._timer.committed(seconds)
+        self._tell(
+            events.Checkpoint(
+                step=manifest.step,
+                name=str(name),
+                seconds=seconds,
+                size_bytes=sum(e.size_bytes for e in checkpoint.manifest.files.values()),
+                tries=number + 1,
+            )
+        )
+        if manifest.step in snapshot.awaited:
+            self._tell(EvaluationDue(str(name)))
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Work that may wait until the next commit if the storage fails."""
+        try:
+            # Those that are awaited are kept anyway, and may be evaluated but not logged yet.
+            best = self._best.among(self.store, leaving_out=self._awaited)
+            self.store.prune(self._config.checkpoint.keep_last, best, self._awaited)
+            self.log.publish()
+        except OSError as error:
+            self._note(f"old checkpoints or the log could not be updated in {self._run}: {error}")
+
+    def _trying_again(self, wait_s: float, error: OSError) -> bool:
+        self._note(f"{self._run}: {error} Retrying in {wait_s:.1f} s.")
+        return not self._closing.wait(wait_s)
+
+    def _note(self, text: str) -> None:
+        self._tell(events.Note(text))
+
+
+class Best:
+    """Finds the best checkpoint by a metric from the manifests, without state of its own."""
+
+    def __init__(self, monitor: str, goal: str) -> None:
+        self.monitor, self.goal, self._sign = monitor, goal, 1 if goal == "max" else -1
+
+    def among(
+        self, store: CheckpointStore, leaving_out: Collection[int] = ()
+    ) -> CheckpointName | None:
+        """The best checkpoint that has an evaluation: of equal ones the one with the lower loss,
+        then the earliest.
+
+        Args:
+            leaving_out: steps whose checkpoints do not count.
+        """
+        rated = []
+        for name in (each for each in store.names() if each.step not in leaving_out):
+            with suppress(CheckpointError, FileNotFoundError):  # `latest` reports damaged ones
+                metrics = store.open(name).manifest.metrics
+                value = metrics.get(self.monitor, math.nan)
+                if not math.isnan(value):
+                    rated.append((self._sign * value, -loss_of(metrics), -name.step, name))
+        return max(rated, key=lambda each: each[:3])[-1] if rated else None

@@ -1,0 +1,279 @@
+"""What sessions with and without Ray have in common: recording on rank 0, and the watchdog."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.tensor_places import Existing
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.events import LogRecord, Note, Plan
+from raytrain_ddp.messages import Event
+from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
+from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
+from raytrain_ddp.training.monitoring.rendezvous import Exchange, exchange_owners
+from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
+from raytrain_ddp.training.recording.recorder import Best, Recorder
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Kept, Snapshot
+from raytrain_ddp.training.state.checkpoint_parts import PartWriter
+from raytrain_ddp.training.state.live_state import LiveState, most_advanced
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
+
+S = TypeVar("S", bound="RecordingSession")
+T = TypeVar("T")
+
+
+class RecordingSession:
+    """A session except for `requests` and `look`; only rank 0 has a recorder.
+
+    Args:
+        show: receives each event on rank 0, also from the committing and watching threads.
+        live: the state that this process has, if it survived others.
+
+    Attributes:
+        hosts: of all ranks; empty before `watch`.
+        kept: see Session.
+    """
+
+    only_main_asks = False
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        best: Best,
+        show: Callable[[Event], None],
+        live: LiveState | None = None,
+    ) -> None:
+        self.world = world
+        self._show = show
+        self._run, self._hang_s = run_storage(config), config.scaling.hang_s
+        self._storage = checkpoint_store(self._run).storage
+        self._watchdog: Watchdog | None = None
+        self._clock: Clock | None = None
+        self.hosts: list[str] = []
+        self._take_live: Callable[[], Snapshot | None] | None = None
+        self._live = live
+        self.kept = live.kept if live else None
+        self.recorder = Recorder(config, world, best, show) if world.is_main else None
+        self._attempt, self._closing = 0, threading.Event()
+        self._parts = PartWriter(world.rank, lambda s: not self._closing.wait(s))
+        self._records: list[LogRecord] = self.recorder.log.records if self.recorder else []
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def watch(self, clock: Clock) -> None:
+        self._clock = clock
+        owners = exchange_owners(self.world)
+        self.hosts = [owner.host for owner in owners]
+        exchange = self.status_exchange(owners)
+        if self._hang_s and exchange is not None:
+            self._watchdog = Watchdog(
+                clock,
+                self._hang_s,
+                self.world.rank,
+                owners,
+                self._run,
+                exchange,
+                self.state,
+                self.report_hang,
+                self.world.of_run,
+            )
+
+    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+        device = self.world.device
+        model = model.to(device)
+        if self.world.size == 1:
+            return model
+        devices = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **options)
+
+    def confirm(self) -> None: ...
+
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
+        """The exchange for ranks that make no progress; None: there is no watchdog."""
+        raise NotImplementedError
+
+    def state(self, owner: Owner) -> str:
+        """The state of a worker's process, as `Owner.state`; "" if unknown."""
+        return owner.state()
+
+    def report_hang(self, hang: Hang) -> None:
+        """Reports the hang, and ends this process, or its collectives."""
+        raise NotImplementedError
+
+    def latest(self, existing: Existing | None = None) -> Checkpoint | None:
+        """From the storage, not from Ray's register: that lags behind by one poll, and may list a
+        damaged checkpoint.
+
+        Raises:
+            CheckpointError: there is none although there must be one, or the storage fails.
+            RunLockedError: another start is claiming the run.
+        """
+        relay = Relay(self.world, existing=existing)
+        steps = self._of_main(Recorder.steps, relay)
+        live = most_advanced(self._live, steps, self._storage, self.world, existing)
+        stored, now = self._find(relay, may_read=live is None)
+        if now != steps:  # a damaged one was set aside
+            before = live
+            live = most_advanced(self._live, now, self._storage, self.world, existing)
+            if before is not None and live is None:
+                stored, _ = self._find(relay, may_read=True)
+        return live or stored
+
+    def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
+        """The newest stored checkpoint, and the steps of all. Survivors that go on from their own
+        state do not read it."""
+
+        def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
+            newest = recorder.begin(relay.read_all if may_read else lambda _: None)
+            return newest and (newest.name, newest.manifest), recorder.steps(), recorder.attempt
+
+        found, steps, self._attempt = self._of_main(begin, relay)
+        if found is None:
+            return None, steps
+        place = self._storage.join(str(found[0]))
+        pause, world = self._trying_again, self.world
+        return SharedCheckpoint(found[0], found[1], place, pause, world, relay), steps
+
+    def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
+        """What rank 0's recorder answers, on all ranks; they receive what it reads."""
+        answer: Any = None
+        if self.recorder is not None:
+            try:
+                answer = ask(self.recorder)
+            except (RaytrainError, OSError) as error:
+                answer = error
+        answer = relay.agree(answer)
+        if isinstance(answer, RaytrainError):
+            raise answer
+        if isinstance(answer, OSError):
+            raise failing(self._storage, answer) from answer
+        return cast(T, answer)
+
+    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
+        self._live, self._take_live, self.kept = None, take_live, kept
+
+    def live_state(self) -> LiveState | None:
+        """The state that this process has; None if others could not go on from it."""
+        take, self._take_live = self._take_live, None  # the run is free then
+        if take is None:
+            return self._live
+        taken = take()
+        return None if taken is None else LiveState.of(taken, self.kept)
+
+    def restore_log(self, records: Sequence[LogRecord]) -> None:
+        if self.recorder is not None:
+            self.recorder.log.restore(records)
+        else:
+            self._records[:] = records
+
+    def log(self, record: LogRecord) -> None:
+        if self.recorder is None:
+            self._records.append(record)
+            return
+        with self._doing(WRITING):
+            self.recorder.log.add(record)
+        self.tell(record)
+
+    def tell(self, event: Event) -> None:
+        if self._watchdog is not None and isinstance(event, Plan):
+            self._watchdog.begin(event.start_step)
+        if self.world.is_main:
+            with self._doing(WRITING):
+                self._show(event)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Tells the watchdog what rank 0 does while the others wait for it."""
+        if self._clock is None or self._clock.doing in ("checkpoint", "evaluation", STARTING):
+            yield
+            return
+        before, self._clock.doing = self._clock.doing, what
+        try:
+            yield
+        finally:
+            self._clock.doing = before
+
+    def records(self) -> Sequence[LogRecord]:
+        return self._records
+
+    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+        if self.recorder is not None and snapshot is not None:
+            self.recorder.submit(snapshot)
+
+    def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        folder = self._storage.join(str(CheckpointName(step, self._attempt)))
+        self._parts.submit(folder, step, files)
+
+    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
+        if self.recorder is not None:
+            with self._doing(WRITING):
+                self.recorder.ask_for_evaluations(steps)
+
+    def evaluations(
+        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
+    ) -> list[tuple[int, Evaluation]]:
+        if self.recorder is None:
+            return []
+        with self._doing(WRITING):
+            return self.recorder.evaluations(steps, here)
+
+    def keep(self, name: str, document: Mapping[str, Any]) -> None:
+        if self.recorder is not None:
+            with self._doing(WRITING):
+                self.recorder.keep(name, document)
+
+    def time_to_save(self) -> bool:
+        return self.recorder is not None and self.recorder.time_to_save()
+
+    def drain(self) -> None:
+        with self._doing("checkpoint"):
+            self._parts.wait()
+            if self.recorder is not None:
+                self.recorder.drain()
+
+    def saved(self, stall_s: float) -> None:
+        if self.recorder is not None:
+            self.recorder.saved(stall_s)
+
+    def finish(self) -> None:
+        self._watch_no_more()
+        self._parts.wait()
+        if self.recorder is not None:
+            self.recorder.finish()
+
+    def close(self) -> None:
+        """Waits for the current commit; after an error, the others wait in the meantime."""
+        self._closing.set()
+        with self._doing("checkpoint"):
+            self._parts.close()
+            if self.recorder is not None:
+                self.recorder.close()
+        self._watch_no_more()
+
+    def _watch_no_more(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _trying_again(self, wait_s: float, error: OSError) -> bool:
+        text = f"{self._storage} does not respond ({error}): retrying in {wait_s:.1f} s."
+        self.tell(Note(text))
+        time.sleep(wait_s)
+        return True

@@ -1,0 +1,59 @@
+"""The model with which a process begins or goes on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
+from raytrain_ddp.checkpoint.snapshot import unstorable
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import model_of, optional_method
+from raytrain_ddp.training.gradients.buffer_sync import own_memory
+from raytrain_ddp.training.gradients.reduction import broadcast_model, require_same_model
+from raytrain_ddp.training.runtime.seeding import seed_all
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Kept
+from raytrain_ddp.training.state.train_state import begin_training
+
+
+def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
+    """The kept model, or the initial one; all ranks take part.
+
+    Raises:
+        ConfigError: it differs from rank 0's, or cannot be stored.
+    """
+    if kept is not None and kept.model is not None:
+        kept.model.zero_grad()  # frees the old gradients
+        require_same_model(kept.model, world)
+        return kept.model
+    model = initial_model(config, task, world)
+    for name, kind in unstorable(model.state_dict()).items():
+        raise ConfigError(  # before hours of training, not at the first checkpoint
+            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use another type "
+            "(torch.view_as_real for complex numbers), or as a buffer with persistent=False."
+        )
+    return model
+
+
+def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
+    """The model on this worker's device, not wrapped; all ranks take part if there are several.
+    For a task's own optimizer, which may keep something of them, all have rank 0's weights."""
+    seed_all(config.seed)
+    # A resumed run needs no pretrained weights: its own follow.
+    model = model_of(task, newest_manifest(run_storage(config)) is None)
+    begin_training(model)
+    own_memory(model)
+    if config.compute.channels_last is True:
+        model = model.to(memory_format=torch.channels_last)
+    if config.ddp.sync_batchnorm and world.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(world.device)
+    if config.compute.compile:
+        model.compile()
+    require_same_model(model, world)
+    if optional_method(task, "optimizer") is not None:
+        broadcast_model(model, world, is_loaded=False)
+    return model

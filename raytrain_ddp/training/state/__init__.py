@@ -1,0 +1,1 @@
+"""The training state: in memory, in checkpoints, and when it is saved."""

@@ -1,0 +1,177 @@
+"""The state after the last complete step, in memory: survivors of a death go on from it.
+
+It has the files of a checkpoint, so a start loads it as it loads one. Each survivor takes its own
+when it loses a peer; in the next process group the ranks agree on the most advanced one, and all
+receive it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.checkpoint.streams import BytesLike, joined
+from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Kept, Snapshot
+from raytrain_ddp.training.state.shared_checkpoint import Relay, TensorCheckpoint, tensors_in
+from raytrain_ddp.training.state.train_state import encode
+
+OWED_FILE = "owed.json"
+"""What was due after the step and is not done; see `PreparedRun.make_up`."""
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The state of one rank.
+
+    Args:
+        files: file name -> content, in pieces, most of which are the snapshot's memory.
+        tensors: those in the files.
+        digest: of all tensors, hex; computed in the background.
+        kept: parts that this process keeps besides its state; None: none.
+        records: of the log so far: of ranks at the same step, the one with more is ahead.
+        needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
+            and of those that are yet to be evaluated by another worker.
+    """
+
+    manifest: Manifest
+    files: Mapping[str, Sequence[BytesLike]] = field(repr=False)
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
+    records: int
+    needed: tuple[int, ...]
+    digest: Future[str] = field(repr=False)
+    kept: Kept | None = field(repr=False)
+
+    @staticmethod
+    def of(snapshot: Snapshot, kept: Kept | None = None) -> LiveState:
+        contents = encode(snapshot).items()
+        files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
+        best_step = snapshot.documents["state.json"]["best_step"]
+        needed = {best_step, *snapshot.awaited} - {0}
+        tensors = {f"{stem}.safetensors": t for stem, t in snapshot.tensors.items()}
+        pieces = [piece for name in sorted(tensors) for piece in files[name]]
+        hashing = ThreadPoolExecutor(1)
+        digest = hashing.submit(_sha256, pieces)  # other files have times of this rank
+        hashing.shutdown(wait=False)
+        return LiveState(
+            manifest=snapshot.manifest,
+            files=files,
+            tensors=tensors,
+            records=len(snapshot.log),
+            needed=tuple(sorted(needed)),
+            digest=digest,
+            kept=kept,
+        )
+
+    def progress(self) -> _Progress:
+        return _Progress(self.manifest.step, self.records, self.needed, self.digest.result())
+
+
+@dataclass(frozen=True)
+class LiveCheckpoint(TensorCheckpoint):
+    """A live state in the form of a checkpoint that was never stored.
+
+    Args:
+        files: as they were received; those of tensors are given away once.
+        own: the tensors of files that this rank had itself, given away once.
+        stored_step: of the newest stored checkpoint; -1: there is none.
+        newcomers: the ranks that had no state.
+    """
+
+    files: dict[str, memoryview | TensorPlaces] = field(repr=False)
+    own: dict[str, Mapping[str, Tensor]] = field(repr=False)
+    stored_step: int
+    newcomers: tuple[int, ...]
+
+    def has(self, filename: str) -> bool:
+        return filename in self.files or filename in self.own
+
+    def view(self, filename: str) -> memoryview:
+        content = self.files[filename]
+        assert isinstance(content, memoryview)  # not one of tensors
+        return content
+
+    def tensors(self, filename: str) -> dict[str, Tensor]:
+        if filename in self.own:
+            return dict(self.own.pop(filename))
+        return tensors_in(self.files.pop(filename))
+
+
+class _Progress(NamedTuple):
+    step: int
+    records: int
+    needed: tuple[int, ...]
+    digest: str  # of all tensors
+
+
+def most_advanced(
+    mine: LiveState | None,
+    stored: Sequence[int],
+    place: Storage,
+    world: World,
+    existing: Existing | None = None,
+) -> LiveCheckpoint | None:
+    """The most advanced state of all ranks. All ranks take part, and all get the same.
+
+    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
+    or some that are to be evaluated, are in no checkpoint (rank 0 has died while it wrote one), or
+    survivors at the same step have different weights, of which nobody knows which are right.
+
+    Args:
+        stored: the steps of all checkpoints, the same on all ranks.
+        place: where they are stored; for messages.
+        existing: see `Relay`.
+    """
+    own = None if mine is None else mine.progress()
+    progress: list[_Progress | None] = [own] * world.size
+    if world.size > 1:
+        dist.all_gather_object(progress, own)
+    survivors = {rank: each for rank, each in enumerate(progress) if each is not None}
+    stored_step = max(stored, default=-1)
+    if not survivors:
+        return None
+    source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
+    newest = survivors[source]
+    equal = {each.digest for each in survivors.values() if each.step == newest.step}
+    has_needed = {newest.step, *stored}.issuperset(newest.needed)
+    if newest.step < stored_step or len(equal) > 1 or not has_needed:
+        return None
+    alike = [each is not None and each.step == newest.step for each in progress]
+    known = dict(mine.tensors) if mine is not None and alike[world.rank] else {}
+    # The same bytes again change nothing, if a rank has them already.
+    relay = Relay(world, source, known or existing)
+    if mine is not None and source == world.rank:
+        for name, pieces in mine.files.items():
+            if name not in known:
+                relay.send(name, pieces)
+                relay.kept[name] = joined(pieces)
+            elif not all(alike):
+                relay.send(name, pieces, head=bytes(pieces[0]))
+    manifest = relay.agree(None if mine is None else mine.manifest)
+    assert manifest is not None  # the source has one
+    return LiveCheckpoint(
+        name=CheckpointName(manifest.step, 0),
+        manifest=manifest,
+        storage=place,
+        files={n: content for n, content in relay.kept.items() if n not in known},
+        own=known,
+        stored_step=stored_step,
+        newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
+    )
+
+
+def _sha256(pieces: Iterable[BytesLike]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()

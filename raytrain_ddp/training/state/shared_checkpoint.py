@@ -1,0 +1,201 @@
+"""One rank reads a checkpoint, and sends it to the other ranks while it reads on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
+from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
+from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.training.runtime.world import World, broadcast
+from raytrain_ddp.training.state.async_checkpoint import Pause, with_backoff
+
+T = TypeVar("T")
+
+
+class _File(NamedTuple):
+    """What follows: a file, in chunks. Before each of them its size is sent, and 0 at the end,
+    which may come early, if the file cannot be read."""
+
+    name: str
+    size_bytes: int
+    head: bytes  # see `TensorPlaces`; empty: in one piece
+    is_first: bool  # of a checkpoint: what was received so far belongs to another
+
+
+class Relay:
+    """Keeps on all ranks the files that the rank `source` reads or has.
+
+    Args:
+        existing: see `TensorPlaces`, by the name of their file. If a file is damaged, they are
+            overwritten, and those of another one must follow.
+
+    Attributes:
+        kept: file name -> content; the same on all ranks after `agree`.
+    """
+
+    def __init__(self, world: World, source: int = 0, existing: Existing | None = None) -> None:
+        self._world, self._source = world, source
+        self._existing = existing or {}
+        self.kept: dict[str, memoryview | TensorPlaces] = {}
+        self._under_way: list[tuple[Tensor, Any]] = []
+
+    def read_all(self, checkpoint: Checkpoint) -> None:
+        """Verifies a checkpoint, on the source; the others are in `agree`.
+
+        Raises:
+            DamagedError, OSError: the others have received files that must not be used.
+        """
+        self.kept.clear()
+        for number, filename in enumerate(checkpoint.manifest.files):
+            self.read(checkpoint, filename, is_first=not number)
+
+    def read(self, checkpoint: Checkpoint, filename: str, is_first: bool = False) -> None:
+        """As `read_all`, of one file."""
+        size_bytes = checkpoint.manifest.files[filename].size_bytes
+        head = checkpoint.head(filename) if self._existing.get(filename) else b""
+        file = _File(filename, size_bytes, head, is_first)
+        self._broadcast(file)
+        try:
+            checkpoint.read_into(filename, self._make_room(file), self._send)
+        finally:
+            self._send(memoryview(b""))
+
+    def send(self, filename: str, pieces: Sequence[BytesLike], head: bytes = b"") -> None:
+        """As `read`, of what the source has already, which `kept` lacks there.
+
+        Args:
+            head: see `TensorPlaces`.
+        """
+        self._broadcast(_File(filename, sum(map(len, pieces)), head, False))
+        for chunk in in_chunks(pieces):
+            self._send(chunk)
+        self._send(memoryview(b""))
+
+    def agree(self, said: T) -> T:
+        """What the source says, on all ranks, which until then receive what it sends."""
+        if self._world.rank == self._source:
+            for _, work in self._under_way:
+                work.wait()
+            self._under_way.clear()
+            self._broadcast((said,))
+            return said
+        while isinstance(found := self._broadcast(None), _File):
+            if found.is_first:
+                self.kept.clear()
+            self._receive(self._make_room(found))
+        answer: T = found[0]
+        return answer
+
+    def _broadcast(self, value: Any) -> Any:
+        return broadcast(value, self._world, self._source)
+
+    def _send(self, chunk: memoryview) -> None:
+        if self._world.size == 1:
+            return
+        for tensor in (torch.tensor([len(chunk)]), *([_as_tensor(chunk)] if chunk else [])):
+            work = dist.broadcast(tensor, self._source, async_op=True)
+            self._under_way.append((tensor, work))
+
+    def _make_room(self, file: _File) -> list[memoryview]:
+        if not file.head:
+            data = new_memory(file.size_bytes)
+            self.kept[file.name] = data
+            return [data]
+        places = TensorPlaces(file.head, file.size_bytes, self._existing.get(file.name, {}))
+        self.kept[file.name] = places
+        return places.views
+
+    def _receive(self, views: list[memoryview]) -> None:
+        size, rest = torch.zeros(1, dtype=torch.int64), deque(views)
+        while True:
+            dist.broadcast(size, self._source)
+            if not (got := int(size)):
+                return
+            # The source's tensors may lie differently in its memory.
+            fits = got <= len(rest[0])
+            chunk = rest[0][:got] if fits else new_memory(got)
+            dist.broadcast(_as_tensor(chunk), self._source)
+            while chunk:
+                part = rest.popleft()
+                count = min(len(part), len(chunk))
+                if not fits:
+                    part[:count] = chunk[:count]
+                chunk = chunk[count:]
+                if count < len(part):
+                    rest.appendleft(part[count:])
+
+
+class TensorCheckpoint(Checkpoint):
+    """A checkpoint that has its tensors in memory."""
+
+    def tensors(self, filename: str) -> dict[str, Tensor]:
+        """Those of a file; all ranks take part. For one call."""
+        raise NotImplementedError
+
+
+def tensors_in(content: memoryview | TensorPlaces) -> dict[str, Tensor]:
+    """Those of a file, in the memory that it was read into."""
+    return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
+
+
+@dataclass(frozen=True)
+class SharedCheckpoint(TensorCheckpoint):
+    """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
+    respond.
+
+    Args:
+        pause: see `with_backoff`.
+        relay: may have received files already; each of them is given away once.
+    """
+
+    pause: Pause
+    world: World
+    relay: Relay = field(repr=False, compare=False)
+
+    def view(self, filename: str) -> memoryview:
+        """The content, on all ranks, which take part; so they do in `read` and `tensors`.
+
+        Raises:
+            CheckpointError: the file is damaged or the storage fails permanently.
+        """
+        content = self._content(filename)
+        return content if isinstance(content, memoryview) else joined(content.views)
+
+    def tensors(self, filename: str) -> dict[str, Tensor]:
+        return tensors_in(self._content(filename))
+
+    def _content(self, filename: str) -> memoryview | TensorPlaces:
+        if filename not in self.relay.kept:
+            problem: CheckpointError | None = None
+            if self.world.is_main:
+                try:
+                    with_backoff(lambda _: self.relay.read(self, filename), self.pause)
+                except OSError as error:
+                    problem = failing(self.storage, error)
+                except CheckpointError as error:
+                    problem = error
+            problem = self.relay.agree(problem)
+            if problem is not None:
+                raise problem
+        return self.relay.kept.pop(filename)
+
+
+def failing(storage: Storage, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"the storage of {storage} fails: {' '.join(str(error).split())}. Fix it or free space, "
+        "then run the same command again to resume from the newest checkpoint."
+    )
+
+
+def _as_tensor(data: memoryview) -> Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

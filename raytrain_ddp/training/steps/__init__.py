@@ -1,0 +1,1 @@
+"""One step: its samples, its passes, its update, and the decisions after it."""

@@ -1,0 +1,230 @@
+"""Feeds each step: this worker's slots on its device, and the sample count of all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from raytrain_ddp import events
+from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading.loader import Slot, TrainLoader, shuffle_for, window_for
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.nested import tensors_of, to_device
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
+from raytrain_ddp.training.monitoring.profiler import Profile
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.state.train_state import TrainState
+
+Move = Callable[[list[Slot]], list[Slot]]
+Count = Callable[[list[Slot]], int]
+Watch = Callable[[list[Slot]], None]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Turns the loader's steps into slots on the device, with their global sample count.
+
+    Args:
+        move: moves slots to the device.
+        count: the samples of the step over all workers.
+        watch: called with each step's slots; see `Audit`.
+        profile: notified when a step begins.
+        eval_data: closed after the last step.
+    """
+
+    loader: TrainLoader
+    move: Move
+    count: Count
+    watch: Watch
+    profile: Profile
+    eval_data: Data | None = None
+
+    def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
+        """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
+
+        All ranks take part in each step. Close it to end the loader's threads and processes.
+        """
+        with closing(self.loader.steps(start, stop)) as steps, self.profile as profile:
+            try:
+                for slots in steps:
+                    profile.begin_step(slots[0].step + 1)
+                    self.watch(slots)
+                    yield self.move(slots), self.count(slots)
+            finally:
+                if self.eval_data is not None:
+                    self.eval_data.close()
+
+
+def on_device(device: torch.device, clock: Clock) -> Move:
+    """On a GPU, copies run on a stream of their own, concurrently with the previous step."""
+    if device.type != "cuda":
+        return lambda slots: slots
+    beside = torch.cuda.Stream(device)
+
+    def move(slots: list[Slot]) -> list[Slot]:
+        with torch.cuda.stream(beside):
+            moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
+        training = torch.cuda.current_stream(device)
+        clock.mark("data")
+        training.wait_stream(beside)
+        clock.mark("copy")
+        for tensor in chain.from_iterable(tensors_of(slot.batch) for slot in moved):
+            tensor.record_stream(training)
+        return moved
+
+    return move
+
+
+def ahead_on_device(
+    batches: Iterable[Batch], device: torch.device
+) -> Generator[tuple[Batch, Batch], None, None]:
+    """Yields each batch, and its copy on the device. On a GPU the next one is copied, on a stream
+    of its own, while this one is computed on; the batches must be in page-locked memory."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield batch, to_device(batch, device)
+        return
+    beside = torch.cuda.Stream(device)
+
+    def begun(batch: Batch) -> tuple[Batch, Batch, torch.cuda.Event]:
+        with torch.cuda.stream(beside):
+            return batch, to_device(batch, device), beside.record_event()
+
+    def arrived(batch: Batch, moved: Batch, done: torch.cuda.Event) -> tuple[Batch, Batch]:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(done)
+        for tensor in tensors_of(moved):
+            tensor.record_stream(computing)
+        return batch, moved
+
+    waiting = None
+    for batch in batches:
+        waiting, now = begun(batch), waiting
+        if now is not None:
+            yield arrived(*now)
+    if waiting is not None:
+        yield arrived(*waiting)
+
+
+class AgreedCount:
+    """Counts a step's samples over all workers when bad records are skipped; all ranks take part.
+
+    Args:
+        most: maximum bad records in an epoch; more raise DataError, on all ranks in the same step.
+        clock: time spent here waiting for others' data is accounted as such.
+    """
+
+    def __init__(
+        self, state: TrainState, steps_per_epoch: int, most: int, world: World, clock: Clock
+    ) -> None:
+        self._state, self._steps_per_epoch = state, steps_per_epoch
+        self._most, self._world, self._clock = most, world, clock
+
+    def __call__(self, slots: list[Slot]) -> int:
+        totals = torch.tensor(
+            [sum(slot.samples for slot in slots), sum(slot.planned for slot in slots)]
+        )
+        if self._world.size > 1:
+            self._clock.mark("data")
+            self._clock.doing = AGREEING
+            dist.all_reduce(totals)
+            self._clock.mark("communication")
+        samples, planned = totals.tolist()
+        step = slots[0].step
+        self._state.skipped_before, self._state.counted_step = self._state.skipped, step + 1
+        if step % self._steps_per_epoch == 0:
+            self._state.skipped = 0
+        self._state.skipped += planned - samples
+        require_few_bad(self._state.skipped, f"by step {step + 1} in its epoch", self._most)
+        return int(samples)
+
+
+def require_few_bad(skipped: int, where: str, most: int) -> None:
+    """Raises DataError if more than `most` records were skipped."""
+    if skipped > most:
+        raise DataError(
+            f"{skipped} bad records {where}, more than data.max_bad = {most}. The workers' logs "
+            "name them."
+        )
+
+
+class Audit:
+    """Logs a hash of each step's sample ids and pixels, equal for any number of workers and
+    threads and after any restart. All ranks take part."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._world = session, session.world
+
+    def __call__(self, slots: list[Slot]) -> None:
+        mine = [slot.digest for slot in slots]
+        parts: list[list[str]] = [mine] * self._world.size
+        if self._world.size > 1:
+            dist.all_gather_object(parts, mine)
+        digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
+        self._session.log(events.Audit(slots[0].step + 1, digest))
+
+
+def plan_of(config: TrainConfig, data: Data) -> Plan:
+    """How an epoch of the training data is divided."""
+    limit = config.overfit_batches or config.limit_train_batches
+    repeats, spread = config.augment.repeats, config.augment.spread_repeats
+    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
+
+
+def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
+    """This worker's loader."""
+    return TrainLoader(
+        data=data,
+        plan=plan,
+        shuffle=shuffle_for(data, config.data.shuffle),
+        window=window_for(data, config.data.shuffle_window),
+        seed=config.seed,
+        world_size=world.size,
+        rank=world.rank,
+        threads=loader_threads(config.data, world.threads),
+        skip=config.data.may_skip,
+        pin=world.device.type == "cuda",
+        digests=config.log.audit,
+        same_order=config.overfit_batches > 0,
+    )
+
+
+def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
+    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
+    auto = config.workers == "auto"
+    most = cpus if config.workers == "auto" else config.workers
+    return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
+
+
+def make_feed(
+    config: TrainConfig,
+    loader: TrainLoader,
+    eval_data: Data | None,
+    state: TrainState,
+    session: Session,
+    clock: Clock,
+) -> Feed:
+    """The loader's steps, processed as the config says."""
+    plan, data = loader.plan, config.data
+    return Feed(
+        loader=loader,
+        move=on_device(session.world.device, clock),
+        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
+        if data.may_skip
+        else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
+        watch=Audit(session) if config.log.audit else lambda slots: None,
+        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
+        eval_data=eval_data,
+    )

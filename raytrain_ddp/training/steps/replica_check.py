@@ -1,0 +1,167 @@
+"""Checks that all workers still have the same weights, to the last bit.
+
+They start equal and apply equal updates. A faulty device or memory shows in no other way: the
+loss keeps falling, and the checkpoint has only rank 0's weights.
+
+What is compared are integer sums of the bits: exact, independent of order, and different if any
+weight differs (they do not protect against deliberate manipulation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.events import Note, Resync
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
+from raytrain_ddp.training.runtime.torch_compat import all_gather
+from raytrain_ddp.training.runtime.world import broadcast_tensor
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.state.train_state import TrainState
+
+_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements per piece: fits a cache, or one kernel
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaCheck:
+    """Compares parameters and buffers of all workers; resynchronizes them or ends the run.
+
+    Attributes:
+        is_resyncing: the state is a mixture.
+    """
+
+    is_resyncing = False
+
+    def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
+        self._every = scaling.check_every_steps if session.world.size > 1 else 0
+        self._mends = scaling.on_divergence == "resync"
+        self._state, self._session, self._world = state, session, session.world
+        self._buffers = buffers_of(state.model)
+
+    def _named(self) -> dict[str, Tensor]:
+        """The tensors to compare."""
+        named = {name: p.detach() for name, p in self._state.model.named_parameters()}
+        weights = {name: p for name, p in named.items() if not p.is_complex()}
+        buffers = {place.name: place.tensor() for place in self._buffers}
+        # The buffers that SlotBuffers keeps equal.
+        return weights | {name: b for name, b in buffers.items() if is_merged(b.dtype)}
+
+    def follow(self) -> None:
+        """Called at the end of a step; all ranks take part."""
+        turned = failpoint("train.weights", self._world.rank, self._state.step)  # 1 except in tests
+        if turned != 1:
+            next(iter(self._named().values())).view(-1)[0] *= turned
+        if self._every and self._state.step % self._every == 0:
+            self.require()
+
+    def require(self) -> None:
+        """Compares now, unless the check is off; all ranks take part.
+
+        Raises:
+            DivergedError: they differ, and the config says to stop, or resynchronizing did not
+                help.
+        """
+        failpoint("train.compare", self._world.rank, self._state.step)
+        differing = self._differing() if self._every else None
+        if differing is None:
+            return
+        source, ranks, names = differing
+        found = self._problem(ranks, names)
+        if self._mends:
+            average = self._state.average
+            named = {} if average is None else average.values
+            tensors = (*self._named().values(), *named.values())
+            self.is_resyncing = True
+            for tensor in _all(tensors, self._state.optimizer):
+                broadcast_tensor(tensor, source)
+            self._session.confirm()
+            self.is_resyncing = False
+            self._state.compression.align(source)
+            step = self._state.step
+            of_run = self._world.of_run
+            who = [of_run(rank) for rank in ranks]
+            self._session.log(Resync(step, who, of_run(source), first=names[0]))
+            text = (
+                f"{found}. All go on with the weights and optimizer state of rank {of_run(source)}."
+            )
+            self._session.tell(Note(text))
+            differing = self._differing()
+        if differing is not None:
+            raise DivergedError(
+                f"{found}. A device, memory or kernel of that host computes wrong results, or the "
+                "task changes weights on its own. The last checkpoint, made earlier, is kept. "
+                "Exclude that host, or continue with the others': --scaling.on-divergence resync."
+            )
+
+    def _differing(self) -> tuple[int, list[int], list[str]] | None:
+        """(a rank of the majority, the ranks that differ, the tensors that differ), if any
+        differ."""
+        named = self._named()
+        mine = fingerprints([*named.values()]).cpu()
+        every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
+        all_gather(every, mine)
+        table = every.view(self._world.size, -1)
+        if bool((table == table[0]).all()):
+            return None
+        rows = [tuple(row) for row in table.tolist()]
+        usual = Counter(rows).most_common(1)[0][0]  # in a tie, rank 0's
+        ranks = [rank for rank, row in enumerate(rows) if row != usual]
+        columns = zip(named, zip(*rows, strict=True), strict=True)
+        names = [name for name, column in columns if len(set(column)) > 1]
+        return rows.index(usual), ranks, names
+
+    def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
+        hosts, of_run = self._session.hosts, self._world.of_run
+        names_of = (f"{of_run(r)} ({hosts[r]})" if hosts else f"{of_run(r)}" for r in ranks)
+        who = ", ".join(names_of)
+        subject = f"ranks {who} have" if len(ranks) > 1 else f"rank {who} has"
+        others = f"rank {of_run(0)}" if self._world.size == 2 else "the others"
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"{subject} other weights than {others} after step {self._state.step}: "
+            f"in {names[0]}{more}"
+        )
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """A 64-bit hash of the bits of each tensor, shape (tensors,), on their device.
+
+    Each element is multiplied by an odd number that depends on its position, so changing one or
+    swapping two changes the sum; the 32-bit products and the sums wrap around.
+    """
+    device = tensors[0].device
+    piece = min(_PIECE.get(device.type, 1 << 16), max(tensor.numel() for tensor in tensors))
+    odd = _odd_numbers(max(1, piece), device)
+    return torch.stack([_fingerprint(tensor, odd) for tensor in tensors])
+
+
+@lru_cache(maxsize=2)
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """Odd numbers, shape (count,), spread by Knuth's multiplicative hash."""
+    places = torch.arange(count, dtype=torch.int64, device=device)
+    return (places * 2654435761 * 2 + 1).to(torch.int32)
+
+
+def _fingerprint(tensor: Tensor, odd: Tensor) -> Tensor:
+    bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
+    parts = [
+        (part * odd[: len(part)]).sum(dtype=torch.int64) * (2 * number + 1)
+        for number, part in enumerate(bits.split(len(odd)))
+    ]
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def _all(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """These tensors and the optimizer's, in the same order on all ranks."""
+    yield from tensors
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))

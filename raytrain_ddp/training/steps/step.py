@@ -1,0 +1,246 @@
+"""One step: the turns of its optimizers, and what follows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.data.loading.loader import Slot
+from raytrain_ddp.data.loading.sources import Batch
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.tasks.model_parts import Frozen
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import optional_method, place_of
+from raytrain_ddp.training.gradients.gradient_compression import compress
+from raytrain_ddp.training.gradients.reduction import ddp_options, model_tensors
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.session import Session, WarmUp
+from raytrain_ddp.training.state.train_state import TrainState
+from raytrain_ddp.training.steps.nonfinite import StepTrace, make_guard
+from raytrain_ddp.training.steps.replica_check import ReplicaCheck
+from raytrain_ddp.training.steps.step_decisions import Cadence
+from raytrain_ddp.training.steps.turn import Turn, frozen_meanwhile
+
+_FIRST = 100  # steps whose turns are counted for the operations of a step
+Alone = Callable[[], AbstractContextManager[None]]
+FROZEN = "frozen"
+"""The turn of the only optimizer while some parameters are still frozen (model.unfreeze_epoch)."""
+
+
+class Stepper:
+    """Takes steps: one turn, or those of several optimizers one after another.
+
+    Args:
+        turns: by name; each with the context in which only its parameters are trained.
+        due: the names of the turns in a step, from 0.
+        logs: whether a step, from 1, is logged: all ranks then get the losses of all.
+
+    Attributes:
+        shares: the result of the last step; see `__call__`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        state: TrainState,
+        turns: Mapping[str, tuple[Turn, Alone]],
+        due: Callable[[int], Sequence[str]],
+        logs: Callable[[int], bool],
+        clock: Clock,
+        replica_check: ReplicaCheck,
+    ) -> None:
+        self.replica_check, self._logs = replica_check, logs
+        self.shares: Tensor | None = None
+        self._is_changing = False
+        self._state, self._turns, self._due, self._clock = state, turns, due, clock
+        self._groups = dict.fromkeys(turns, slice(None))  # name -> its parameter groups
+        self._is_one = not isinstance(state.optimizer, Optimizers)
+        if isinstance(state.optimizer, Optimizers):
+            first = 0
+            for name, optimizer in state.optimizer.named.items():
+                self._groups[name] = slice(first, first + len(optimizer.param_groups))
+                first += len(optimizer.param_groups)
+        self._after_step = optional_method(task, "after_step")
+
+    def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
+        """Takes one step; all ranks take part. A non-finite turn counts but changes nothing.
+
+        Args:
+            rates: the learning rate of each parameter group of all optimizers.
+
+        Returns the workers' shares of the means over the step's `samples`, of the loss and of the
+        scalars beside it, shape (ranks, 1 + scalars), on the device: a row per rank if the step is
+        logged, else this worker's. The shares of all workers add up. With several optimizers, the
+        loss is the sum of their losses.
+
+        Raises:
+            DivergedError: this step, or on a GPU the previous one, was not finite (see
+                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+        """
+        state = self._state
+        gathers = self._logs(state.step + 1)
+        shares: dict[str, Tensor] = {}
+        refusals: list[Tensor] = []
+        for number, name in enumerate(self._due(state.step)):
+            turn, alone = self._turns[name]
+            if number:
+                self._clock.mark("optimizer")
+            with alone():
+                own_rates = rates[self._groups[name]]
+                shares[name], this = turn(slots, samples, own_rates, number, gathers)
+            self._is_changing = True
+            refusals.append(this)
+        self._follow(refusals[0] if self._is_one else torch.stack(refusals).all())
+        self._clock.mark("optimizer")
+        self.shares = self._side_by_side(shares)
+        state.step += 1
+        self._is_changing = False
+        for turn, _ in self._turns.values():
+            turn.guard.follow()
+        self.replica_check.follow()
+        return self.shares
+
+    def roll_back(self) -> bool:
+        """Restores the state after the last complete step; returns whether it could: not after
+        one of several updates, or an error in what follows an update."""
+        changing = self._is_changing or self.replica_check.is_resyncing
+        return not changing and all(t.roll_back() for t, _ in self._turns.values())
+
+    def settle(self) -> None:
+        """Waits until it is known whether the last step was finite; all ranks take part.
+
+        Raises:
+            DivergedError: it was not, and the config says to stop.
+        """
+        for turn, _ in self._turns.values():
+            turn.guard.settle()
+
+    def warm_up(
+        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
+    ) -> dict[str, WarmUp]:
+        """Warms up each turn; returns what it finds, by name. See `Turn.warm_up`."""
+        found = {}
+        for name, (turn, alone) in self._turns.items():
+            with alone():
+                found[name] = turn.warm_up(batch, samples, smallest, single)
+        return found
+
+    def adopt(self, found: Mapping[str, WarmUp]) -> float:
+        """Applies what a warm-up has found; returns the operations of a sample: the mean over the
+        first steps."""
+        for name, (turn, _) in self._turns.items():
+            turn.adopt(found[name])
+        first = [name for step in range(_FIRST) for name in self._due(step)]
+        return sum(found[name].flops for name in first) / _FIRST
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """Of the scalars that are logged beside the loss; known after `adopt`. With several
+        optimizers: the loss of each, and its scalars."""
+        if self._is_one:
+            turn, _ = next(iter(self._turns.values()))
+            return turn.scalar_names
+        return tuple(
+            each
+            for name, (turn, _) in self._turns.items()
+            for each in (name, *(f"{name}/{scalar}" for scalar in turn.scalar_names))
+        )
+
+    def _side_by_side(self, shares: Mapping[str, Tensor]) -> Tensor:
+        """Shares in the order of `scalar_names`; nan for an optimizer that had no turn."""
+        if self._is_one:
+            (share,) = shares.values()
+            return share
+        total = torch.stack([share[:, :1] for share in shares.values()]).sum(0)
+        columns = [
+            shares.get(name, total.new_full((len(total), 1 + len(turn.scalar_names)), math.nan))
+            for name, (turn, _) in self._turns.items()
+        ]
+        return torch.cat([total, *columns], dim=1)
+
+    def _follow(self, refused: Tensor) -> None:
+        """What follows an update, unless all turns were refused."""
+        state = self._state
+        if self._after_step is not None and not refused:
+            before = model_tensors(state.model).keys()
+            with torch.no_grad():
+                self._after_step(state.model, state.step + 1)
+            added = before ^ model_tensors(state.model).keys()
+            if added:
+                raise TaskError(
+                    f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
+                    "which a resumed run would lack: make all parameters and buffers in model()."
+                )
+        if state.average is not None:
+            state.average.follow(refused, state.step + 1)
+
+
+def make_stepper(
+    config: TrainConfig,
+    task: Task,
+    state: TrainState,
+    session: Session,
+    clock: Clock,
+    refuse: Callable[[StepTrace], None],
+    steps_per_epoch: int,
+) -> Stepper:
+    """A turn for each optimizer, all over the same model; all ranks take part.
+
+    Args:
+        refuse: called for each refused turn.
+    """
+    model, world = state.model, session.world
+    due = turns_of(task, state.optimizer, steps_to_check(config.total_steps(steps_per_epoch)))
+    if getattr(task, "frozen_at_first", ()):
+        unfreeze = config.model.unfreeze_epoch * steps_per_epoch
+
+        def due(step: int) -> Sequence[str]:
+            return (FROZEN,) if step < unfreeze else ("",)
+
+    turns: dict[str, tuple[Turn, Alone]] = {}
+    for name, (optimizer, alone) in _stages(task, state).items():
+        with alone():
+            net = model  # exact mode sums gradients itself and needs no DDP
+            if not config.exact:
+                net = session.wrap(model, ddp_options(config))
+            if turns and config.ddp.compression == "powersgd":
+                rule = "must be another for several optimizers, and with model.unfreeze_epoch"
+                require(False, "ddp.compression", "powersgd", rule)
+            state.compression = compress(net, config, state.scaler, world, clock)
+            guard = make_guard(state, refuse, world.device)
+            of_loss = name if isinstance(state.optimizer, Optimizers) else ""
+            turn = Turn(config, task, state, net, session, guard, clock, optimizer, of_loss)
+        turns[name] = turn, alone
+    logs = Cadence(config, steps_per_epoch).logs
+    replica_check = ReplicaCheck(config.scaling, state, session)
+    return Stepper(task, state, turns, due, logs, clock, replica_check)
+
+
+def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:
+    """The turns by name: the optimizer, and the context in which only its part is trained."""
+    model, optimizer = state.model, state.optimizer
+    patterns = getattr(task, "frozen_at_first", ())
+    if not isinstance(optimizer, Optimizers):
+        every: dict[str, tuple[Optimizer, Alone]] = {"": (optimizer, nullcontext)}
+        if patterns:
+            frozen = Frozen(model, patterns)
+            every[FROZEN] = optimizer, lambda: frozen
+        return every
+    require(not patterns, "model.freeze", patterns, "must be empty for several optimizers")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    stages: dict[str, tuple[Optimizer, Alone]] = {}
+    for name, each in optimizer.named.items():
+        own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        others = [parameter for parameter in trained if id(parameter) not in own]
+        stages[name] = each, partial(frozen_meanwhile, others)
+    return stages
