@@ -55,10 +55,21 @@ def run_storage(config: TrainConfig) -> Storage:
 
 
 def path_of_run(place: str) -> str:
-    """``runs/NAME`` for the name of a run there; else `place`, which is a path or a URI."""
+    """``runs/NAME`` for the name of a run there; else `place`, which is a path or a URI.
+
+    A run is often named like the folder of its data, which holds no run.
+    """
+    if "://" in place:
+        return place
     below = Path(RUNS) / place
-    is_name = "://" not in place and not Path(place).exists() and below.is_dir()
-    return str(below) if is_name else place
+    is_name = holds_run(below) and not holds_run(Path(place))
+    return str(below) if is_name or (below.is_dir() and not Path(place).exists()) else place
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether it is the folder of a run or of a checkpoint."""
+    names = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, CHECKPOINTS, MANIFEST_FILE)
+    return any((folder / name).exists() for name in names)
 
 
 def open_run(place: str) -> Storage:

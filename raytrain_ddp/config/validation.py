@@ -37,7 +37,7 @@ def above_zero(section: str, holder: object, *fields: str) -> None:
     """Requires that the fields of a section are above 0."""
     for name in fields:
         value = getattr(holder, name)
-        require(value > 0, f"{section}.{name}", value, "must be above 0")
+        require(0 < value < math.inf, f"{section}.{name}", value, "must be above 0, and finite")
 
 
 def below_one(section: str, holder: object, *fields: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -105,15 +106,16 @@ def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
 
 def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
     """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
-    name, place = config.name, result.path
-    again = f"python -m raytrain_ddp.fit {place}/config.toml{flags}"
+    name, place, word = config.name, result.path, shlex.quote(result.path)
+    again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"
     commands = []
     # No command can load an object, or a class from a script, a notebook or a function.
     is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
     if result.monitor and is_importable:
-        commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {place}"))
+        commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {word}"))
     if result.monitor and config.task == IMAGES:
-        commands.append(("predict", f"python -m raytrain_ddp.predict {place} --out {name}.csv"))
+        out = shlex.quote(f"{name}.csv")
+        commands.append(("predict", f"python -m raytrain_ddp.predict {word} --out {out}"))
     if not is_importable:
         commands.append(("train on", "run the same Python code again, with more epochs"))
     elif result.status == "interrupted":
@@ -121,10 +123,10 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
     elif "://" not in place:
         more = f"--steps {2 * config.steps}" if config.steps else f"--epochs {2 * config.epochs}"
         commands.append(("train on", f"{again} {more}"))
-        commands.append(("train anew", f"{again} --name {name}-2"))
-    commands.append(("report", f"python -m raytrain_ddp.report {place}"))
+        commands.append(("train anew", f"{again} --name {shlex.quote(f'{name}-2')}"))
+    commands.append(("report", f"python -m raytrain_ddp.report {word}"))
     if config.log.tensorboard:
-        commands.append(("see the curves", f"tensorboard --logdir {place}/{TENSORBOARD}"))
+        commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))
     paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
     if result.best_checkpoint:
         paths["best checkpoint"] = result.best_checkpoint

@@ -133,9 +133,8 @@ def conclusion(
         else:
             rows.append(("train it", best_command(order.base, ranked[0])))
         if ranked[0].status == "stopped" and "://" not in place:
-            rows.append(
-                ("train it on", f"python -m raytrain_ddp.fit {place}/{ranked[0].name}/config.toml")
-            )
+            begun = shlex.quote(f"{place}/{ranked[0].name}/config.toml")
+            rows.append(("train it on", f"python -m raytrain_ddp.fit {begun}"))
     if sweep.count("waiting", "running", "paused") or sweep.missing > 0:
         rows.append(("continue", "the same command again"))
     rows.append(("report", f"python -m raytrain_ddp.report {shlex.quote(place)}"))

@@ -86,7 +86,7 @@ class ImageClassification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, partners = self._inputs(batch), batch.get("partner")
         inputs, labels = mix(inputs, batch["label"], partners, self._config.augment)
-        logits = _logits(model, inputs)
+        logits = self._logits(model, inputs)
         return labels.loss(lambda targets: self._criterion(logits, targets))
 
     def metrics(self) -> dict[str, Metric]:
@@ -106,7 +106,7 @@ class ImageClassification(Task):
         return {**self.metrics(), "classes": self._criterion.counts(len(self.class_names))}
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
-        logits, labels = _logits(model, self._inputs(batch)).float(), batch["label"]
+        logits, labels = self.logits(model, batch).float(), batch["label"]
         for name, metric in metrics.items():
             if name == "loss":
                 metric.update(self._criterion.each(logits, labels))
@@ -118,7 +118,26 @@ class ImageClassification(Task):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Of the batch's "image", uint8 (n, 3, h, w); float (n, classes)."""
-        return _logits(model, self._inputs(batch))
+        return self._logits(model, self._inputs(batch))
+
+    def _logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        """Shape (n, classes).
+
+        Raises:
+            ConfigError: the model takes images of another size, or returns something else.
+        """
+        logits = _output(model, inputs)
+        wanted = (len(inputs), len(self.class_names))
+        if isinstance(logits, Tensor) and logits.shape == wanted:
+            return logits
+        found = f"a {type(logits).__name__}"
+        if isinstance(logits, Tensor):
+            found = f"shape {tuple(logits.shape)}"
+        raise ConfigError(
+            f"model.name = {self._config.model.name!r}: for {wanted[0]} images and {wanted[1]} "
+            f"{'targets' if self._criterion.of_targets else 'classes'} it returns {found} instead "
+            f"of shape {wanted}."
+        )
 
     def _class_sizes(self) -> Tensor:
         """Rows of each class in the training set, (classes,); reads all its labels."""
@@ -137,14 +156,10 @@ class ImageClassification(Task):
         return finish_images(images, mean, std, flip, erase, channels_last)
 
 
-def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Shape (n, classes).
-
-    Raises:
-        ConfigError: the model takes images of another size.
-    """
+def _output(model: nn.Module, inputs: Tensor) -> object:
+    """Raises ConfigError if the model takes images of another size."""
     try:
-        logits: Tensor = model(inputs)
+        return model(inputs)
     except AssertionError as error:  # of timm's and torchvision's transformers
         if not _WRONG_SIZE.search(str(error)):
             raise
@@ -154,4 +169,3 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
             "data.image_size and data.eval_size to its size, or build it for yours with "
             f"--model.args {'img_size' if 'Input' in str(error) else 'image_size'}={height}."
         ) from error
-    return logits

@@ -54,7 +54,10 @@ def check_weights(
         return replace(config, weights=str(place.absolute()))
     if "://" in weights or (place.is_absolute() and is_begun()):
         return config
-    for folder in (place, Path(storage) / weights):
+    from raytrain_ddp.checkpoint.run_folder import holds_run  # PyArrow, for files of runs only
+
+    places = (place, Path(storage) / weights)
+    for folder in (*filter(holds_run, places), *places):  # the data may have the run's name
         if folder.is_dir():
             return replace(config, weights=str(folder.absolute()))
     known = known_weights(name)

@@ -153,6 +153,7 @@ NONSENSE = [
     ("model.dropout", math.nan),
     ("optim.lr", 0.0),
     ("optim.lr", math.nan),
+    ("optim.lr", math.inf),
     ("optim.momentum", 1.0),
     ("optim.momentum", 0.0),
     ("optim.betas", (0.9, 1.5)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -259,6 +260,33 @@ def test_a_wrong_function_is_one_line(
     config = ModelConfig(name=f"{own.name}:{function}", args=args)
     with pytest.raises(ConfigError, match=reported):
         try_model(check(TrainConfig(model=config)), is_new=True)
+
+
+@pytest.mark.parametrize(
+    ("returns", "reported"),
+    [
+        (lambda x: x.mean((2, 3)), "returns shape (2, 3) instead of shape (2, 10)"),
+        (lambda x: x.new_zeros(2, 11), "returns shape (2, 11) instead"),
+        (lambda x: x.new_zeros(2, 10, 1, 1), "returns shape (2, 10, 1, 1) instead"),
+        (lambda x: x.new_zeros(1, 10), "returns shape (1, 10) instead"),
+        (lambda x: (x.new_zeros(2, 10),), "returns a tuple instead"),
+    ],
+)
+def test_a_model_with_outputs_for_other_classes_is_one_line(
+    returns: Callable[[torch.Tensor], Any], reported: str
+):
+    class Wrong(nn.Module):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return returns(inputs)
+
+    task = ImageClassification(TrainConfig())
+    batch = {"image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "label": torch.tensor([0, 1])}
+    uses = (task.loss, partial(task.evaluate, metrics={}), task.predict, task.logits)
+    for use in uses:
+        with pytest.raises(
+            ConfigError, match=f"for 2 images and 10 classes.*{re.escape(reported)}"
+        ):
+            use(Wrong(), batch)
 
 
 # ------------------------------------------------------------------ pretrained weights
@@ -527,6 +555,10 @@ def test_a_model_starts_from_a_run_by_its_name_folder_or_checkpoint(
         model, reported = begun_model(config, 5)
         assert different(model.state_dict(), theirs) == ["head.weight", "head.bias"]
         assert "new: head.weight (5x128, there 10x128), head.bias (5, there 10)" in reported
+    monkeypatch.chdir(begun_run.parents[1])
+    Path("first").mkdir(exist_ok=True)  # a folder of data, with the name of the run
+    config = check_weights(ModelConfig(weights="first"), str(begun_run.parent))
+    assert config.weights == str(begun_run)
     with pytest.raises(ConfigError, match=r"Did you mean 'first'.*a run, or a checkpoint; none is"):
         check_weights(ModelConfig(weights="frist"), str(begun_run.parent))
     with pytest.raises(ConfigError, match=r"model\.weights = .*no checkpoint there"):

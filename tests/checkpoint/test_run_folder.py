@@ -1,0 +1,29 @@
+"""The folder of a run: found by its path or its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp.checkpoint.run_folder import path_of_run
+
+
+@pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "events.jsonl"])
+def test_a_run_is_found_by_its_name_though_its_data_has_the_same(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`fit --data.source photos` trains the run `photos`, and README goes on with this name."""
+    monkeypatch.chdir(tmp_path)
+    Path("photos/train/cat").mkdir(parents=True)
+    assert path_of_run("photos") == "photos"  # nothing else has the name
+    Path("runs/photos").mkdir(parents=True)
+    assert path_of_run("photos") == "photos"  # it is no run yet
+    Path("runs/photos", file).touch()
+    assert path_of_run("photos") == "runs/photos"
+    assert path_of_run("photos/train") == "photos/train"
+    assert path_of_run(str(tmp_path / "photos")) == str(tmp_path / "photos")
+    for other in (".", "runs", "s3://bucket/photos"):
+        assert path_of_run(other) == other
+    Path("photos", file).touch()  # a run here is nearer
+    assert path_of_run("photos") == "photos"
