@@ -104,9 +104,13 @@ class HoldoutPart:
         part = getattr(source, "part", None)
         if part is not None:  # it keeps a row group until all rows of this part have been read
             source = part(lambda start, stop: held.used(start, stop, train))
-        self._source = source
+        self.whole = self._source = source
         self.class_names = source.class_names
         self.prefers_blocks = getattr(source, "prefers_blocks", False)
+
+    def rows_of_whole(self, rows: Sequence[int]) -> Rows:
+        """The rows of `whole` that these rows of this part are."""
+        return self._held.of(np.array(rows, np.int64), self._train)
 
     def read(self, rows: Rows) -> Any:
         return self._source.read(self._held.of(rows, self._train))

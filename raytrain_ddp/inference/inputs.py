@@ -14,6 +14,7 @@ from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.image_folder import is_hidden
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.holdout import HoldoutPart
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.given_images import GivenImages
@@ -118,12 +119,17 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
     if splits.class_names != model.class_names:
         raise DataError("the data of the run have other classes now: give INPUT.")
     labels = source.labels().tolist()
-    files = getattr(source, "files", None)
+    whole = source.whole if isinstance(source, HoldoutPart) else source
+    files = getattr(whole, "files", None)
+    of_table = _places_of(whole) if isinstance(whole, ShardImages) else None
 
     def places(rows: Sequence[int]) -> Columns:
-        named: Columns = {"row": [*rows]}
+        theirs = [*rows]
+        if isinstance(source, HoldoutPart):
+            theirs = source.rows_of_whole(rows).tolist()
+        named: Columns = dict(of_table(theirs)) if of_table else {"row": theirs}
         if files:
-            named["path"] = [files[row][0] for row in rows]
+            named["path"] = [files[row][0] for row in theirs]
         if splits.predicted == "classes":
             named["label"] = [splits.class_names[labels[row]] for row in rows]
         else:

@@ -24,6 +24,7 @@ from tiny import TinyTask, tiny_config
 
 import raytrain_ddp.predict.__main__ as command
 from raytrain_ddp import TrainConfig, fit_locally
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -195,6 +196,47 @@ def test_the_same_images_in_any_form_get_the_same_classes(photos: tuple[str, Pat
         ("0.parquet", 9),
         ("1.parquet", 0),
     ]
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet", "list"])
+def test_rows_of_a_holdout_are_named_as_those_of_all_data(
+    form: str, photos: tuple[str, Path], tmp_path: Path
+):
+    paths = sorted(photos[1].rglob("*.jpg"))
+    labels = [path.parent.name for path in paths]
+    source = tmp_path / "pictures"
+    if form == "folder":
+        shutil.copytree(photos[1], source)
+    else:
+        source.mkdir()
+    for number, half in enumerate((slice(0, 10), slice(10, None))):
+        names = [str(path) for path in paths[half]]
+        given = pa.table({"image": names, "label": labels[half]})
+        if form == "list":
+            given.to_pandas().to_csv(source / f"{number}.csv", index=False)
+        elif form == "parquet":
+            contents = [{"bytes": path.read_bytes(), "path": None} for path in paths[half]]
+            pq.write_table(given.set_column(0, "image", [contents]), source / f"{number}.parquet")
+    data = DataConfig(source=str(source), holdout=0.4, image_size=16)
+    config = TrainConfig(
+        name="r", storage=str(tmp_path), steps=1, batch_size=4, micro_batch=4, data=data
+    )
+    fit_locally(config)
+    run, found = tmp_path / "r", {}
+    for name, words in {"own": [], "all": [source]}.items():
+        predict(run, *words, "--out", tmp_path / f"{name}.jsonl")
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        found[name] = [json.loads(line) for line in lines]
+    keys = ["path"] if form == "folder" else ["file", "row"]
+    every = {tuple(r[key] for key in keys): r for r in found["all"]}
+    assert len(every) == len(paths)
+    assert len(found["own"]) == 7
+    for row in found["own"]:
+        same = every[tuple(row[key] for key in keys)]
+        assert row["probability"] == pytest.approx(same["probability"], rel=1e-5)
+        if form != "parquet":
+            assert row["path"] == same["path"]
+            assert Path(row["path"]).parent.name == row["label"]
 
 
 def test_a_folder_in_a_store(photos: tuple[str, Path], tmp_path: Path):
