@@ -55,6 +55,10 @@ class Asked:
     layer: str | None = None
     precision: str = "fp32"
 
+    def __post_init__(self) -> None:
+        if self.tta not in ("none", "flip"):
+            raise ConfigError(f"tta = {self.tta!r}: must be 'none' or 'flip'.")
+
 
 def outputs(
     task: Task,

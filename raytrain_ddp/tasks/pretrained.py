@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -232,6 +233,10 @@ def _read(weights: str) -> Mapping[str, Tensor]:
     from timm.models import load_state_dict  # also of timm's and torchvision's own training
 
     try:
+        if zipfile.is_zipfile(weights):  # torch does not compare the checksums that it writes
+            with zipfile.ZipFile(weights) as parts:
+                if damaged := parts.testzip():
+                    raise ValueError(f"{damaged} in it is damaged")
         state = load_state_dict(weights, weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -260,7 +265,7 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
     from raytrain_ddp.tasks.model_parts import head_of
 
     own, head = model.state_dict(), head_of(model)
-    fits = {key: t for key, t in state.items() if key in own and own[key].shape == t.shape}
+    fits = {key: t for key, t in state.items() if key in own and _is_alike(own[key], t)}
     new = [_shaped(key, own, state) for key in own if key not in fits]
     unused = [_shaped(key, state, {}) for key in state if key not in own]
     body = {key: p.numel() for key, p in model.named_parameters() if key not in head}
@@ -272,7 +277,7 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
     if share < most:
         raise ConfigError(
             f"{_given(config)}: only {share:.0%} of the parameters of {config.name} "
-            f"outside its head fit. Not there or of another shape: {_some(misfits)}."
+            f"outside its head fit. Not there, of another shape or type: {_some(misfits)}."
         )
     for key, tensor in fits.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -280,6 +285,12 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
     model.load_state_dict({**own, **fits})
     parts = [f"new: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
     return "; ".join([summary, *parts]) + "."
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same shape, and are both floating-point numbers or both not."""
+    is_float = one.is_floating_point(), other.is_floating_point()
+    return one.shape == other.shape and is_float[0] == is_float[1]
 
 
 def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

@@ -512,16 +512,25 @@ def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
     torch.save({"fc.weight": 3}, "number.pth")
     torch.save(resnet50().state_dict(), "resnet50.pth")
     torch.save({**resnet18().state_dict(), "bn1.bias": torch.full((64,), float("nan"))}, "nan.pth")
+    whole = {k: (v * 100).to(torch.int8) for k, v in resnet18().state_dict().items()}
+    torch.save(whole, "int8.pth")
+    torch.save(resnet18().state_dict(), "flipped.pth")
+    content = bytearray(Path("flipped.pth").read_bytes())
+    content[len(content) // 2] ^= 1
+    Path("flipped.pth").write_bytes(content)
     Path("damaged.safetensors").write_bytes(b"\0" * 100)
     Path("damaged.pth").write_bytes(b"\0" * 100)
     wrong = {
         "code.pth": r"it cannot be read: .*Unsupported globals: posix.system\.$",
         "number.pth": "its 'fc.weight' is no tensor",
         "damaged.safetensors": "it cannot be read",
+        "flipped.pth": r"it cannot be read: \S+ in it is damaged\.$",
+        "int8.pth": "only 0% of the parameters of resnet18",
         "damaged.pth": "it cannot be read",
         "nan.pth": r"bn1.bias has values that are not finite \(NaN, inf\)",
-        "resnet50.pth": r"only \d\d% of the parameters of resnet18 outside its head fit. Not there "
-        r"or of another shape: layer1.0.conv1.weight \(64x64x3x3, there 64x64x1x1\), ",
+        "resnet50.pth": r"only \d\d% of the parameters of resnet18 outside its head fit. Not "
+        r"there, of another shape or type: layer1.0.conv1.weight \(64x64x3x3, there "
+        r"64x64x1x1\), ",
     }
     for file, reported in wrong.items():
         config = TrainConfig(model=ModelConfig(name="resnet18", weights=file))
