@@ -27,7 +27,7 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.training.runtime.world import choose_device
-from raytrain_ddp.training.state.train_state import load_model
+from raytrain_ddp.training.state.model_weights import load_model
 from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:

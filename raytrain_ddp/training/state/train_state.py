@@ -15,17 +15,16 @@ from raytrain_ddp.checkpoint.manifest import RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
-    decode_tensors,
     encode_tensors,
     flatten_state,
     unflatten_state,
 )
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import Content
-from raytrain_ddp.checkpoint.tensor_places import Existing, view_tensors
+from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
-from raytrain_ddp.training.gradients.buffer_sync import REALS, own_memory
+from raytrain_ddp.training.gradients.buffer_sync import REALS
 from raytrain_ddp.training.gradients.gradient_compression import Compression
 from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.optimizer.param_groups import regroup
@@ -40,7 +39,7 @@ from raytrain_ddp.training.state.checkpoint_parts import (
     divided,
     stems_of,
 )
-from raytrain_ddp.training.state.shared_checkpoint import TensorCheckpoint
+from raytrain_ddp.training.state.model_weights import fill, load_model, tensors_of
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
@@ -180,7 +179,7 @@ class TrainState:
         if self.average is not None:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
-            self.model.load_state_dict(tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
+            fill(self.model, tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
         tensors: dict[str, Tensor] = {}
         for filename in (f"{stem}.safetensors" for stem in OPTIMIZER_STEMS):
@@ -265,20 +264,6 @@ def begin_training(model: nn.Module) -> None:
     model.train()
     for module in resting:
         module.training = False
-
-
-def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Loads the weights of `checkpoint` into `model`."""
-    own_memory(model)
-    model.load_state_dict(tensors_of(checkpoint, "model.safetensors"))
-
-
-def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
-    """Those of a file, in the memory that it was read into."""
-    if isinstance(checkpoint, TensorCheckpoint):
-        return checkpoint.tensors(filename)
-    data = checkpoint.view(filename)
-    return decode_tensors(data) if data.readonly else view_tensors(data)
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:

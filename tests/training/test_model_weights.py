@@ -1,0 +1,24 @@
+"""A model that is not the one of the checkpoint, because its code was edited."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.state.model_weights import fill
+
+
+@pytest.mark.parametrize(
+    ("model", "reported"),
+    [
+        (nn.Sequential(nn.Linear(4, 5)), "size mismatch for 0.weight: .*1 more"),
+        (nn.Sequential(nn.Linear(4, 3, bias=False)), "Unexpected key.*0.bias"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "Missing key.*1.weight"),
+    ],
+)
+def test_an_edited_model_is_one_line(model: nn.Module, reported: str):
+    saved = nn.Sequential(nn.Linear(4, 3)).state_dict()
+    with pytest.raises(ConfigError, match=f"{reported}.*Restore the code") as caught:
+        fill(model, saved)
+    assert "\n" not in str(caught.value)
