@@ -38,7 +38,7 @@ def check(config: TrainConfig) -> TrainConfig:
         DataError: the data does not exist, or cannot be read.
         PreflightError: a package that the log needs is not installed.
     """
-    config = from_dict(to_dict(config))
+    config = replace(from_dict(to_dict(config)), task=config.task)  # it may carry an object
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise PreflightError(
