@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.recipe import fields_of, flat, from_dict, to_dict
+from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
@@ -31,14 +31,13 @@ _LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The config with its storage absolute, and lists of Python as tuples.
+    """The config with its storage absolute.
 
     Raises:
-        ConfigError: a value is of another type, or the task or model does not exist.
+        ConfigError: the task or model does not exist.
         DataError: the data does not exist, or cannot be read.
         PreflightError: a package that the log needs is not installed.
     """
-    config = replace(from_dict(to_dict(config)), task=config.task)  # it may carry an object
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise PreflightError(
