@@ -52,6 +52,11 @@ def _load() -> None:
     import torch._dynamo  # noqa: F401  (DistributedDataParallel imports it)
     import torchmetrics.classification  # noqa: F401
 
+    import raytrain_ddp.driver.fit_driver
+    import raytrain_ddp.tasks.image_classification
+    import raytrain_ddp.training.loop
+    import raytrain_ddp.training.recording.local_session  # noqa: F401
+
 
 def _answer(value: Any) -> None:
     print(json.dumps(value), flush=True)
