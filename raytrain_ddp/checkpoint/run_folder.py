@@ -62,8 +62,14 @@ def path_of_run(place: str) -> str:
     if "://" in place:
         return place
     below = Path(RUNS) / place
-    is_name = holds_run(below) and not holds_run(Path(place))
-    return str(below) if is_name or (below.is_dir() and not Path(place).exists()) else place
+    is_name = is_name_below(place, RUNS) or (below.is_dir() and not Path(place).exists())
+    return str(below) if is_name else place
+
+
+def is_name_below(place: str, storage: str) -> bool:
+    """Whether it is a run by its name below `storage`, a local folder, and none by its path."""
+    is_local = "://" not in place and "://" not in storage
+    return is_local and holds_run(Path(storage) / place) and not holds_run(Path(place))
 
 
 def holds_run(folder: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.manifest import RENEWED
-from raytrain_ddp.checkpoint.run_folder import STATE_FILE, checkpoint_store, holds_run
+from raytrain_ddp.checkpoint.run_folder import STATE_FILE, checkpoint_store, is_name_below
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.automatic import settled_as_begun
@@ -187,11 +187,8 @@ def _require_other(config: TrainConfig, origin: str) -> None:
 
 
 def _place(config: TrainConfig, origin: str) -> str:
-    below = f"{config.storage.rstrip('/')}/{origin}"
-    is_named = "://" not in below and holds_run(Path(below)) and not holds_run(Path(origin))
-    if "://" in origin or (Path(origin).exists() and not is_named):
-        return origin
-    return below
+    is_path = Path(origin).exists() and not is_name_below(origin, config.storage)
+    return origin if "://" in origin or is_path else f"{config.storage.rstrip('/')}/{origin}"
 
 
 def _origin(config: TrainConfig, origin: str) -> Checkpoint:
