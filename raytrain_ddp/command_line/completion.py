@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.command_line.commands import Command
-from raytrain_ddp.command_line.flags import Flag, listed
+from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.command_line.help_page import negated, summary
+from raytrain_ddp.config.field_types import listed
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError

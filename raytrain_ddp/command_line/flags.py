@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from raytrain_ddp.config.field_types import described, listed
+
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
-_KINDS = {int: ("an integer", "INT"), float: ("a number", "FLOAT"), str: ("text", "TEXT")}
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+_PAIRS = "pairs of KEY and VALUE, or KEY=VALUE, each key once"
 
 
 def positional(metavar: str) -> dict[str, str]:
@@ -90,15 +93,21 @@ class Flag:
             return str(self.metadata.get("metavar") or self.positional)
         if self.kind is bool:
             return ""
-        return "|".join(filter(None, (_described(kind, 1) for kind in self.members)))
+        return "|".join(filter(None, map(_metavar, self.members)))
 
     @property
     def takes(self) -> str:
         """``auto or an integer``: for messages."""
         if "metavar" in self.metadata:
             return self.metavar
-        words = [word for kind in self.members for word in _words(kind) or [_described(kind, 0)]]
-        return listed(word for word in words if word)
+        if any(get_origin(kind) is dict for kind in self.members):
+            return _PAIRS
+        words = [
+            _words(kind) or [described(kind).removeprefix("a list of ")]
+            for kind in self.members
+            if kind is not NoneType
+        ]
+        return listed(word for several in words for word in several)
 
 
 def flags_of(
@@ -146,12 +155,6 @@ def changes(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any
     return result
 
 
-def listed(words: Iterable[str]) -> str:
-    """``a, b or c``"""
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
-
-
 def _words(kind: Any) -> list[str]:
     """The words of a type that has only some."""
     if kind is bool:
@@ -159,20 +162,17 @@ def _words(kind: Any) -> list[str]:
     return [*map(str, get_args(kind))] if get_origin(kind) is Literal else []
 
 
-def _described(kind: Any, form: int) -> str:
-    """A type in words (form 0) or as a metavar (form 1); None is not described."""
+def _metavar(kind: Any) -> str:
+    """What stands for a value of a type; empty for None."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is NoneType or _words(kind):
         return "|".join(_words(kind))
     if origin is dict:
-        return ("pairs of KEY and VALUE, or KEY=VALUE, each key once", "KEY VALUE ...")[form]
+        return "KEY VALUE ..."
     if origin is not tuple:
-        return _KINDS[kind][form]
-    words, metavar = _KINDS[args[0]]
-    plural = f"{words.split()[-1]}s"
-    if ... in args:
-        return (plural, f"{metavar} ...")[form]
-    return (f"{len(args)} {plural}", " ".join([metavar] * len(args)))[form]
+        return _METAVARS[kind]
+    one = _METAVARS[args[0]]
+    return f"{one} ..." if ... in args else " ".join([one] * len(args))
 
 
 def _converted(kind: Any, words: Sequence[str]) -> Any:

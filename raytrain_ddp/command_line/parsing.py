@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from raytrain_ddp.command_line.flags import Flag, listed
+from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.command_line.suggestions import meant
+from raytrain_ddp.config.field_types import listed
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 Path = tuple[str, ...]

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.validation import FREE, at_least, below_one, require
 
 TORCHVISION_ROOT = "data"
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Where the images come from, their order, and how they are loaded."""
 
     source: str = "digits"
@@ -102,6 +103,7 @@ class DataConfig:
     """Memory limit for micro-batches prepared ahead, in MiB per worker."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         crop_ok = 0 < self.eval_crop <= 1
         require(crop_ok, "data.eval_crop", self.eval_crop, "must be above 0 and at most 1")
         sizes = ("image_size", "start_size", "grow_epochs", "eval_size")
@@ -151,7 +153,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class AugmentConfig:
+class AugmentConfig(Section, name="augment"):
     """Augmentation of training images. The random numbers depend on (seed, epoch, row, repeat), or
     on (seed, step, slot) where images are mixed."""
 
@@ -185,6 +187,7 @@ class AugmentConfig:
     RASampler. An epoch then is as long as without repeats, and uses one of `repeats` images."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, "augment", self, "mixup", "cutmix")
         at_least(1, "augment", self, "operations", "repeats")
         magnitude_ok = 0 <= self.magnitude <= 30

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.validation import FREE, above_zero, at_least, require
 
 
 @dataclass(frozen=True)
-class ScalingConfig:
+class ScalingConfig(Section, name="scaling"):
     """The number of workers and their resources. They do not change the mathematics of the
     result."""
 
@@ -76,6 +77,7 @@ class ScalingConfig:
     give all workers the state of the majority."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.worker_range()
         above_zero("scaling", self, "gpus_per_worker")
         cpus = self.cpus_per_worker

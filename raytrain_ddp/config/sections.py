@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
 from raytrain_ddp.config.validation import (
     FREE,
@@ -22,7 +23,7 @@ from raytrain_ddp.config.validation import (
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section, name="model"):
     """The model."""
 
     name: str = "digits-cnn"
@@ -45,6 +46,7 @@ class ModelConfig:
     """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         below_one("model", self, "dropout")
         at_least(0, "model", self, "unfreeze_epoch")
         values = {name: scalar(value) for name, value in self.args.items()}
@@ -55,7 +57,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Section, name="optim"):
     """The optimizer, the loss, and the handling of gradients."""
 
     name: Literal["sgd", "adamw"] = "sgd"
@@ -94,6 +96,7 @@ class OptimConfig:
     """Label smoothing of cross entropy and binary cross entropy."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         above_zero("optim", self, "lr")
         at_least(0, "optim", self, "weight_decay", "clip_norm", "max_nonfinite")
         below_one("optim", self, "momentum", "label_smoothing")
@@ -110,7 +113,7 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section, name="loss"):
     """The loss of the built-in task, the mean over the samples of a step."""
 
     name: Literal["cross-entropy", "bce", "focal", "mse", "l1", "huber"] = "cross-entropy"
@@ -125,11 +128,12 @@ class LossConfig:
     the training set; a step's mean is over its samples, not over their weights."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(1, "loss", self, "gamma")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Section, name="schedule"):
     """The learning rate as a function of the step."""
 
     name: Literal["cosine", "step", "constant"] = "cosine"
@@ -144,6 +148,7 @@ class ScheduleConfig:
     """step: the factor."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, "schedule", self, "warmup_epochs", "gamma")
         above_zero("schedule", self, "step_epochs")
         fraction = "must be a fraction of optim.lr, 0 to 1"
@@ -151,7 +156,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class ComputeConfig:
+class ComputeConfig(Section, name="compute"):
     """Precision and kernels."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -171,7 +176,7 @@ class ComputeConfig:
 
 
 @dataclass(frozen=True)
-class DdpConfig:
+class DdpConfig(Section, name="ddp"):
     """Options of DistributedDataParallel."""
 
     bucket_cap_mb: float = 25.0
@@ -198,12 +203,13 @@ class DdpConfig:
     checkpoint, as with replace_workers false."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         above_zero("ddp", self, "bucket_cap_mb")
         at_least(1, "ddp", self, "powersgd_rank")
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(Section, name="eval"):
     """When the model is evaluated."""
 
     every_epochs: int = 1
@@ -217,11 +223,12 @@ class EvalConfig:
     is by all workers. Takes one worker's CPUs or GPU more, and a checkpoint at each evaluation."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, "eval", self, "every_epochs", "every_steps", "micro_batch")
 
 
 @dataclass(frozen=True)
-class StopConfig:
+class StopConfig(Section, name="stop"):
     """Early stopping, by the metric that decides which checkpoint is the best."""
 
     patience: int = field(default=0, metadata=FREE)
@@ -230,11 +237,12 @@ class StopConfig:
     """Improvement that counts: the metric must be better than before by more than this."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, "stop", self, "patience", "min_delta")
 
 
 @dataclass(frozen=True)
-class EmaConfig:
+class EmaConfig(Section, name="ema"):
     """An exponential moving average of the weights."""
 
     decay: float = 0.0
@@ -244,11 +252,12 @@ class EmaConfig:
     """Average over fewer steps at first: the decay of step n is at most (1 + n) / (10 + n)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         below_one("ema", self, "decay")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, name="checkpoint"):
     """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 
     every_epochs: int = field(default=1, metadata=FREE)
@@ -267,6 +276,7 @@ class CheckpointConfig:
     after fewer."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(0, "checkpoint", self, "every_epochs", "every_steps")
         number = isinstance(self.every_s, int | float) and self.every_s >= 0
         rule = "must be a number of seconds, 0 or more, or auto"
@@ -276,7 +286,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class LogConfig:
+class LogConfig(Section, name="log"):
     """Logging, experiment trackers, and profiling."""
 
     every_steps: int = field(default=10, metadata=FREE)
@@ -298,5 +308,6 @@ class LogConfig:
     """Ranks to trace."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(1, "log", self, "every_steps")
         at_least(0, "log", self, "profile_steps")

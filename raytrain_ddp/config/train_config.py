@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
@@ -66,7 +67,7 @@ class TaskName(str):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """The complete config of a training run.
 
     From Python, `task` may be a class, a function that returns a task, or a task instance.
@@ -79,7 +80,7 @@ class TrainConfig:
     task: TaskLike = "image-classification"
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""
-    task_options: dict[str, str] = field(default_factory=dict)
+    task_options: dict[str, str | bool | int | float] = field(default_factory=dict)
     """Keyword arguments for a task of your own."""
     seed: int = 0
     """Random seed. All randomness depends on it only."""
@@ -127,6 +128,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.task, str):
             object.__setattr__(self, "task", TaskName.of(self.task))
+        super().__post_init__()
         require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")

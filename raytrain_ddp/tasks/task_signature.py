@@ -15,6 +15,7 @@ from functools import cached_property
 from types import CodeType
 from typing import Any
 
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 
@@ -111,7 +112,7 @@ def check_task(task: Any) -> None:
         )
 
 
-def check_options(made_by: Any, options: Mapping[str, str]) -> None:
+def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
     """Checks that the task's constructor or factory takes the config and these options.
 
     Raises:
@@ -158,8 +159,9 @@ def check_options(made_by: Any, options: Mapping[str, str]) -> None:
         ) from None
 
 
-def typed_options(made_by: Any, options: Mapping[str, str]) -> dict[str, Any]:
-    """The options as the constructor annotates them: int, float, bool; others stay text.
+def typed_options(made_by: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the constructor annotates them: int, float, bool, str; others stay as given,
+    which is text on a command line.
 
     Raises:
         ConfigError: a text is no such value; names the option.
@@ -173,7 +175,9 @@ def typed_options(made_by: Any, options: Mapping[str, str]) -> dict[str, Any]:
             if kind == "bool":
                 typed[name] = {"true": True, "false": False}[str(text).lower()]
             elif kind in ("int", "float"):
-                typed[name] = {"int": int, "float": float}[kind](text)
+                typed[name] = {"int": int, "float": float}[kind](str(text))
+            elif kind == "str":
+                typed[name] = as_text(text)
         except (ValueError, KeyError):
             takes = {"int": "an integer", "float": "a number", "bool": "true or false"}[kind]
             raise ConfigError(f"task_options.{name} = {text!r}: must be {takes}.") from None

@@ -1,0 +1,137 @@
+"""The types of a config's fields, which are checked whenever a section is made.
+
+Python does not check them, and a value of another type would fail late, or never.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import numbers
+import os
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from raytrain_ddp.errors import ConfigError
+
+_WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+class Section:
+    """Base of the frozen dataclasses of a config.
+
+    What means the same becomes the field's type: paths become text, lists tuples, and NumPy's
+    numbers Python's.
+
+    Raises:
+        ConfigError: a line for each value of another type.
+    """
+
+    section: ClassVar[str] = ""
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        cls.section = name
+
+    @classmethod
+    @functools.cache  # 20 ms of CPU for the whole config
+    def kinds(cls) -> dict[str, Any]:
+        """The type of each field."""
+        hints = get_type_hints(cls)
+        return {field.name: hints[field.name] for field in dataclasses.fields(cast(Any, cls))}
+
+    def __post_init__(self) -> None:
+        given = {field: getattr(self, field) for field in self.kinds()}
+        fitting, wrong = checked(type(self), given)
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        for field, value in fitting.items():
+            object.__setattr__(self, field, value)
+
+
+def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values as their fields' types, and a line for each that is of another type."""
+    fitting: dict[str, Any] = {}
+    wrong: list[str] = []
+    for name, value in values.items():
+        kind = section.kinds()[name]
+        try:
+            fitting[name] = _fitted(kind, value)
+        except ValueError:
+            field = f"{section.section}.{name}".lstrip(".")
+            wrong.append(f"{field} = {value!r}: must be {described(kind)}.")
+    return fitting, wrong
+
+
+def listed(words: Iterable[str]) -> str:
+    """``a, b or c``"""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def described(kind: Any) -> str:
+    """A type in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return listed(described(each) for each in args if each is not NoneType)
+    if origin is Literal:
+        return listed(map(str, args))
+    if origin is tuple:
+        plural = f"{_WORDS[args[0]].split()[-1]}s"
+        return f"a list of {plural}" if ... in args else f"{len(args)} {plural}"
+    if origin is dict:
+        return f"a table whose values are {described(args[1])}"
+    return _WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+
+
+def as_text(value: str | bool | int | float) -> str:
+    """As the value is written on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _fitted(kind: Any, value: Any) -> Any:
+    """Raises ValueError if the value is of another type."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        own = [each for each in args if type(value) is each]
+        return _first_fitting(own or args, value)
+    if origin is Literal:
+        fits = isinstance(value, str) and value in args
+    elif origin is tuple:
+        if not isinstance(value, tuple | list) or (... not in args and len(value) != len(args)):
+            raise ValueError
+        return tuple(_fitted(args[0], each) for each in value)
+    elif origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError
+        return {_fitted(str, key): _fitted(args[1], each) for key, each in value.items()}
+    elif kind in (int, float):
+        return _number(kind, value)
+    elif kind is str:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        fits = isinstance(value, str)
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
+        raise ValueError
+    return value
+
+
+def _first_fitting(kinds: Iterable[Any], value: Any) -> Any:
+    for kind in kinds:
+        try:
+            return _fitted(kind, value)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _number(kind: type, value: Any) -> Any:
+    """A whole number as float counts as an integer; true and false are no numbers."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or (kind is int and value % 1 != 0):
+        raise ValueError
+    try:
+        return kind(value)
+    except OverflowError:
+        raise ValueError from None
