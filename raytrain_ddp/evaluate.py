@@ -10,7 +10,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.command_line import Command, run_command
-from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,7 +18,28 @@ if TYPE_CHECKING:
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class ReadArgs:
+    """How the data are read, if not as in the run."""
+
+    eval_split: str | None = None
+    """Split to evaluate on."""
+    root: str | None = None
+    """Folder or URI of the images that a list names."""
+    image_column: str | None = None
+    """Column with the images."""
+    label_column: str | None = None
+    """Column with the labels."""
+    target_columns: tuple[str, ...] = ()
+    """Columns with the labels or numbers, in the order of the run's."""
+    image_size: int | None = None
+    """Side of the images, in pixels."""
+    eval_crop: float | None = None
+    """Share of the shorter side that is kept, in the center."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,7 @@ class EvaluateArgs:
     """Checkpoint of the run to evaluate. Default: best."""
     data: str | None = None
     """Data to evaluate on, as --data.source of fit. Default: the evaluation data of the run."""
+    read: ReadArgs = field(default_factory=ReadArgs, metadata=flat("data", "data."))
     per_class: bool = False
     """Add a table with the precision and recall of each class."""
     device: str = "auto"
@@ -49,14 +71,18 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     from raytrain_ddp.checkpoint.lookup import find_checkpoint
+    from raytrain_ddp.config.recipe import from_dict
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
-    config = _config(checkpoint, args.data)
+    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
+    given = _given(args, config)
+    implied: dict[str, Any] = {"eval_size": 0} if "image_size" in given else {}
+    implied |= {"eval_split": "auto", "holdout": 0.0} if "eval_source" in given else {}
+    config = replace(config, data=replace(config.data, **{**implied, **given}))
     import torch
 
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-    from raytrain_ddp.tasks.task_check import eval_data_of, metrics_of
-    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+    from raytrain_ddp.tasks.task_check import metrics_of
     from raytrain_ddp.training.async_evaluation import stored_model
     from raytrain_ddp.training.metrics.evaluation import evaluate
     from raytrain_ddp.training.runtime.world import World, choose_device, set_up
@@ -65,13 +91,7 @@ def main(argv: Sequence[str]) -> int:
     device = choose_device(args.device)
     world = World(0, 1, device.index or 0, device, torch.get_num_threads())
     set_up(world, config.compute)
-    reads: set[str] = set()
-    task = load_task(config, reads)
-    data = eval_data_of(task, config.seed)
-    if args.data is not None and config.task not in BUILT_IN and "data.eval_source" not in reads:
-        raise ConfigError(f"--data has no effect: {config.task} does not read data.eval_source.")
-    if data is None:
-        raise ConfigError("there is no evaluation set: give one with --data.")
+    task, data = _opened(checkpoint, config, given)
     model = stored_model(config, task, checkpoint, device)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
@@ -97,14 +117,48 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _config(checkpoint: Checkpoint, data: str | None) -> TrainConfig:
-    from raytrain_ddp.config.recipe import from_dict
+def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:
+    """The fields of the run's [data] that the flags replace."""
+    flags = {"eval_source": args.data, **vars(args.read)}
+    columns, own = args.read.target_columns, config.data.target_columns
+    if columns and len(columns) != len(own):
+        predicts = f"columns {' '.join(own)}" if own else "classes of --data.label-column"
+        raise ConfigError(
+            f"--data.target-columns {' '.join(columns)}: the run predicts {predicts}."
+        )
+    return {name: value for name, value in flags.items() if value not in (None, ())}
 
-    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
-    if data is None:
-        return config
-    given = replace(config.data, eval_source=data, eval_split="auto", holdout=0.0)
-    return replace(config, data=given)
+
+def _opened(
+    checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any]
+) -> tuple[Task, Data]:
+    """The task, and the data to evaluate on.
+
+    Where the data of the run are not evaluated, they need not be there: the checkpoint has recorded
+    the classes.
+    """
+    from raytrain_ddp.checkpoint.lookup import recorded_classes
+    from raytrain_ddp.data.pixels.image_batches import image_data
+    from raytrain_ddp.data.splits import open_evaluation
+    from raytrain_ddp.tasks.image_classification import ImageClassification
+    from raytrain_ddp.tasks.task_check import eval_data_of
+    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+
+    classes = recorded_classes(checkpoint)
+    if "eval_source" in given and config.task in BUILT_IN and classes:
+        source = open_evaluation(config.data, classes, config.loss.name == "bce")
+        data = image_data(source, config.data, None, len(classes))
+        return ImageClassification.without_data(config, classes), data
+    reads: set[str] = set()
+    task = load_task(config, reads)
+    own = eval_data_of(task, config.seed)
+    for name in given if config.task not in BUILT_IN else ():
+        if f"data.{name}" not in reads:
+            flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} has no effect: {config.task} does not read data.{name}.")
+    if own is None:
+        raise ConfigError("there is no evaluation set: give one with --data.")
+    return task, own
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Literal
 
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
+    STATE_FILE,
     checkpoint_store,
     other_runs,
     path_of_run,
@@ -52,6 +54,12 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
         bests = [r.step for r in read_log(folder) if isinstance(r, Eval) and r.best]
         names = [name for name in names if bests and name.step == bests[-1]] or names
     return _verified(store.open(names[0]))
+
+
+def recorded_classes(checkpoint: Checkpoint) -> list[str]:
+    """The class names of the data that the run was trained on; empty if it recorded none."""
+    names: list[str] = json.loads(checkpoint.read(STATE_FILE)).get("data", {}).get("classes") or []
+    return names
 
 
 def _verified(checkpoint: Checkpoint) -> Checkpoint:

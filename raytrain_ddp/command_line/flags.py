@@ -21,9 +21,10 @@ def positional(metavar: str) -> dict[str, str]:
     return {"positional": metavar}
 
 
-def flat(section: str) -> dict[str, str]:
-    """Metadata of a nested dataclass whose flags have no name in front; its section in the help."""
-    return {"flat": section}
+def flat(section: str, prefix: str = "") -> dict[str, str]:
+    """Metadata of a nested dataclass whose flags have another name in front, or none; its section
+    in the help."""
+    return {"flat": section, "prefix": prefix}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def flags_of(
         name, here = prefix + field.name.replace("_", "-"), (*path, field.name)
         if dataclasses.is_dataclass(below):
             inner = field.metadata.get("flat", field.name)
-            start = prefix if "flat" in field.metadata else f"{name}."
+            start = prefix + field.metadata.get("prefix", f"{name}.".removeprefix(prefix))
             yield from flags_of(type(below), below, inner, start, here)
         else:
             yield Flag(name, section, here, kind, hints[field.name], below, field.metadata)

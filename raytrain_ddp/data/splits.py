@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
-from raytrain_ddp.data.discovery.data_check import Found, Located, locate
+from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locate_evaluation
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.formats.shard_images import ShardImages
@@ -198,6 +198,18 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     elif evaluation is not None:
         notes += _notes_of(evaluation, "the evaluation set")
     return Splits(train, evaluation, eval_from, tuple(notes), predicted)
+
+
+def open_evaluation(config: DataConfig, classes: Sequence[str], binary: bool) -> ImageSource:
+    """Opens `config.eval_source` with the classes that a model knows.
+
+    Args:
+        binary: see `open_splits`.
+
+    Raises:
+        ConfigError, DataError, PreflightError: like `open_splits`.
+    """
+    return open_images(locate_evaluation(config), config, classes, binary)
 
 
 def open_images(

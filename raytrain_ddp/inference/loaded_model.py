@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -12,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.lookup import find_checkpoint
-from raytrain_ddp.checkpoint.run_folder import STATE_FILE
+from raytrain_ddp.checkpoint.lookup import find_checkpoint, recorded_classes
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
@@ -199,7 +197,7 @@ def load(
 
 def loaded(checkpoint: Checkpoint, config: TrainConfig, device: torch.device) -> LoadedModel:
     """As `load`, with the config given."""
-    names = json.loads(checkpoint.read(STATE_FILE)).get("data", {}).get("classes")
+    names = recorded_classes(checkpoint)
     if config.task in BUILT_IN and names:
         task: Task = ImageClassification.without_data(config, names)
     else:  # a task of your own, or a checkpoint of an earlier version

@@ -86,7 +86,13 @@ def imported(field: str, name: str) -> Any:
         module: Any = sys.modules["__main__"]
     else:
         in_file = place.endswith(".py")
-        module = _load_file(Path(place)) if in_file else importlib.import_module(place)
+        own = Path(place).stem if in_file else place
+        try:
+            module = _load_file(Path(place)) if in_file else importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{own}.".startswith(f"{error.name}."):
+                raise  # of a module that it imports itself
+            raise _no_such_place(field, name) from None
     try:
         return attrgetter(object_name)(module)
     except AttributeError:
@@ -124,12 +130,18 @@ def check_place(field: str, name: str) -> None:
         return  # the driver has checked it
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise ConfigError(f"{field} = {name!r}: there is no file {place}.")
+            raise _no_such_place(field, name)
         _check_defined(field, name, Path(place), object_name.partition(".")[0])
     elif place != "__main__" and importlib.util.find_spec(place.partition(".")[0]) is None:
-        raise ConfigError(
-            f"{field} = {name!r}: no module {place.partition('.')[0]!r} can be imported from here."
-        )
+        raise _no_such_place(field, name)
+
+
+def _no_such_place(field: str, name: str) -> ConfigError:
+    place = name.rpartition(":")[0]
+    if not place.endswith(".py"):
+        return ConfigError(f"{field} = {name!r}: no module {place!r} can be imported from here.")
+    where = "" if Path(place).is_absolute() else f" in {Path.cwd()}"
+    return ConfigError(f"{field} = {name!r}: there is no file {place}{where}.")
 
 
 def _check_defined(field: str, name: str, path: Path, defined: str) -> None:

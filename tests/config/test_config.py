@@ -91,7 +91,7 @@ DOOR_FLAGS = {
         "address allow_change audit config dashboard describe dry_run emit local print_config "
         "profile recipe resume_from"
     ),
-    EvaluateArgs: "checkpoint data device out per_class run",
+    EvaluateArgs: "checkpoint data device out per_class read run",
     ExportArgs: "checkpoint data format image_size license out overwrite run",
     PredictArgs: (
         "address batch_size checkpoint device image_column image_size inputs layer out overwrite "

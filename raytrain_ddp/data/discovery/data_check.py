@@ -63,6 +63,19 @@ def locate(config: DataConfig) -> Found:
     return _find(config, keep=False)[0]
 
 
+def locate_evaluation(config: DataConfig) -> Located:
+    """Finds the split of `eval_source` to evaluate on; the training data need not be there.
+
+    Raises:
+        DataError, ConfigError, PreflightError: like `locate`.
+    """
+    assert config.eval_source is not None
+    source = _open_other(config.eval_source, config)
+    chosen = _to_evaluate_on(source, config.eval_split, None)
+    assert chosen is not None
+    return _located(source, chosen, "eval")
+
+
 def locate_all(config: DataConfig) -> tuple[Found, list[Located]]:
     """Like `locate`, but also returns the validation and test splits of the source that the run
     does not use, unless the evaluation split is given explicitly."""

@@ -106,7 +106,8 @@ def list_on_disk(source: str, shown: str) -> FileListing:
             )
             raise DataError(f"{shown}: no file matches.{folders_only}")
     else:
-        raise DataError(f"{shown}: no such file or folder.{_remedy(source)}")
+        place = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise DataError(f"{shown}: no such file or folder{place}.{_remedy(source)}")
 
     def size_of(name: str) -> int | None:
         return (path / name).stat().st_size if (path / name).is_file() else None

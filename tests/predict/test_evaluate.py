@@ -1,0 +1,89 @@
+"""`evaluate --data`: other data than those of the run, read in another way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from parquet_files import hugging_face, write_parquet
+
+from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
+from raytrain_ddp.config.sections import LogConfig
+from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.evaluate import main
+
+
+def metrics(*argv: str, out: Path) -> dict[str, float]:
+    assert main([*argv, "--out", str(out)]) == 0
+    found: dict[str, float] = json.loads(out.read_text())["metrics"]
+    return found
+
+
+@pytest.fixture
+def table(photos: tuple[str, Path], tmp_path: Path) -> str:
+    """The photos as a Parquet file with columns of other names."""
+    files = sorted(photos[1].glob("*/*.jpg"))
+    images = hugging_face([path.read_bytes() for path in files])
+    return write_parquet(
+        tmp_path / "t.parquet", {"jpg": images, "y": [p.parent.name for p in files]}
+    )
+
+
+def test_data_of_other_columns_are_evaluated_where_the_training_data_are_not(
+    photos: tuple[str, Path], table: str, tmp_path: Path
+):
+    run, folder = photos
+    of_folder = metrics(run, "--data", str(folder), out=tmp_path / "a.json")
+    read = ("--data.image-column", "jpg", "--data.label-column", "y")
+    assert metrics(run, "--data", table, *read, out=tmp_path / "b.json") == of_folder
+    larger = metrics(run, "--data", str(folder), "--data.image-size", "48", out=tmp_path / "c.json")
+    assert larger["loss"] != of_folder["loss"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "message"),
+    [
+        (("--data", "{table}"), DataError, "--data.label-column"),
+        (("--data.target-columns", "a", "b"), ConfigError, "the run predicts classes of"),
+        (("--data.image-size", "-1"), ConfigError, "data.image_size = -1"),
+        (("--data", "{table}", "--data.eval-split", "test"), DataError, "no named splits"),
+        ((), DataError, "no such file or folder"),
+        (("--data", "nothing"), DataError, r"'nothing': no such file or folder in /"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    flags: tuple[str, ...],
+    kind: type[Exception],
+    message: str,
+    photos: tuple[str, Path],
+    table: str,
+):
+    with pytest.raises(kind, match=message):
+        main([photos[0], *(flag.format(table=table) for flag in flags)])
+
+
+def test_the_file_of_a_model_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("lost_net.py").write_text(
+        "from torch import nn\n"
+        "def net(classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))\n"
+    )
+    config = TrainConfig(
+        name="lost",
+        steps=1,
+        data=DataConfig(source="digits"),
+        model=ModelConfig(name="lost_net.py:net"),
+        log=LogConfig(tensorboard=False),
+    )
+    fit_locally(config)
+    torch.use_deterministic_algorithms(False)
+    Path("lost_net.py").unlink()
+    monkeypatch.delitem(__import__("sys").modules, "lost_net")
+    with pytest.raises(ConfigError, match=r"there is no file lost_net.py in /"):
+        main(["lost"])
