@@ -58,6 +58,8 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
 
 def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     """The class names of the data that the run was trained on; empty if it recorded none."""
+    if STATE_FILE not in checkpoint.manifest.files:
+        return []
     names: list[str] = json.loads(checkpoint.read(STATE_FILE)).get("data", {}).get("classes") or []
     return names
 

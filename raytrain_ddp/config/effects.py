@@ -182,11 +182,18 @@ def given_flags(argv: Sequence[str]) -> set[str]:
 
 def effect_notes(config: TrainConfig) -> list[str]:
     """Notes for fields that a recipe or Python code changed from the default without effect."""
-    return [
+    notes = [
         f"{name} = {value_of(config, name)!r} has no effect: it needs {needs}."
         for name, needs in idle(config).items()
         if value_of(config, name) != value_of(TrainConfig(), name)
     ]
+    warmup = config.schedule.warmup_epochs
+    if not config.steps and warmup > config.epochs:
+        notes.append(
+            f"schedule.warmup_epochs = {warmup:g} is longer than the run (epochs = "
+            f"{config.epochs}): the learning rate does not reach optim.lr."
+        )
+    return notes
 
 
 def value_of(config: Any, name: str) -> Any:

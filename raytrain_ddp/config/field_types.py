@@ -31,7 +31,7 @@ class Section:
     section: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str = "") -> None:
-        cls.section = name
+        cls.section = name or cls.section
 
     @classmethod
     @functools.cache  # 20 ms of CPU for the whole config

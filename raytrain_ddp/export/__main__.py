@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(args.out or f"{model.config.name}-{args.format}").expanduser()
     _require_place(out, args.overwrite)
     images = _images(args, model)
-    facts = facts_of(model, images.shape[-1])
+    facts = facts_of(model, *images.shape[-2:])
     stage = out.parent / f".{out.name}.exporting"
     try:
         shutil.rmtree(stage, ignore_errors=True)  # of a killed export

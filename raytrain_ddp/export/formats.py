@@ -60,14 +60,16 @@ class Format:
     use: str
 
 
-def facts_of(model: LoadedModel, side: int) -> dict[str, Any]:
-    """What a user of the model has to know: preprocessing.json."""
+def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
+    """What a user of the model has to know: preprocessing.json. Images that are not square are
+    neither resized nor cropped."""
     data, eval_crop = model.config.data, model.config.data.eval_crop or CENTRE_SHARE
+    square = height == width
     return {
         "class_names": model.class_names,
-        "image_size": side,
-        "resize_shorter_side": round(side / eval_crop),
-        "crop": "center",
+        "image_size": width if square else [height, width],
+        "resize_shorter_side": round(width / eval_crop) if square else None,
+        "crop": "center" if square else "none",
         "interpolation": data.interpolation,
         "antialias": True,
         "exif_orientation": data.exif_orientation,
@@ -177,9 +179,8 @@ def _timm(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder:
     from timm.models import save_for_hf
 
     data = model.config.data
-    side = example.shape[-1]
     preprocessing = {
-        "input_size": (3, side, side),
+        "input_size": (3, *example.shape[-2:]),
         "mean": data.mean,
         "std": data.std,
         "interpolation": data.interpolation,

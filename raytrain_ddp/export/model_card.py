@@ -17,6 +17,7 @@ from raytrain_ddp.records import log_records
 from raytrain_ddp.training.runtime.world import software_versions
 
 _SHARES = ("top1", "top5")  # of the samples, which give counts
+_NAMED = 10
 
 
 def model_card(
@@ -34,11 +35,13 @@ def model_card(
     manifest = checkpoint.manifest
     known = json.loads(checkpoint.read(STATE_FILE)).get("data", {})
     metrics = _metrics(model)
+    classifies = facts["activation"] != "none"
+    kind = "image-classification" if classifies else "image-regression"
     front = {
         "license": licence,
         "library_name": "timm" if config.model.name.startswith("timm:") else "pytorch",
-        "pipeline_tag": "image-classification",
-        "tags": ["image-classification", "raytrain_ddp"],
+        **({"pipeline_tag": kind} if classifies else {}),
+        "tags": [kind, "raytrain_ddp"],
     }
     rows = known.get("eval_rows", 0)
     described = [f"- {name}: {_with_count(name, value, rows)}" for name, value in metrics.items()]
@@ -54,14 +57,12 @@ def model_card(
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
         f"# {config.name}\n",
-        f"`{config.model.name}` for {len(model.class_names)} classes, trained by raytrain_ddp on "
+        f"`{config.model.name}` for {_predicted(facts)}, trained by raytrain_ddp on "
         f"`{publishable(config).data.source}`. {checked}\n",
         "## Use\n",
         f"```python\n{use}```\n",
-        f"Images are RGB, uint8. Their shorter side is resized to {facts['resize_shorter_side']} "
-        f"pixels ({facts['interpolation']}, antialiased), and the central {facts['image_size']} x "
-        f"{facts['image_size']} pixels are used; images of exactly that size are used as they are. "
-        f"{_ACTIVATIONS[facts['activation']]} The classes, in order, and all numbers are in "
+        f"Images are RGB, uint8. {_resized(facts)} {_ACTIVATIONS[facts['activation']]} The "
+        f"{'classes' if classifies else 'names of the outputs'}, in order, and all numbers are in "
         "`preprocessing.json`.\n",
         "## Metrics\n",
         "\n".join(described or ["The run has not been evaluated."]) + "\n",
@@ -79,6 +80,27 @@ _ACTIVATIONS = {
     "sigmoid": "The sigmoid of each logit gives the probability of its label.",
     "none": "The outputs are the predicted numbers.",
 }
+
+
+def _predicted(facts: Mapping[str, Any]) -> str:
+    names, activation = facts["class_names"], facts["activation"]
+    if activation == "softmax":
+        return f"{len(names)} classes"
+    listed = ", ".join(f"`{name}`" for name in names[:_NAMED])
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"the {'labels' if activation == 'sigmoid' else 'numbers'} {listed}{more}"
+
+
+def _resized(facts: Mapping[str, Any]) -> str:
+    size = facts["image_size"]
+    if isinstance(size, list):
+        height, width = size
+        return f"They must be {height} pixels high and {width} wide; they are used as they are."
+    return (
+        f"Their shorter side is resized to {facts['resize_shorter_side']} pixels "
+        f"({facts['interpolation']}, antialiased), and the central {size} x {size} pixels are "
+        "used; images of exactly that size are used as they are."
+    )
 
 
 def _metrics(model: LoadedModel) -> Mapping[str, float]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 _FRAMES = "Extract its frames: ffmpeg -i {0} frames/%06d.jpg"
 _KINDS_SHOWN = 3
+TARGET = "target"  # a column of lists, with a number for each of the targets
 
 Columns = dict[str, list[Any]]
 
@@ -133,7 +134,7 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
         if splits.predicted == "classes":
             named["label"] = [splits.class_names[labels[row]] for row in rows]
         else:
-            named["target"] = [labels[row] for row in rows]
+            named[TARGET] = [labels[row] for row in rows]
         return named
 
     return Input(model.data_of(source, on_bad, image_size), places)
@@ -153,11 +154,21 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         found += kept
         left = {*own} - {*kept}
         others.update(os.path.splitext(name)[1].lower() for name in own if name in left)
-    images = [name for name in found if format_of(name) is None]
+    unique = {name if "://" in name else os.path.abspath(name): name for name in found}
+    images = [name for name in unique.values() if format_of(name) is None]
     listed = ", ".join(f"{n} {kind}" for kind, n in others.most_common(_KINDS_SHOWN))
     count = others.total()
-    note = f"{count:,} file{'s are' if count > 1 else ' is'} not used: no images ({listed})."
-    return (found if not images or len(words) > 1 else images), (note,) if count else ()
+    notes = []
+    if count:
+        noun = "files are" if count > 1 else "file is"
+        notes.append(f"{count:,} {noun} not used: no images ({listed}).")
+    repeated = len(found) - len(unique)
+    if repeated:
+        nouns = (
+            "files are named again, and used" if repeated > 1 else "file is named again, and used"
+        )
+        notes.append(f"{repeated:,} {nouns} once.")
+    return (images if images and len(words) == 1 else [*unique.values()]), tuple(notes)
 
 
 def _in_store(uri: str) -> list[str]:

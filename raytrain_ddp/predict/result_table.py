@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Outputs
+from raytrain_ddp.inference.inputs import TARGET
 
 ERROR = "error"
 _NAMES = b"names"  # of the numbers in a column of lists
@@ -59,11 +60,10 @@ class Columns:
         arrays, fields = [], []
         for name, column in places.items():
             arrays.append(pa.array(column))
-            fields.append(pa.field(name, arrays[-1].type))
+            fields.append(_field(name, arrays[-1], self.class_names if name == TARGET else None))
         for name, (value, names) in made.items():
             arrays.append(_array(name, value).take(chosen))
-            metadata = {_NAMES: json.dumps([*names])} if names else None
-            fields.append(pa.field(name, arrays[-1].type, metadata=metadata))
+            fields.append(_field(name, arrays[-1], names))
         arrays.append(pa.array([bad.get(row) for row in chunk.rows], pa.string()))
         fields.append(pa.field(ERROR, pa.string()))
         return pa.table(arrays, schema=pa.schema(fields))
@@ -79,6 +79,11 @@ class Columns:
             found[f"class{end}"] = [self.class_names[c] for c in column.tolist()], None
             found[f"probability{end}"] = probability.gather(1, column[:, None])[:, 0], None
         return found
+
+
+def _field(name: str, array: Any, names: Sequence[str] | None) -> Any:
+    metadata = {_NAMES: json.dumps([*names])} if names else None
+    return pa.field(name, array.type, metadata=metadata)
 
 
 def _array(name: str, value: Any) -> Any:

@@ -60,8 +60,8 @@ class ImageClassification(Task):
             self.monitor, self.goal = self._criterion.monitor, self._criterion.goal
 
     def model(self) -> nn.Module:
-        config, classes = self._config.model, len(self.class_names)
-        model, weights_note = begun_model(config, classes, self.pretrained)
+        config, names = self._config.model, self.class_names
+        model, weights_note = begun_model(config, len(names), self.pretrained, names)
         data = self._config.data
         expects = normalization_note(model, data.mean, data.std) if weights_note else ""
         frozen = Frozen(model, config.freeze)

@@ -98,11 +98,14 @@ def has_weights(config: ModelConfig) -> bool:
     return config.weights is not None or is_named(config)
 
 
-def begun_model(config: ModelConfig, classes: int, load: bool = True) -> tuple[nn.Module, str]:
+def begun_model(
+    config: ModelConfig, classes: int, load: bool = True, names: Sequence[str] = ()
+) -> tuple[nn.Module, str]:
     """The model, and a line about the weights that it starts from; "" without any.
 
     Args:
         load: False: only the model that these weights would fit.
+        names: of the classes. The head of a run with other classes is not used.
 
     Raises:
         ConfigError: the model does not take `config.args`, or most of it does not fit the weights.
@@ -113,7 +116,12 @@ def begun_model(config: ModelConfig, classes: int, load: bool = True) -> tuple[n
         return build(config, classes), ""
     if not is_named(config):
         model = build(config, classes)
-        return model, _begin(config, model, _read(str(config.weights)), _MOST) if load else ""
+        if not load:
+            return model, ""
+        state, known = _read(str(config.weights))
+        return model, _begin(
+            config, model, state, _MOST, bool(names and known) and [*known] != [*names]
+        )
     model = build(config, classes, _options(config))
     return model, _begin(config, model, _download(config), 1.0) if load else ""
 
@@ -214,18 +222,24 @@ def _one_per_node(folder: Path) -> Iterator[None]:
         yield
 
 
-def _read(weights: str) -> Mapping[str, Tensor]:
-    """Tensors of a file or a run. Nothing in it is run: what needs more than tensors is refused."""
+def _read(weights: str) -> tuple[Mapping[str, Tensor], Sequence[str]]:
+    """Tensors of a file or a run, and the class names if these are known. Nothing in it is run:
+    what needs more than tensors is refused."""
     from torch import Tensor
 
     if weights.startswith(HUB):
-        return _from_hub(weights)
+        return _from_hub(weights), ()
     if not weights.endswith(FILES):
-        from raytrain_ddp.checkpoint.lookup import NoCheckpointError, find_checkpoint
+        from raytrain_ddp.checkpoint.lookup import (
+            NoCheckpointError,
+            find_checkpoint,
+            recorded_classes,
+        )
         from raytrain_ddp.checkpoint.snapshot import decode_tensors
 
         try:
-            return decode_tensors(find_checkpoint(weights).read("model.safetensors"))
+            found = find_checkpoint(weights)
+            return decode_tensors(found.read("model.safetensors")), recorded_classes(found)
         except NoCheckpointError as error:
             raise ConfigError(f"model.weights = {weights!r}: {error}") from None
         except CheckpointError as error:
@@ -253,11 +267,20 @@ def _read(weights: str) -> Mapping[str, Tensor]:
         raise ConfigError(
             f"model.weights = {weights!r}: its {other!r} is no tensor: save model.state_dict()."
         )
-    return tensors
+    return tensors, ()
 
 
-def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], most: float) -> str:
+def _begin(
+    config: ModelConfig,
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    most: float,
+    new_head: bool = False,
+) -> str:
     """Copies what fits; says what does not, and what is new.
+
+    Args:
+        new_head: the head is for other classes, though maybe as many.
 
     Raises:
         ConfigError: less than `most` of the parameters outside the head fit.
@@ -266,6 +289,7 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
 
     own, head = model.state_dict(), head_of(model)
     fits = {key: t for key, t in state.items() if key in own and _is_alike(own[key], t)}
+    other_head = [fits.pop(key) for key in head if new_head and key in fits]
     new = [_shaped(key, own, state) for key in own if key not in fits]
     unused = [_shaped(key, state, {}) for key in state if key not in own]
     body = {key: p.numel() for key, p in model.named_parameters() if key not in head}
@@ -283,7 +307,8 @@ def _begin(config: ModelConfig, model: nn.Module, state: Mapping[str, Tensor], m
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ConfigError(f"{_given(config)}: {key} has values that are not finite (NaN, inf).")
     model.load_state_dict({**own, **fits})
-    parts = [f"new: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
+    why = " for other classes" if other_head else ""
+    parts = [f"new{why}: {_some(new)}"] * bool(new) + [f"not used: {_some(unused)}"] * bool(unused)
     return "; ".join([summary, *parts]) + "."
 
 

@@ -737,7 +737,10 @@ def test_folders_behind_links_are_found(tmp_path: Path):
         ),
         ("./ylecun/mnist", r"no such file or folder in /.*\. Other choices"),
         ("photos.csv", r"no such file or folder in /[^ ]*\.$"),
-        ("mnist", r"no such file or folder in /.*\. Other choices: 'digits', 'torchvision:CIFAR10'"),
+        (
+            "mnist",
+            r"no such file or folder in /.*\. Other choices: 'digits', 'torchvision:CIFAR10'",
+        ),
     ],
 )
 def test_a_name_of_the_hub_is_recognised(source: str, reported: str):

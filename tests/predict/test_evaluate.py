@@ -9,10 +9,11 @@ import pytest
 import torch
 from parquet_files import hugging_face, write_parquet
 
-from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
+from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally, load
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.evaluate import main
+from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
 def metrics(*argv: str, out: Path) -> dict[str, float]:
@@ -87,3 +88,14 @@ def test_the_file_of_a_model_that_is_missing_is_named(
     monkeypatch.delitem(__import__("sys").modules, "lost_net")
     with pytest.raises(ConfigError, match=r"there is no file lost_net.py in /"):
         main(["lost"])
+
+
+def test_the_head_of_a_run_with_other_classes_starts_anew(photos: tuple[str, Path]):
+    same = ModelConfig(name="timm:test_resnet", weights=photos[0])
+    for names, fitting in ((["dark", "light"], True), (["light", "dark"], False)):
+        task = ImageClassification.without_data(TrainConfig(model=same), names)
+        model = task.model()
+        then = load(photos[0], device="cpu").model.state_dict()
+        assert torch.equal(model.state_dict()["fc.weight"], then["fc.weight"]) == fitting
+        assert torch.equal(model.state_dict()["conv1.0.weight"], then["conv1.0.weight"])
+        assert ("; new for other classes: fc.weight" in task.notes[0]) is not fitting

@@ -1,0 +1,77 @@
+"""Predictions and exports of numbers, from images that are not square and used as they are."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from parquet_files import hugging_face, png, write_parquet
+
+from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
+from raytrain_ddp.config.sections import LogConfig, LossConfig
+from raytrain_ddp.export.__main__ import main as export
+from raytrain_ddp.predict.__main__ import main as predict
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two numbers of pictures that are 12 pixels high and 10 wide."""
+    folder = tmp_path_factory.mktemp("numbers")
+    age = np.linspace(0, 1, ROWS)
+    columns = {"image": hugging_face([png(i) for i in range(ROWS)]), "age": age, "size": age + 1}
+    source = write_parquet(folder / "train.parquet", columns)
+    config = TrainConfig(
+        name="numbers",
+        storage=str(folder),
+        steps=1,
+        batch_size=8,
+        micro_batch=4,
+        data=DataConfig(source=source, target_columns=("age", "size"), eval_source=source),
+        loss=LossConfig(name="mse"),
+        model=ModelConfig(name="timm:test_resnet"),
+        log=LogConfig(tensorboard=False),
+    )
+    fit_locally(config)
+    torch.use_deterministic_algorithms(False)
+    return str(folder / "numbers")
+
+
+def test_predictions_name_the_numbers_and_their_targets(run: str, tmp_path: Path):
+    out = tmp_path / "p.csv"
+    assert predict([run, "--out", str(out)]) == 0
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    wanted = ["file", "row", "target:age", "target:size", "value:age", "value:size", "error"]
+    assert list(rows[0]) == wanted
+    assert [float(row["target:size"]) for row in rows] == pytest.approx(np.linspace(1, 2, ROWS))
+
+
+def test_the_card_of_numbers_says_how_images_are_used(run: str, tmp_path: Path):
+    out = tmp_path / "e"
+    assert export([run, "--format", "safetensors", "--out", str(out)]) == 0
+    card = (out / "README.md").read_text()
+    assert "`timm:test_resnet` for the numbers `age`, `size`, trained by" in card
+    assert "must be 12 pixels high and 10 wide; they are used as they are" in card
+    assert "classes" not in card.partition("## Config")[0]
+    facts = json.loads((out / "preprocessing.json").read_text())
+    assert (facts["image_size"], facts["resize_shorter_side"], facts["crop"]) == (
+        [12, 10],
+        None,
+        "none",
+    )
+
+
+def test_an_image_that_is_named_again_is_used_once(
+    photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, folder = photos
+    words = [str(folder), str(folder / "dark"), str(folder / "light" / ".." / "light" / "0.jpg")]
+    assert predict([run, *words, "--out", str(tmp_path / "p.csv")]) == 0
+    assert "10 files are named again, and used once." in capsys.readouterr().err
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + 18
