@@ -30,11 +30,11 @@ WORKER = "ray::RayTrainWorker"  # the title that Ray gives to a worker's process
 FIT = "python -m raytrain_ddp.fit"
 FLAGS = "--epochs 8 --scaling.num-workers 3 --scaling.cpus-per-worker 0.5"
 # Of all lines, those that tell the story; the others are left out.
-KEPT = re.compile(r"slots x|epoch [4-8]/8 .*  eval  |rank \d failed|restarted with|: finished")
+KEPT = re.compile(r"slots x|epoch [4-8]/8 .*  eval  |rank \d failed|replaced; |: finished")
 COLORS = {
     r"\$ kill|.* failed": "bold #ff7a6b",
     r"\$|    --": "bold #7cc7ff",
-    r"[0-9a-f]{64}|.*restarted": "bold #8fd18f",
+    r"[0-9a-f]{64}|.*replaced; ": "bold #8fd18f",
 }
 # As rich's own format, without its fonts from the network.
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal"

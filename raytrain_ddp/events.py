@@ -42,7 +42,7 @@ class Timing:
 
     Args:
         step_s: seconds of a step, without evaluations and checkpoints.
-        split_s: seconds of a step by phase, with both; means over the ranks.
+        split_s: seconds of a step by phase, including both; means over the ranks.
         peak_memory_bytes: the most of any rank: of its GPU, or else of its process.
         slowest: None with one rank.
         flops_per_s: of a rank; None if unknown.
@@ -66,8 +66,8 @@ class Train:
         loss: mean over the global batch of this step. lr: of this step.
         samples_per_s: of all workers, since the last record. timing: for the same steps.
         skipped: bad records so far. nonfinite: steps so far that were not applied.
-        seconds: since this start of the workers began to train.
-        scalars: that the task's loss returned beside it, by name; means over the global batch.
+        seconds: since the workers began to train in this start.
+        scalars: those that the task's loss returned with it, by name; means over the global batch.
     """
 
     kind: ClassVar[str] = "train"
@@ -89,8 +89,8 @@ class Eval:
 
     Args:
         metrics: name -> value. tables: metrics that are not scalars, as nested lists.
-        monitor: the metric that decides. best: whether this is the best so far.
-        seconds: that it took.
+        monitor: the metric that decides which is best. best: whether this is the best so far.
+        seconds: how long it took.
     """
 
     kind: ClassVar[str] = "eval"
@@ -114,7 +114,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Resync:
-    """`ranks` had other weights than the rest, and took those of rank `source`.
+    """`ranks` had different weights from the rest, and took those of rank `source`.
 
     Args:
         first: the first tensor that differed.
@@ -198,7 +198,7 @@ class Checkpoint:
     """A checkpoint is committed.
 
     Args:
-        seconds: that its commit took, in the background. tries: more than 1 if the storage failed.
+        seconds: duration of its background commit. tries: more than 1 if the storage failed.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -224,7 +224,7 @@ class Interval:
     """``checkpoint.every_s = "auto"`` has chosen another interval.
 
     Args:
-        stall_s: for which a checkpoint stops training. commit_s: until it is committed.
+        stall_s: how long a checkpoint stops training. commit_s: how long its commit takes.
         mtbf_s: mean time between failures, as estimated.
     """
 

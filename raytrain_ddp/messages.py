@@ -1,4 +1,4 @@
-"""What workers, the driver and the display tell each other, and nobody writes down."""
+"""Messages between workers, driver and display that are not written to files."""
 
 from __future__ import annotations
 

@@ -62,11 +62,11 @@ class FitResult:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Of the last evaluation."""
+        """The metrics of the last evaluation."""
         return self.last
 
     def plot(self) -> Figure:
-        """The curves of the run: losses, metrics, learning rate, time; of its log as it is now.
+        """The curves of the run: losses, metrics, learning rate, time; from its current log.
 
         Returns:
             matplotlib's figure, which notebooks display; `savefig` writes it.
@@ -82,7 +82,7 @@ class FitResult:
 
         Args:
             out: the file. Default: report.html in the run's folder; for a URI, in the current one.
-            predict: with wrong predictions of the best checkpoint, if possible on this machine.
+            predict: show wrong predictions of the best checkpoint, if possible on this machine.
 
         Raises:
             ConfigError: the file cannot be written.

@@ -412,3 +412,6 @@ def test_what_came_before_a_restart_is_not_reported_as_start_up(
     rest = {"training": 6.0, "evaluation": 2.0, "checkpoints": 1.0}
     assert reported[0] == {"start-up": 5.0, **rest, "total": 5.0}
     assert reported[1] == {"start-up": 5.0, "until the last restart": 25.0, **rest, "total": 30.0}
+    watch(Plan(replaced=[1]))
+    again = _end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds
+    assert again["until the last change of workers"] == 25.0

@@ -34,7 +34,7 @@ class ChaosArgs(RecipeArgs):
     workers: int = 3
     """Number of workers. Fewer than three prove less, as two can sum in one order only."""
     resize: bool = False
-    """Start with another number of workers each time, 1 to --workers. Requires --exact, and
+    """Start with a different number of workers each time, 1 to --workers. Requires --exact, and
     compares with a run on one worker. With --nodes, workers come and go with their nodes."""
     local: bool = False
     """Without Ray: Gloo workers on this machine, which restart in a fraction of a second."""

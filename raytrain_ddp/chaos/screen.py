@@ -79,7 +79,7 @@ class ChaosDisplay(Watcher):
         share = f"useful {steps} / executed {disturbed.executed} = {steps / executed:.1%}"
         if disturbed.in_memory:  # a survivor's log has other times: a step counts as executed again
             lost = plural(disturbed.in_memory, "time")
-            share = f"survivors went on {lost} and repeated none; "
+            share = f"survivors continued {lost} and repeated none; "
             share += f"{plural(disturbed.restored, 'restart')} from a checkpoint"
         self._console.print(
             f"faults      {outcome.fired} of {outcome.planned} fired; starts of the command: "

@@ -1,4 +1,4 @@
-"""Large files on local disks, past the page cache (O_DIRECT).
+"""Large files on local disks, bypassing the page cache (O_DIRECT).
 
 Its pages would be taken from data sets and other programs; and where new memory is slow, as in
 virtual machines that give free memory back, filling them takes longer than the disk does.

@@ -1,4 +1,4 @@
-"""Large files, of which several chunks are read at once, and handed on in order.
+"""Reads several chunks of a large file at once, and passes them on in order.
 
 A connection to an object store has a part of the network's bandwidth, and each request waits for
 its answer: so ranges of a file are asked for over several connections.

@@ -229,7 +229,7 @@ class Storage:
     def _at(self, name: str) -> str:
         if not is_plain_name(name):
             raise ConfigError(
-                f"{name!r} is no valid file name: use 1 to 128 letters, digits, '.', '_' and '-'."
+                f"{name!r} is not a valid name: use 1 to 128 letters, digits, '.', '_' and '-'."
             )
         return f"{self.path.rstrip('/')}/{name}"
 

@@ -119,7 +119,7 @@ class CheckpointStore:
         folder = self.storage.join(str(name))
         listing = self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
-            raise CheckpointError(f"Checkpoint {folder} already exists: a commit replaces none.")
+            raise CheckpointError(f"Checkpoint {folder} already exists: commits never replace it.")
         for left in listing.given_up(name, in_use=others is not None):
             self.storage.delete_dir(left)
         try:

@@ -114,7 +114,7 @@ def _places(head: bytes, size_bytes: int) -> list[_Place]:
         if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
             raise ValueError(f"{name}: {shape} at {start} to {end}")
         if end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name}: {start} to {end} is no place of {shape}")
+            raise ValueError(f"{name}: {start} to {end} is the wrong size for {shape}")
         places.append(_Place(name, dtype, shape, len(head) + start, len(head) + end))
     places.sort(key=lambda place: (place.start, place.end))
     done = len(head)

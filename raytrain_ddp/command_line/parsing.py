@@ -79,7 +79,7 @@ def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
 
 
 def _value(name: str, flag: Flag, given: list[str], words: deque[str]) -> Any:
-    """Takes the words that belong to the flag; `given`: the one behind its equals sign."""
+    """Takes the words that belong to the flag; `given`: the one after its equals sign."""
     least, most = flag.counts
     if flag.is_switch and not given:
         return _switched(flag, words)

@@ -86,7 +86,7 @@ _OF_IMAGES = [
     ),
     _Rule("data.label_column", "no data.target_columns", lambda c: not c.data.target_columns),
     _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
-    _Rule("model.args", "another model than digits-cnn", lambda c: c.model.name != "digits-cnn"),
+    _Rule("model.args", "a model other than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
         "data.root",

@@ -1,6 +1,6 @@
 """The sections of a config that say what goes into the model: the data and their augmentation.
 
-Imports nothing heavy, as sections.py.
+Imports nothing heavy, like sections.py.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class DataConfig(Section, name="data"):
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
     image_column: str = "image"
-    """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files. Of tar
+    """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files. For tar
     files: suffix of the images."""
     label_column: str = "label"
-    """Column with the labels: integers, strings, or booleans. Of tar files: suffix of the labels
+    """Column with the labels: integers, strings, or booleans. For tar files: suffix of the labels
     (default: cls), or a field of the JSON files."""
     target_columns: tuple[str, ...] = ()
     """Columns to predict instead of one class. With loss.name = bce, several labels: a column of
@@ -62,7 +62,7 @@ class DataConfig(Section, name="data"):
     grow_epochs: int = 0
     """With start_size: the first epoch with images of image_size, counted from 0."""
     eval_size: int = 0
-    """Side of the images in evaluation, in pixels. 0: as image_size."""
+    """Side of the images in evaluation, in pixels. 0: same as image_size."""
     eval_crop: float = 0.875
     """Share of the shorter side that evaluation keeps, in the center, such as 224 of 256 pixels."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -111,7 +111,7 @@ class DataConfig(Section, name="data"):
         grows_ok = not self.start_size or self.start_size < self.image_size
         rule = f"must be below data.image_size = {self.image_size}"
         require(grows_ok, "data.start_size", self.start_size, rule)
-        rule = f"set both, or neither, of it and data.start_size = {self.start_size}"
+        rule = f"set both, or neither, of this and data.start_size = {self.start_size}"
         both_ok = bool(self.grow_epochs) == bool(self.start_size)
         require(both_ok, "data.grow_epochs", self.grow_epochs, rule)
         at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
@@ -183,8 +183,8 @@ class AugmentConfig(Section, name="augment"):
     """Number of times that each image is used per epoch (repeated augmentation). It is decoded once
     and augmented differently each time."""
     spread_repeats: bool = False
-    """Put the repeats of an image into different micro-batches of a step, as torchvision's
-    RASampler. An epoch then is as long as without repeats, and uses one of `repeats` images."""
+    """Put the repeats of an image into different micro-batches of a step, like torchvision's
+    RASampler. An epoch is then as long as without repeats, and uses one in `repeats` images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,7 +39,7 @@ class ScalingConfig(Section, name="scaling"):
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
     replace_workers: bool | Literal["auto"] = field(default="auto", metadata=FREE)
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
-    exact, or MIN:MAX workers, the others go on in the meantime. false: all workers restart from the
+    exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
     newest checkpoint. auto: true, except over NCCL, where it has not been tested on real GPUs; with
     true, each step there waits for its last collective before its update."""
     warm_processes: bool | Literal["auto"] = field(default="auto", metadata=FREE)
@@ -47,7 +47,7 @@ class ScalingConfig(Section, name="scaling"):
     on machines without a GPU. That process stays on a running cluster for an hour after its last
     fork."""
     spares: int = field(default=1, metadata=FREE)
-    """With warm processes: how many on each node have loaded Ray, too, and wait. The
+    """With warm processes: how many on each node have also loaded Ray, and wait. The
     replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
@@ -57,12 +57,12 @@ class ScalingConfig(Section, name="scaling"):
     after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
     s."""
     resize_s: float = field(default=30.0, metadata=FREE)
-    """With MIN:MAX workers: seconds between checks whether more fit, which costs a restart from the
+    """With MIN:MAX workers: seconds between checks if more fit; growing costs a restart from the
     newest checkpoint. Where dead workers are replaced (replace_workers), others join between two
     steps once they fit, without a restart."""
     start_timeout_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
-    still counts on a lost node for some seconds. Loading torch is not included. auto: 5 with
+    still counts a lost node as alive for some seconds. Loading torch is not included. auto: 5 with
     MIN:MAX, else 120."""
     hang_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
     """Seconds without a finished step, and at least 10 times the median step, after which workers
@@ -96,7 +96,7 @@ class ScalingConfig(Section, name="scaling"):
         rule = "must be 1 or less: DDP drives one GPU per worker"
         require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)
         nccl_ok = gpus == 1 or self.backend != "nccl"
-        rule = "must be 1 with NCCL, which wants a GPU per worker; set --scaling.backend gloo"
+        rule = "must be 1 with NCCL, which needs a GPU per worker; set --scaling.backend gloo"
         require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
 
     @property
@@ -114,7 +114,7 @@ class ScalingConfig(Section, name="scaling"):
         if self.num_workers == "auto":
             return 0, 0
         low, _, high = str(self.num_workers).partition(":")
-        rule = "must be a number from 1 on, MIN:MAX or auto"
+        rule = "must be a number of 1 or more, MIN:MAX or auto"
         numbers = low.isdigit() and (high or low).isdigit()
         require(numbers, "scaling.num_workers", self.num_workers, rule)
         least, most = int(low), int(high or low)

@@ -1,4 +1,4 @@
-"""The sections of a config: frozen dataclasses, checked at birth. Data and augmentation: inputs.py.
+"""The sections of a config: frozen dataclasses, checked when built. The data: input_sections.py.
 
 Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
 Fields marked `FREE` may change when a run is resumed; all others decide the result and may not.
@@ -36,7 +36,7 @@ class ModelConfig(Section, name="model"):
     weights: str | None = None
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
-    other classes starts anew."""
+    other classes is newly initialized."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
@@ -80,16 +80,16 @@ class OptimConfig(Section, name="optim"):
     head_lr: float | None = None
     """Peak learning rate of the classification head. Default: lr."""
     layer_decay: float = 1.0
-    """Factor between the learning rates of a layer and of the one after it (models of timm)."""
+    """Ratio of a layer's learning rate to that of the layer after it (models of timm)."""
     groups: tuple[str, ...] = ()
     """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
-    names or a module, then its peak learning rate, its weight decay, or both; of several patterns
-    the last decides."""
+    names or a module, then its peak learning rate, its weight decay, or both; if several match,
+    the last one applies."""
     clip_norm: float = 0.0
     """Clip the norm of the whole gradient to this value. 0: do not clip."""
     nonfinite: Literal["stop", "skip"] = field(default="stop", metadata=FREE)
     """What to do when a loss or gradient is not finite. Such a step is never applied. stop: end the
-    run (exit status 6); skip: go on with the next step."""
+    run (exit status 6); skip: continue with the next step."""
     max_nonfinite: int = field(default=3, metadata=FREE)
     """With nonfinite = skip: number of steps that a run may skip."""
     label_smoothing: float = 0.1
@@ -117,7 +117,7 @@ class LossConfig(Section, name="loss"):
     """The loss of the built-in task, the mean over the samples of a step."""
 
     name: Literal["cross-entropy", "bce", "focal", "mse", "l1", "huber"] = "cross-entropy"
-    """Cross entropy, binary cross entropy, focal loss, or one of numbers. bce: the mean over
+    """Cross entropy, binary cross entropy, focal loss, or a regression loss. bce: the mean over
     classes, each by itself; focal: cross entropy times (1 - p)^gamma, without label smoothing.
     Images that are mixed have a soft target in all of them. mse, l1, huber (delta 1): the mean over
     data.target_columns."""
@@ -163,7 +163,7 @@ class ComputeConfig(Section, name="compute"):
     """Precision: fp32, or autocast to bf16 or fp16. auto: bf16 on GPUs that have it (Ampere and
     later), else fp32. fp16 also uses a gradient scaler."""
     tf32: bool = True
-    """Multiply what stays fp32 with TF32 (10 bits of mantissa) on GPUs that have it."""
+    """Use TF32 (10 bits of mantissa) for what stays in fp32, on GPUs that have it."""
     compile: bool = False
     """Compile the model with torch.compile."""
     channels_last: bool | Literal["auto"] = "auto"
@@ -171,8 +171,8 @@ class ComputeConfig(Section, name="compute"):
     faster on tensor cores. auto: on GPUs with bf16."""
     deterministic: bool = True
     """Use only kernels that give the same bits each time; layers that have none are an error at the
-    start. The same bits after a restart depend on it. It costs cuDNN's search for the fastest
-    kernels, and slower ones for some layers; without it, all other promises hold."""
+    start. The same bits after a restart depend on it. It rules out cuDNN's search for the fastest
+    kernels, and uses slower ones for some layers; without it, all other promises hold."""
 
 
 @dataclass(frozen=True)
@@ -217,10 +217,10 @@ class EvalConfig(Section, name="eval"):
     every_steps: int = 0
     """Also evaluate every this many steps. 0: off."""
     micro_batch: int = 0
-    """Samples of one evaluation pass through the model. 0: as micro_batch."""
+    """Samples of one evaluation pass through the model. 0: same as micro_batch."""
     asynchronous: bool = field(default=False, metadata=FREE)
-    """Evaluate checkpoints on a worker of its own while training goes on; only the last evaluation
-    is by all workers. Takes one worker's CPUs or GPU more, and a checkpoint at each evaluation."""
+    """Evaluate checkpoints on a separate worker while training continues; only the last evaluation
+    is done by all workers. Takes one more worker's CPUs or GPU, and a checkpoint each time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +234,7 @@ class StopConfig(Section, name="stop"):
     patience: int = field(default=0, metadata=FREE)
     """Stop after this many evaluations in a row without improvement. 0: off."""
     min_delta: float = field(default=0.0, metadata=FREE)
-    """Improvement that counts: the metric must be better than before by more than this."""
+    """Minimum improvement: the metric must be better than before by more than this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,7 +272,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     keep_last: int = field(default=2, metadata=FREE)
     """Number of newest checkpoints to keep (2 or more), besides the best."""
     max_failed: int = field(default=3, metadata=FREE)
-    """Number of failed checkpoints in a row that ends the run (exit status 5). Training goes on
+    """Number of failed checkpoints in a row that ends the run (exit status 5). Training continues
     after fewer."""
 
     def __post_init__(self) -> None:

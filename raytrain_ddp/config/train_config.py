@@ -141,7 +141,7 @@ class TrainConfig(Section):
         at_least(0, "", self, "steps", *limits)
         rule = "must be a time above 0, such as 90m, 2.5h or 1d"
         require(self.max_time is None or self.max_time_s > 0, "max_time", self.max_time, rule)
-        rule = f"give only one of it and limit_train_batches = {self.limit_train_batches}"
+        rule = f"give only one of this and limit_train_batches = {self.limit_train_batches}"
         both = self.overfit_batches and self.limit_train_batches
         require(not both, "overfit_batches", self.overfit_batches, rule)
         require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
@@ -159,7 +159,7 @@ class TrainConfig(Section):
             self.require_loss()
         self.require_slots(self.scaling.worker_range()[1])
         resyncs = self.scaling.on_divergence == "resync"
-        rule = "must be stop with ddp.shard_optimizer: no worker has another one's optimizer state"
+        rule = "must be stop with ddp.shard_optimizer: no worker has another's optimizer state"
         require(not (self.ddp.shard_optimizer and resyncs), "scaling.on_divergence", "resync", rule)
         if self.exact:
             self._require_exact()
@@ -176,7 +176,7 @@ class TrainConfig(Section):
         rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
         require(batch >= micro, "batch_size", batch, rule)
         below, above = batch // micro * micro, (batch // micro + 1) * micro
-        rule = f"must be a multiple of micro_batch = {micro}; take {below} or {above}"
+        rule = f"must be a multiple of micro_batch = {micro}; use {below} or {above}"
         require(batch % micro == 0, "batch_size", batch, rule)
         rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
         require(not spread or repeats <= self.slots, "augment.repeats", repeats, rule)
@@ -207,9 +207,9 @@ class TrainConfig(Section):
         compression, synced = self.ddp.compression, self.ddp.sync_batchnorm
         require(compression == "none", "ddp.compression", compression, whole.format("none"))
         require(not synced, "ddp.sync_batchnorm", synced, whole.format("off"))
-        rule = "must be off with exact = true: what is compiled may depend on what was seen before"
+        rule = "must be off with exact = true: compiled code may depend on earlier inputs"
         require(not self.compute.compile, "compute.compile", self.compute.compile, rule)
-        rule = "must be on with exact = true: other kernels sum in an order of their own"
+        rule = "must be on with exact = true: other kernels may sum in a different order"
         deterministic = self.compute.deterministic
         require(deterministic, "compute.deterministic", deterministic, rule)
 
@@ -221,7 +221,7 @@ class TrainConfig(Section):
         require(bool(columns) or not of_numbers, "loss.name", name, rule)
         rule = "must be bce (labels), or mse, l1 or huber (numbers) with data.target_columns"
         require(not columns or name == "bce" or of_numbers, "loss.name", name, rule)
-        rule = "must be none with data.target_columns, which are no classes"
+        rule = "must be none with data.target_columns, which are not classes"
         require(not columns or weights == "none", "loss.class_weights", weights, rule)
         for kind in ("mixup", "cutmix") if of_numbers else ():
             alpha, rule = getattr(self.augment, kind), f"mixes labels, but loss.name = {name}"

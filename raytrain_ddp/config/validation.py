@@ -69,7 +69,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     """The patterns of ``optim.groups``, each with its "lr", "weight_decay", or both.
 
     Raises:
-        ConfigError: a word is neither a pattern with values behind it, nor a value.
+        ConfigError: a word is neither a pattern with values after it, nor a value.
     """
     rules: list[tuple[str, dict[str, float]]] = []
 
@@ -82,7 +82,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
             rules.append((word, {}))
             continue
         is_known = bool(rules) and name in ("lr", "weight_decay")
-        refuse_unless(is_known, word, "must be lr=NUMBER or weight_decay=NUMBER behind a pattern")
+        refuse_unless(is_known, word, "must be lr=NUMBER or weight_decay=NUMBER after a pattern")
         number = scalar(text)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
         value = float(number) if is_number else -1.0
@@ -90,7 +90,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
         refuse_unless(name != "lr" or value > 0, word, "must be above 0; see model.freeze")
         rules[-1][1][name] = value
     for pattern, values in rules:
-        refuse_unless(bool(values), pattern, "must have lr=NUMBER or weight_decay=NUMBER behind it")
+        refuse_unless(bool(values), pattern, "must have lr=NUMBER or weight_decay=NUMBER after it")
     return rules
 
 

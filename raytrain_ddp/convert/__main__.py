@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
     if args.verify is not None:
         if args.source is not None:
-            raise ConfigError("--verify checks one folder: give no SRC and DST with it.")
+            raise ConfigError("--verify checks one folder: do not give SRC and DST with it.")
         others = sorted(given_flags(argv) - {"verify", "workers"})
         if others:
             raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{folder}: {_counts(dataset)}: all as written")
         return 0
     if args.source is None or args.dest is None:
-        raise ConfigError("SRC and DST must be given (or --verify DST); --help tells more.")
+        raise ConfigError("SRC and DST must be given (or --verify DST); see --help.")
     from raytrain_ddp.convert.conversion import convert
 
     if args.address is None:

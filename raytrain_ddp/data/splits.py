@@ -244,7 +244,7 @@ def open_images(
 
 def _unused_root(train: ImageSource, config: DataConfig) -> Iterator[str]:
     if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
-        yield "data.root is not used for the training set, which is no list of images."
+        yield "data.root is not used for the training set, which is not a list of images."
 
 
 def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:

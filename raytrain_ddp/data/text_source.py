@@ -22,7 +22,7 @@ class TextSource:
     """Consecutive windows of characters from text files, which are kept in memory.
 
     A record is a dict of the characters' numbers, {"x": int64 (n, length), "y": int64 (n, length)};
-    y is one character later. Each character of the text is in one y per epoch, but for the first
+    y is one character later. Each character of the text is in one y per epoch, except for the first
     one, and the last ones if they do not fill a window.
 
     Args:
@@ -48,7 +48,7 @@ class TextSource:
         listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
         names = [*listing.files] if listing.pattern else listing.named((".txt",))
         if not names:
-            raise DataError(f"{shown}: contains no .txt files: specify others by a glob.")
+            raise DataError(f"{shown}: contains no .txt files: specify other files by a glob.")
         texts = [_decoded(f"{shown}: {name}", listing.content(name)) for name in names]
         text = "".join(texts)
         self.characters = "".join(sorted(set(text))) if characters is None else characters

@@ -1,4 +1,4 @@
-"""Draws the curves of a run as a PNG, by matplotlib."""
+"""Draws the curves of a run as a PNG, with matplotlib."""
 
 from __future__ import annotations
 

@@ -179,12 +179,12 @@ class Display:
             for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
             return
-        workers, where = plural(plan.world_size, "worker"), f"at step {start} of {total}"
+        workers, where = plural(plan.world_size, "worker"), f"after step {start} of {total}"
         text = f"restarted with {workers} (before: {before.plan.world_size}) {where}"
         text += f", {again} steps again" if (again := before.step - start) > 0 else ""
         if plan.replaced is not None:  # the step in progress was not done
-            new = f"{format_ranks(plan.replaced)} replaced; going on"
-            text = f"{new if plan.replaced else f'going on with {workers}'} {where}"
+            new = f"{format_ranks(plan.replaced)} replaced; continuing"
+            text = f"{new if plan.replaced else f'continuing with {workers}'} {where}"
             if plan.world_size > before.plan.world_size:
                 text = f"grew from {before.plan.world_size} to {workers} {where}, nothing repeated"
         self._print(Text(text, style="yellow"))

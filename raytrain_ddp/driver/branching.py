@@ -181,7 +181,7 @@ def _require_other(config: TrainConfig, origin: str) -> None:
         own, place = str(Path(own).absolute()), str(Path(place).absolute())
     if f"{place.rstrip('/')}/".startswith(f"{own}/"):
         raise ConfigError(
-            f"--resume-from {origin}: run {config.name} cannot start from itself. To go on with "
+            f"--resume-from {origin}: run {config.name} cannot start from itself. To continue "
             "it, remove --resume-from; to start a new run, set another --name."
         )
 

@@ -20,7 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.driver.config_flags import FIT, command
 from raytrain_ddp.driver.machine_types import machines, smallest_type
-from raytrain_ddp.tasks.pretrained import FILES
+from raytrain_ddp.tasks.weight_sources import FILES
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.order.epoch_order import Plan
     from raytrain_ddp.tasks.task import Task
 
-_FOUND = ", or what fits the memory of a GPU (auto)"
+_FOUND = ", or what fits in a GPU's memory (auto)"
 _SAMPLES = 8  # in the trial batch
 
 

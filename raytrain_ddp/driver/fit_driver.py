@@ -197,11 +197,13 @@ class _Starts:
         self._show = show
         self.first_began = self.began = time.monotonic()
         self._none_yet = True
+        self.survived = False  # whether workers kept their state at the last start
         self._last_step = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
             self.began, self._last_step = time.monotonic(), event.total_steps
+            self.survived = event.replaced is not None
             if self._none_yet:
                 self.first_began, self._none_yet = self.began, False
         elif isinstance(event, Eval) and event.step == self._last_step:
@@ -255,10 +257,11 @@ def _end(
     started: float,
 ) -> FitResult:
     parts, again = outcome.seconds, watch.began - watch.first_began
+    change = "change of workers" if watch.survived else "restart"
     not_training_s = parts.get("evaluation", 0.0) + parts.get("checkpoint", 0.0)
     seconds = {
         "start-up": watch.first_began - started,
-        **({"until the last restart": again} if again else {}),
+        **({f"until the last {change}": again} if again else {}),
         "training": parts["total"] - not_training_s,
         "evaluation": parts.get("evaluation", 0.0),
         "checkpoints": parts.get("checkpoint", 0.0),

@@ -55,7 +55,7 @@ def check(config: TrainConfig) -> TrainConfig:
 
 def require_no_evaluator(config: TrainConfig) -> None:
     """Raises ConfigError if a run without Ray is to have a worker that only evaluates."""
-    rule = "takes a worker of Ray: remove it, or train on Ray (without --local or torchrun)"
+    rule = "needs a Ray worker: remove it, or train on Ray (without --local or torchrun)"
     require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
 
 

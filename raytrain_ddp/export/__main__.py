@@ -101,14 +101,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _require_place(out: Path, overwrite: bool) -> None:
-    """Raises ConfigError if the folder cannot be made there, or would replace anything else than
+    """Raises ConfigError if the folder cannot be made there, or would replace anything other than
     an export."""
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
     if out.exists() and not overwrite:
         raise ConfigError(f"--out {out}: exists already: give another name, or --overwrite.")
     if out.exists() and not (out / "preprocessing.json").exists():
-        raise ConfigError(f"--out {out}: is no export, and is not replaced: give another name.")
+        raise ConfigError(f"--out {out}: is not an export, and is not replaced: give another name.")
 
 
 def _images(args: ExportArgs, model: LoadedModel) -> Any:

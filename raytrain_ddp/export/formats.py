@@ -96,7 +96,7 @@ def require_format(name: str, model: LoadedModel) -> Format:
     """
     if not model.takes_images:
         raise ConfigError(
-            f"task = {model.config.task!r} is no image classification: export the model of "
+            f"task = {model.config.task!r} is not an image classification: export the model of "
             "raytrain_ddp.load(RUN).model with torch.export, whose inputs you know."
         )
     form = FORMATS[name]

@@ -182,7 +182,7 @@ def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
     """Receives the output of a layer in each pass of the model.
 
     Raises:
-        ConfigError: there is no such layer, or its output is no tensor.
+        ConfigError: there is no such layer, or its output is not a tensor.
     """
     taken: list[Tensor] = []
     if layer is None:

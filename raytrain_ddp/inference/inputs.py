@@ -78,11 +78,11 @@ def open_input(
     images = [name for name in found if format_of(name) is None]
     named = [word for word in words if word in found and format_of(word) is not None]
     if images and named:
-        raise ConfigError(f"{named[0]} is a table, and others are images: predict them apart.")
+        raise ConfigError(f"{named[0]} is a table, and others are images: predict them separately.")
     if images:
         unread = len(found) - len(images)
         if unread:
-            notes = (*notes, f"{unread} tables beside the images are not read.")
+            notes = (*notes, f"{unread} tables next to the images are not read.")
         source = GivenImages(images)
         data = model.data_of(source, on_bad, image_size or model.image_size)
         return Input(data, lambda rows: {"path": [source.where(row) for row in rows]}, notes)

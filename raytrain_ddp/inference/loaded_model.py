@@ -39,13 +39,13 @@ class LoadedModel(nn.Module):
     """A trained model in evaluation mode, as `load` returns it.
 
     Called with uint8 images (n, 3, height, width), as `preprocess` returns them, it normalizes them
-    and returns the logits (n, classes). With a task of your own, it is called as its model is.
+    and returns the logits (n, classes). With a task of your own, it is called like its model.
 
     Attributes:
         model: as the task builds it.
         class_names: in the order of the outputs; empty if there are none.
         config: of the run.
-        checkpoint: that was loaded.
+        checkpoint: the one that was loaded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LoadedModel(nn.Module):
         layer: str | None = None,
     ) -> list[dict[str, Any]]:
         """What the model says of each image: "class", "probability" and "probabilities" by class
-        name; of several labels or numbers, "probabilities" or "values".
+        name; for several labels or numbers, "probabilities" or "values".
 
         Args:
             images: as for `preprocess`.
@@ -136,7 +136,7 @@ class LoadedModel(nn.Module):
     def _data_of(self, images: Sequence[Any]) -> tuple[Data, dict[int, str]]:
         if not self.takes_images:
             raise ConfigError(
-                f"task = {self.config.task!r} is no image classification: call the model itself."
+                f"task = {self.config.task!r} is not an image classification: call the model."
             )
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             raise ConfigError("give a list of images, also for a single one: predict([image]).")

@@ -1,4 +1,4 @@
-"""``python -m raytrain_ddp.predict RUN INPUT --out FILE``: what a checkpoint says of each row."""
+"""``python -m raytrain_ddp.predict RUN INPUT --out FILE``: a checkpoint's output for each row."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class OutputParts:
         changes = different(before, plan) if before is not None and has_work else []
         if changes and not self._overwrite:
             raise ConfigError(
-                f"--out {self.out}: other predictions were begun here ({'; '.join(changes)}): "
+                f"--out {self.out}: other predictions were started here ({'; '.join(changes)}): "
                 "repeat that command, or --overwrite."
             )
         if before is None or changes or not has_work:

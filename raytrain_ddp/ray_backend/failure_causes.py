@@ -101,7 +101,7 @@ def out_of_memory_error(
     return RetriesExhausted(
         f"rank {rank} ran out of memory {when}, with {peak} in use at its peak. Lower "
         f"--micro-batch (now {config['micro_batch']}): the global batch of "
-        f"{config['batch_size']} stays. {next(iter(str(error).splitlines()), '')}"
+        f"{config['batch_size']} stays the same. {next(iter(str(error).splitlines()), '')}"
     )
 
 

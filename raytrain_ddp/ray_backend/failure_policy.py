@@ -194,7 +194,7 @@ class FailurePolicy:
 
     def _resume_text(self, others_stay: bool = False) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
-        then = "it is replaced, the others stay" if others_stay else f"going on from {place}"
+        then = "it is replaced, the others stay" if others_stay else f"resuming from {place}"
         return f"{then} (failure {self._in_a_row} of at most {self._most} in a row)"
 
 
@@ -277,5 +277,5 @@ def _exhausted(text: str, cause: Mapping[str, object]) -> errors.RetriesExhauste
 
 def _advice(what: str) -> str:
     if what.startswith("the end of"):
-        return "That rank's log may show a crash in native code, the kernel's a lack of memory."
+        return "That rank's log may show a native crash, and the kernel log a lack of memory."
     return "Fix that first."

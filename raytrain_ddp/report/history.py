@@ -233,7 +233,7 @@ def _start(
         new = (
             f"{format_ranks(plan.replaced)} replaced"
             if plan.replaced
-            else f"going on with {workers}"
+            else f"continuing with {workers}"
         )
         if plan.world_size > before.world_size:
             new = f"grew from {before.world_size} to {workers}, nothing repeated"

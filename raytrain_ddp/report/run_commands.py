@@ -22,7 +22,7 @@ def commands_of(history: RunHistory) -> list[tuple[str, str]]:
     if files.place.is_local and history.state != "finished":
         found.append(("continues it", f"python -m raytrain_ddp.fit {word}/{CONFIG_FILE}"))
     if history.state == "running":
-        found.append(("is it getting on?", f"python -m raytrain_ddp.doctor --run {word}"))
+        found.append(("is it making progress?", f"python -m raytrain_ddp.doctor --run {word}"))
     if files.kept:
         found.append(("evaluates it", f"python -m raytrain_ddp.evaluate {word}"))
         out = "--out predictions.parquet"

@@ -157,7 +157,7 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
     commands = [] if best.origin else [("train it", best_command(base, best))]
     place = shlex.quote(f"{folder}/{best.name}")
     if "://" not in place:
-        commands.append(("train it on", f"python -m raytrain_ddp.fit {place}/config.toml"))
+        commands.append(("train it further", f"python -m raytrain_ddp.fit {place}/config.toml"))
     commands.append(("report", f"python -m raytrain_ddp.report {place}"))
     cards = [(f"Best {sweep.monitor}", format_metric(sweep.monitor, value), best.name)]
     same = [v for t in sweep.of_point(best) if (v := sweep.best_of(t)) is not None]

@@ -102,12 +102,12 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m raytrain_ddp.spot", description=__doc__, formatter_class=form
     )
-    parser.add_argument("cloud", choices=[*CLOUDS, "now"], help="whose notices; now: there is one")
-    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="of the head")
-    parser.add_argument("--seconds", type=float, help="now: when the node ends")
-    parser.add_argument("--every-s", type=float, default=2.0, help="between two looks")
-    parser.add_argument("--metadata", metavar="URL", help="of another metadata service")
-    parser.add_argument("--node-id", help="in hex; this machine's node if there is one only")
+    parser.add_argument("cloud", choices=[*CLOUDS, "now"], help="cloud to watch; now: drain now")
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="Ray address")
+    parser.add_argument("--seconds", type=float, help="now: seconds until the node ends")
+    parser.add_argument("--every-s", type=float, default=2.0, help="seconds between two checks")
+    parser.add_argument("--metadata", metavar="URL", help="URL of another metadata service")
+    parser.add_argument("--node-id", help="in hex; default: this machine's only node")
     return parser
 
 
@@ -115,9 +115,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 0 drained or already watched, 1 not drained, 2 called wrongly."""
     options = parser().parse_args(words)
     if not options.address:
-        parser().error("want --address HOST:PORT of Ray's head, or RAY_ADDRESS")
+        parser().error("give --address HOST:PORT of Ray's head, or set RAY_ADDRESS")
     if (options.cloud == "now") != (options.seconds is not None):
-        parser().error("`now` wants --seconds, the clouds do not take it")
+        parser().error("`now` needs --seconds; the clouds do not take it")
     if shutil.which("ray") is None:
         parser().error("no `ray` on the PATH")
     if options.cloud == "now":

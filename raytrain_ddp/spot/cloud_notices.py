@@ -1,4 +1,4 @@
-"""The notices of clouds that they take a machine away, read from their metadata services.
+"""Cloud notices that a machine will be taken away, read from metadata services.
 
 Standard library only: a process that does nothing else stays small. What cannot be read is an
 error, never a notice.

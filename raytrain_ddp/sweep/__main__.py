@@ -34,28 +34,28 @@ class SweepArgs(RecipeArgs):
     """Fields to vary, such as optim.lr=log:1e-3:1 model.dropout=0:0.5 augment.policy=none,trivial.
     VALUES is LOW:HIGH (uniform), log:LOW:HIGH (uniform in the logarithm), or a list."""
     trials: int | None = None
-    """Number of points to try. Default: 20, or all if there are fewer; of a grid, all. More
-    continue a sweep."""
+    """Number of points to try. Default: 20, or all if there are fewer; for a grid, all. A larger
+    number continues a sweep."""
     seeds: int = 1
-    """Train each point with so many seeds, from --seed on. Points are compared by their mean."""
+    """Train each point with this many seeds, from --seed on. Points are compared by their mean."""
     search: Literal["random", "grid", "optuna"] = "random"
     """How to choose points: random; grid, all combinations of lists; optuna, its TPE sampler, which
     learns from the trials that have ended (needs the extra sweep)."""
     scheduler: Literal["none", "asha", "halving", "pbt"] = "none"
-    """Stop bad trials early, with a checkpoint. asha: each at a rung, by those that were there
-    before; halving: all pause at a rung, and the best go on, so the result does not depend on
+    """Stop bad trials early, with a checkpoint. asha: each at a rung, by those that reached it
+    before; halving: all pause at a rung, and the best continue, so the result does not depend on
     --parallel. Rungs are after --first-rung epochs, and each --factor times as late as the last.
     pbt: all pause every --first-rung epochs, and the worst are replaced by copies of the best, with
     values near theirs (population based training)."""
     first_rung: int = 1
     """Epochs before a scheduler stops the first trials."""
     factor: int = 3
-    """One in so many trials goes on after a rung. Of pbt, one in so many is replaced."""
+    """One in this many trials continues after a rung. With pbt, one in this many is replaced."""
     per_trial: dict[str, str] = field(default_factory=dict, metadata={"metavar": "cpus=N gpus=N"})
     """Resources of a trial, such as cpus=4 gpus=0.5; below 1, several share a GPU. Default: a GPU
     with its share of the CPUs, if the cluster has any; else a CPU."""
     parallel: int = 0
-    """Trials at the same time. 0: as many as fit into the cluster when the sweep starts."""
+    """Trials at the same time. 0: as many as fit on the cluster when the sweep starts."""
     dry_run: bool = False
     """Check all configs, print the trials, and start nothing."""
     address: str | None = field(default=None, metadata=ADDRESS)

@@ -83,7 +83,7 @@ def promote(sweep: Sweep, seed: int = 0) -> tuple[list[Trial], list[Trial]]:
         else:
             trial.status = "stopped"
             trial.message = (
-                f"place {place + 1} of {len(began)} after epoch {rung}; the first {kept} go on"
+                f"place {place + 1} of {len(began)} after epoch {rung}; the first {kept} continue"
             )
     if sweep.settings.scheduler != "pbt":
         return order[kept:], []

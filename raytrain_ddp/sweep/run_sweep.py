@@ -1,4 +1,4 @@
-"""The driver of `sweep`: takes the sweep of this command up, or begins it, and runs its trials."""
+"""The driver of `sweep`: resumes or starts the sweep of this command, and runs its trials."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     fixed = [each.field for each in order.settings.space if not may_change(each.field)]
     if order.settings.scheduler == "pbt" and fixed:
         raise ConfigError(
-            f"--scheduler pbt: {', '.join(fixed)} cannot change within a training, as the samples "
+            f"--scheduler pbt: {', '.join(fixed)} cannot change during training, as the samples "
             "of a step or the shape of the state depend on it: remove it from --space."
         )
     points = known_points(order.settings, base.seed)
@@ -113,7 +113,7 @@ def found(folder: Storage, settings: Settings) -> Sweep | None:
     changed = differences(sweep.settings, settings)
     if changed:
         raise ConfigError(
-            f"{folder} has another sweep (then -> now):\n  " + "\n  ".join(changed) + "\n"
+            f"{folder} contains a different sweep (then -> now):\n  " + "\n  ".join(changed) + "\n"
             "Revert these changes to continue it, or give this one another --name."
         )
     sweep.settings = settings
@@ -134,7 +134,7 @@ def conclusion(
             rows.append(("train it", best_command(order.base, ranked[0])))
         if ranked[0].status == "stopped" and "://" not in place:
             begun = shlex.quote(f"{place}/{ranked[0].name}/config.toml")
-            rows.append(("train it on", f"python -m raytrain_ddp.fit {begun}"))
+            rows.append(("train it further", f"python -m raytrain_ddp.fit {begun}"))
     if sweep.count("waiting", "running", "paused") or sweep.missing > 0:
         rows.append(("continue", "the same command again"))
     rows.append(("report", f"python -m raytrain_ddp.report {shlex.quote(place)}"))

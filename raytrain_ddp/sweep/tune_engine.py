@@ -136,7 +136,7 @@ def run_trials(
             raise error
         raise RetriesExhausted(
             f"Ray Tune ended with {type(error).__name__}: {first_line(error)}. Nothing is lost: "
-            "run the same command again to go on."
+            "run the same command again to continue."
         ) from error
 
 

@@ -199,14 +199,14 @@ def _columns(
     if twice:
         raise DataError(f"{source}: there are several columns {twice[0]!r}: rename or remove some.")
     if not names:
-        raise DataError(f"{source}: there is no column beside {', '.join(map(repr, labels))}.")
+        raise DataError(f"{source}: there is no column besides {', '.join(map(repr, labels))}.")
     columns: Table = {}
     for name in (*names, *labels):
         if name not in table.column_names:
             raise DataError(f"{source}: there is no column {name!r}, which the training data have.")
         column = table[name]
         if column.null_count:
-            raise DataError(f"{source}: column {name!r} has {column.null_count} gaps: fill them.")
+            raise DataError(f"{source}: column {name!r} has {column.null_count} nulls: fill them.")
         kind = column.type
         number = (
             pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)

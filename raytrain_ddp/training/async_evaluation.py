@@ -1,4 +1,4 @@
-"""Evaluation by a worker of its own, of checkpoints, while training goes on (eval.asynchronous).
+"""Evaluation of checkpoints by a separate worker while training continues (eval.asynchronous).
 
 At an evaluation that is due, the run saves a checkpoint and notes its step as awaited. The other
 worker writes the metrics into the folder of the checkpoint; the ranks log them with the next log

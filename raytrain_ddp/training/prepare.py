@@ -95,9 +95,7 @@ def prepare(
         identity.require_same(checkpoint, data)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.has_trained:
-        raise NoStateLeft(
-            "neither a usable state nor a checkpoint is left: the training begins anew"
-        )
+        raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
@@ -214,7 +212,7 @@ def _tell_notes(
     session: Session,
     reads: Collection[str] | None,
 ) -> None:
-    """Tells what is allowed, but may not be meant."""
+    """Notes what is allowed, but may not be intended."""
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones

@@ -93,7 +93,7 @@ def inherit(given: dict[str, Any], files: list[int]) -> None:
 
 
 def close_all_but(kept: set[int]) -> None:
-    found = os.listdir("/proc/self/fd")  # not up to the limit, which may be a thousand million
+    found = os.listdir("/proc/self/fd")  # not up to the limit, which may be a billion
     close([int(name) for name in found if int(name) not in kept])
 
 

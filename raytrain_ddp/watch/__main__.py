@@ -20,7 +20,7 @@ class WatchArgs:
     storage: str = field(default="runs", metadata=positional("STORAGE"))
     """Folder or URI that holds runs, or a single run."""
     host: str = "127.0.0.1"
-    """Address to listen on. Others than loopback can be reached from other machines, unencrypted,
+    """Address to listen on. All but loopback can be reached from other machines, unencrypted,
     and require the token. 0.0.0.0: all addresses of this machine."""
     port: int = 8275
     """Port to listen on. 0: any that is free."""

@@ -969,7 +969,7 @@ def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
     [
         (("nothing", "out"), 4, "'nothing': no such file or folder"),
         ((), 2, "SRC and DST must be given"),
-        (("a", "b", "--verify", "c"), 2, "give no SRC and DST"),
+        (("a", "b", "--verify", "c"), 2, "do not give SRC and DST"),
         (("a", "b", "--quality", "0"), 2, "--quality"),
         (("a", "b", "--workers", "0"), 2, "--workers"),
         (("--verify", "nothing"), 4, "dataset.json"),

@@ -162,23 +162,23 @@ def test_what_lies_beside_is_named_as_unused(tmp_path: Path):
     listed(tmp_path / "metadata.csv", ["a/0.png", "b/0.png"], ["x", "y"])
     found = locate(DataConfig(source=str(tmp_path)))
     assert found.train.kind == "folder"
-    assert found.notes == ("not used: metadata.csv; to use a file, specify it itself.",)
+    assert found.notes == ("not used: metadata.csv; to use one, specify it explicitly.",)
     assert splits_of(tmp_path / "metadata.csv").class_names == ["x", "y"]
     listed(tmp_path / "all.parquet", ["a/0.png", "b/0.png"], ["x", "y"])
     notes = locate(DataConfig(source=str(tmp_path))).notes
     assert "images in a, b are read only if a file references them." in notes
-    assert "not used: metadata.csv; to use a file, specify it itself." in notes
+    assert "not used: metadata.csv; to use one, specify it explicitly." in notes
 
 
 def test_a_folder_of_images_without_classes_leads_to_the_list_beside_it(tmp_path: Path):
     listed(tmp_path / "a/train.csv", pictures(tmp_path / "a"), LABELS["integers"])
     reported = (
-        r"only one class, 'pics': .* \(not used: train\.csv; to use a file, specify it itself\)"
+        r"only one class, 'pics': .* \(not used: train\.csv; to use one, specify it explicitly\)"
     )
     with pytest.raises(DataError, match=reported):
         splits_of(tmp_path / "a")
     (tmp_path / "a/pics").rename(tmp_path / "a/train")
-    with pytest.raises(DataError, match=r"if train\.csv lists the labels, specify it itself\)"):
+    with pytest.raises(DataError, match=r"if train\.csv lists the labels, specify it explicitly\)"):
         splits_of(tmp_path / "a")
 
 

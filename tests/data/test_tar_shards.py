@@ -209,7 +209,7 @@ def test_splits_are_found_and_what_lies_beside_is_named(tmp_path: Path):
     reported = lines(opened)
     assert reported["training set"].startswith("50 images of 3 classes")
     assert reported["evaluation"] == "12 images of 3 classes: the validation split of data.source"
-    assert "not used: classes.csv; to use a file, specify it itself." in opened.notes
+    assert "not used: classes.csv; to use one, specify it explicitly." in opened.notes
     assert int(splits_of(tmp_path / "*-train-*.tar").train.blocks.sum()) == 50
     tar(tmp_path / "train-00000-of-00003.tar", samples(range(3)))
     with pytest.raises(DataError, match=r"train-00001-of-00003\.tar"):

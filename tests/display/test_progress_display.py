@@ -304,18 +304,18 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
         shown.handle(train(130))
         shown.handle({"kind": "failed", "rank": 1, "step": 137, "message": "was killed"})
         shown.handle(PLAN | {"start_step": 115})
-    assert "at step 115 of 276, 22 steps again" in stream.getvalue()
+    assert "after step 115 of 276, 22 steps again" in stream.getvalue()
 
 
 @pytest.mark.parametrize(
     ("plan", "reported"),
     [
-        ({"replaced": [0, 1]}, "ranks 0 and 1 replaced; going on at step 136 of 276\n"),
+        ({"replaced": [0, 1]}, "ranks 0 and 1 replaced; continuing after step 136 of 276\n"),
         (
             {"replaced": [2], "world_size": 4},
-            "grew from 2 to 4 workers at step 136 of 276, nothing repeated\n",
+            "grew from 2 to 4 workers after step 136 of 276, nothing repeated\n",
         ),
-        ({"replaced": [], "world_size": 2}, "going on with 2 workers at step 136 of 276\n"),
+        ({"replaced": [], "world_size": 2}, "continuing with 2 workers after step 136 of 276\n"),
     ],
 )
 def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
@@ -342,7 +342,7 @@ def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
             shown.handle(train(120))
             shown.handle(evaluation(138))
         out = CONTROL.sub("", stream.getvalue())
-        reported = "restarted with 1 worker (before: 2) at step 115 of 276, 15 steps again"
+        reported = "restarted with 1 worker (before: 2) after step 115 of 276, 15 steps again"
         assert out.count(reported) == 1
         assert out.count("4 slots x 16") == 1
         assert "epoch  6/12  step 138/276  eval" in out

@@ -28,7 +28,7 @@ from raytrain_ddp.doctor.run_status import assess_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
-FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; going on from step 10"}
+FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; resuming from step 10"}
 SAVED = {"kind": "checkpoint", "step": 20}
 
 

@@ -117,7 +117,7 @@ def test_a_run_cannot_start_from_itself(
     monkeypatch.chdir(tmp_path)
     checkpoint = str(newest(base))
     changed = replace(base, optim=replace(OPTIM, lr=0.01))
-    reported = r"run base cannot start from itself\. To go on with it, remove --resume-from"
+    reported = r"run base cannot start from itself\. To continue it, remove --resume-from"
     for origin in ("base", "./base", checkpoint):
         for config, names in ((base, ()), (changed, ("optim.lr",))):
             for storage in (base.storage, "."):

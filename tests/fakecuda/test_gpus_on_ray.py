@@ -44,12 +44,12 @@ def test_fault_49_a_worker_over_nccl_is_replaced_and_the_others_repeat_nothing(
 ):
     assert fits["over NCCL"]["status"] == "finished"
     assert fits["over NCCL"]["weights"] == fits["undisturbed"]["weights"]
-    assert "rank 2 replaced; going on at step 6 of 10" in fits["over NCCL"]["text"]
+    assert "rank 2 replaced; continuing after step 6 of 10" in fits["over NCCL"]["text"]
     assert "rank 2 failed" not in fits["undisturbed"]["text"]
 
 
 def test_fault_49_with_exact_workers_on_gpus_go_on_without_the_killed_one(fits: dict[str, Any]):
-    assert "going on with 2 workers at step 4 of 10" in fits["killed"]["text"]
+    assert "continuing with 2 workers after step 4 of 10" in fits["killed"]["text"]
 
 
 def test_the_killed_worker_is_named(fits: dict[str, Any]):

@@ -218,7 +218,10 @@ def test_the_example_of_serving(photos: tuple[str, Path], monkeypatch: pytest.Mo
         (("--format", "timm"), "--format timm needs a model of timm, and the run has 'digits-cnn'"),
         (("--format", "hf"), "--format hf needs a model of timm"),
         (("--format", "onnx", "--out", "."), "exists already"),
-        (("--format", "onnx", "--out", ".", "--overwrite"), "is no export, and is not replaced"),
+        (
+            ("--format", "onnx", "--out", ".", "--overwrite"),
+            "is not an export, and is not replaced",
+        ),
         (("--format", "onnx", "--out", "no/where"), "there is no folder no"),
     ],
 )

@@ -316,7 +316,7 @@ def test_after_a_kill_the_same_command_continues_with_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         predict(digits, "--out", out)
     assert not out.exists()
-    with pytest.raises(ConfigError, match=r"other predictions were begun here .*top 2, was 1"):
+    with pytest.raises(ConfigError, match=r"other predictions were started here .*top 2, was 1"):
         predict(digits, "--out", out, "--top", "2")
 
     def noted(self: OutputParts, part: int, table: Any) -> None:

@@ -216,7 +216,7 @@ def test_deaths_while_starting_are_no_loop_but_are_counted():
         story.policy._start.step = None  # killed before there was a plan
         shown = story.killed(rank=1, step=None)
         assert shown is not None
-        assert "while starting; going on from the start" in shown["message"]
+        assert "while starting; resuming from the start" in shown["message"]
     story.start()
     with pytest.raises(RetriesExhausted, match="failed 3 times"):
         story.killed(rank=1, step=None)
@@ -251,7 +251,7 @@ def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
     assert shown is not None
     assert shown["hung"]
     assert "rank 2 (n2) did not enter the all-reduce of step 40" in shown["message"]
-    assert "going on from step 23 (failure 1 of at most 3 in a row)" in shown["message"]
+    assert "resuming from step 23 (failure 1 of at most 3 in a row)" in shown["message"]
 
 
 def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
@@ -284,7 +284,7 @@ def test_the_others_stay_when_a_worker_dies_unless_none_is_left():
     )
     shown = story.start(at=33, new=[1]).died(0, 1, 2)
     assert shown is not None
-    assert "going on from step 23 (failure 1 of" in shown["message"], "33 is not committed"
+    assert "resuming from step 23 (failure 1 of" in shown["message"], "33 is not committed"
 
 
 def test_steps_without_a_checkpoint_are_progress_if_the_others_stay():
@@ -364,7 +364,7 @@ def test_a_start_that_dies_before_it_says_a_word_is_not_judged_by_the_words_of_t
     assert story.start().killed(1, 5) is not None
     shown = story.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
     assert shown is not None
-    assert "while starting; going on from the start (failure 2 of" in shown["message"]
+    assert "while starting; resuming from the start (failure 2 of" in shown["message"]
 
 
 def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
@@ -373,7 +373,7 @@ def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
     reported = [story.policy.ended(why)["message"] for _ in range(2)]
     assert (
         reported[1]
-        == "Connection refused; going on from the start (failure 2 of at most 2 in a row)"
+        == "Connection refused; resuming from the start (failure 2 of at most 2 in a row)"
     )
     with pytest.raises(RetriesExhausted, match="Connection refused"):
         story.policy.ended(why)
@@ -395,7 +395,7 @@ def test_a_start_from_an_older_checkpoint_counts_from_there():
     story.start(at=20).saved(30)  # the one of step 100 was damaged
     shown = story.killed(1, 35)
     assert shown is not None
-    assert "going on from step 30 (failure 1 of" in shown["message"]
+    assert "resuming from step 30 (failure 1 of" in shown["message"]
 
 
 def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: pytest.MonkeyPatch):
@@ -420,7 +420,7 @@ def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
     policy = FailurePolicy(3, committed=40)
     shown = policy.take({"kind": "died", "texts": {0: "gone"}, "preempted": []})
     assert shown is not None
-    assert "going on from step 40" in shown["message"]
+    assert "resuming from step 40" in shown["message"]
 
 
 # ------------------------------------------------------------------ room for workers

@@ -224,7 +224,7 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     assert re.search(r"at step 3[0-3];", reported)
     for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
         assert words in reported
-    assert "rank 1 replaced; going on at step 32 of 69" in text.getvalue()
+    assert "rank 1 replaced; continuing after step 32 of 69" in text.getvalue()
     assert "restarted" not in text.getvalue()
     assert stopped.status == "interrupted"
     assert stopped.exit_status == 130
@@ -349,7 +349,7 @@ def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_sa
     assert "rank 2" in text.getvalue()
     assert "did not enter the all-reduce of step 40" in text.getvalue()
     assert "it is replaced, the others stay (failure 1 of at most 3" in text.getvalue()
-    assert "rank 2 replaced; going on at step 39 of 69" in text.getvalue()
+    assert "rank 2 replaced; continuing after step 39 of 69" in text.getvalue()
     assert weights(hung) == weights(whole)
 
 

@@ -1,4 +1,4 @@
-"""The board between workers and driver, also when it is killed and begins anew; no Ray."""
+"""The board between workers and driver, also when it is killed and starts over; no Ray."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def history_at(run: Path) -> RunHistory:
 @pytest.fixture
 def troubled(tmp_path: Path) -> Path:
     """Two workers, of which one is killed at step 57 of 46 saved; a night later three go on."""
-    killed = "crashed, or was killed, on n2 at step 57; going on from step 46"
+    killed = "crashed, or was killed, on n2 at step 57; resuming from step 46"
     rank = {"compute": 0.03, "data": 0.01}
     events = [
         plan("2026-11-20T20:00:00Z", 0, 2),
@@ -232,7 +232,7 @@ def test_a_worker_that_was_replaced_has_repeated_nothing(tmp_path: Path):
     text = history_at(run).happenings[2].text
     assert text == "Rank 1 replaced; the others kept their state of step 56; 10 s without training"
     text = history_at(run).happenings[3].text
-    assert text == "Going on with 1 worker; the others kept their state of step 56"
+    assert text == "Continuing with 1 worker; the others kept their state of step 56"
 
 
 def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):

@@ -333,9 +333,9 @@ def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["aws"], "want --address"),
-        (["now", "--address", "a:1"], "wants --seconds"),
-        (["gcp", "--seconds", "5", "--address", "a:1"], "wants --seconds"),
+        (["aws"], "give --address"),
+        (["now", "--address", "a:1"], "needs --seconds"),
+        (["gcp", "--seconds", "5", "--address", "a:1"], "needs --seconds"),
         (["gcp", "--metadata", "169.254.169.254", "--address", "a:1"], "want http://HOST"),
         (["elsewhere", "--address", "a:1"], "invalid choice"),
     ],

@@ -522,7 +522,7 @@ def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
     Path("damaged.pth").write_bytes(b"\0" * 100)
     wrong = {
         "code.pth": r"it cannot be read: .*Unsupported globals: posix.system\.$",
-        "number.pth": "its 'fc.weight' is no tensor",
+        "number.pth": "its 'fc.weight' is not a tensor",
         "damaged.safetensors": "it cannot be read",
         "flipped.pth": r"it cannot be read: \S+ in it is damaged\.$",
         "int8.pth": "only 0% of the parameters of resnet18",

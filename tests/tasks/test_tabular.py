@@ -76,10 +76,10 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
     ("change", "data", "reported"),
     [
         (lambda t: t, {"label_column": "y"}, r"no column 'y': .* one of a, b, c, label"),
-        (lambda t: t.assign(b=None), {}, r"column 'b' has 120 gaps: fill them"),
+        (lambda t: t.assign(b=None), {}, r"column 'b' has 120 nulls: fill them"),
         (lambda t: t.assign(b="red"), {}, r"column 'b' has .*string, not numbers: encode"),
         (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, r"t.parquet, row 1: column 'b' is inf"),
-        (lambda t: t[["label"]], {}, "there is no column beside 'label'"),
+        (lambda t: t[["label"]], {}, "there is no column besides 'label'"),
         (lambda t: t.assign(label=t.b), {}, "120 different numbers in 120 rows: classes are exp"),
         (lambda t: t.assign(label="yes"), {}, r"only the label \['yes'\]"),
         (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),

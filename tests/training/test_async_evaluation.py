@@ -293,6 +293,6 @@ def test_the_evaluator_has_a_place_of_its_own():
 def test_what_cannot_be_done_with_it_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"stop\.patience"):
         TrainConfig(eval=ELSEWHERE, stop=StopConfig(patience=2))
-    with pytest.raises(ConfigError, match="takes a worker of Ray"):
+    with pytest.raises(ConfigError, match="needs a Ray worker"):
         fit_locally(TrainConfig(eval=ELSEWHERE, storage=str(tmp_path)))
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_model_of_another_shape_is_refused(workers: Group, tmp_path: Path, way
     ends = workers.outcomes(3, digest_of, plain(config), options)
     assert isinstance(ends[1], Raised)
     assert ends[1].name == ConfigError.__name__
-    assert "the model of rank 1 has other parameters than rank 0's" in ends[1].text
+    assert "the model of rank 1 has different parameters than rank 0's" in ends[1].text
     assert all(isinstance(end, Raised) for end in ends)
 
 

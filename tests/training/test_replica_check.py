@@ -50,7 +50,7 @@ def test_a_flipped_weight_ends_the_run_before_a_checkpoint_has_it(
         assert isinstance(end, Raised)
         assert (end.name, end.exit_status) == ("DivergedError", DivergedError.exit_status)
         assert "rank 1 (" in end.text
-        assert "other weights than the others after step 15: in conv.weight" in end.text
+        assert "different weights from the others after step 15: in conv.weight" in end.text
     assert max(kept_steps(config)) == 10
 
 

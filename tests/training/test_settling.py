@@ -317,7 +317,7 @@ def test_a_dry_run_says_what_auto_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_
         "raytrain_ddp.driver.dry_run.local_resources", lambda: {"CPU": 64.0, "GPU": 8.0}
     )
     text = dry_run(config)
-    assert "96 = 8 slots x 12 images, or what fits the memory of a GPU (auto)" in text
+    assert "96 = 8 slots x 12 images, or what fits in a GPU's memory (auto)" in text
     assert 'micro_batch = "auto"' in text
 
 

@@ -274,4 +274,4 @@ def test_what_needs_one_optimizer_is_refused(workers: Group, tmp_path: Path):
     config = gan_config(tmp_path, "power", ddp=DdpConfig(compression="powersgd"))
     ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Watched)
     assert all(each.name == "ConfigError" for each in ended)
-    assert all("must be another for several optimizers" in each.text for each in ended)
+    assert all("cannot be used with several optimizers" in each.text for each in ended)

@@ -173,7 +173,7 @@ def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
     """A sentence about the lists and files of rows beside those that are used."""
     ends = tuple(end for form in FORMATS for end in form.ends)
     unread = sorted({*listing.named(ends)} - {*used})
-    return [f"not used: {first_names(unread)}; to use a file, specify it itself"] if unread else []
+    return [f"not used: {first_names(unread)}; to use one, specify it explicitly"] if unread else []
 
 
 def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
@@ -229,7 +229,7 @@ def _of_images(
         named = {config.train_split, config.eval_split} - {"auto", "none"}
         found = class_folder_splits(listing, asked, named)
         splits, lists = found.folders, listing.named(LIST.ends)
-        hint = f"; if {lists[0]} lists the labels, specify it itself" if lists else ""
+        hint = f"; if {lists[0]} lists the labels, specify it explicitly" if lists else ""
         unusable = {split: why + hint for split, why in found.unusable.items()}
 
     def check(split: str) -> None:

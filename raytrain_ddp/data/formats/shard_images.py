@@ -275,7 +275,7 @@ class ShardImages:
                 remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
                 raise DataError(
                     f"{where}: {tried[0]}: no such file, and the next ones are missing, too. "
-                    f"{remedy} the folder that the paths start from."
+                    f"{remedy} the folder that the paths are relative to."
                 )
 
     def _require_every_image(self) -> None:

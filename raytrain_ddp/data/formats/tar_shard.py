@@ -124,7 +124,7 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
             "Parquet where it is."
         )
     if not at.name.lower().endswith(".tar"):
-        raise DataError(f"{at.name}: compressed, so its rows cannot be read apart: decompress it.")
+        raise DataError(f"{at.name}: compressed, so single rows cannot be read: decompress it.")
     if columns.targets:
         raise DataError(
             f"{at.name}: data.target_columns are read from Parquet, Arrow and lists only: write "

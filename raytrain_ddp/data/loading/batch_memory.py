@@ -1,6 +1,6 @@
 """Memory of image batches, used again as soon as no tensor refers to it.
 
-Fresh memory costs a page fault per 4 KiB, 37 for an image of 224 x 224: dear in virtual machines.
+Fresh memory costs a page fault per 4 KiB, 37 for an image of 224 x 224: costly in virtual machines.
 """
 
 from __future__ import annotations

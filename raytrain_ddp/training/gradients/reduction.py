@@ -273,7 +273,7 @@ def require_same_model(model: nn.Module, world: World) -> None:
     shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in model_tensors(model).items()]
     if broadcast(shapes, world) != shapes:
         mine, first = world.of_run(world.rank), world.of_run(0)
-        raise ConfigError(f"the model of rank {mine} has other parameters than rank {first}'s.")
+        raise ConfigError(f"the model of rank {mine} has different parameters than rank {first}'s.")
 
 
 def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:

@@ -269,7 +269,7 @@ def through_generations(
                 try:
                     run(session)
                 except BaseException:
-                    place.leave()  # first of all: the others shall notice
+                    place.leave()  # first of all, so that the others notice
                     raise
             place.part()
             return

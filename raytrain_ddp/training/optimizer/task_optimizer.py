@@ -249,7 +249,7 @@ def _try_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> None
                 problem = f"has a state that cannot be stored: {said}"
             raise _unfit(function, optimizer, problem.rstrip(".")) from error
     if not all(map(_same_bits, resumed, gone_on)):
-        problem = "keeps state outside its state_dict(), so a resumed run would take other steps"
+        problem = "keeps state outside its state_dict(), so a resumed run would differ"
         raise _unfit(function, optimizer, problem)
     if not is_dividable:
         problem = "cannot be divided (ddp.shard_optimizer): its steps depend on all parameters"

@@ -104,7 +104,7 @@ def join_world(
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     if use_gpu and local_rank >= gpus:
         raise PreflightError(
-            f"process {local_rank} of this machine wants a GPU and there are {gpus}: start fewer, "
+            f"process {local_rank} of this machine needs a GPU, but there are {gpus}: start fewer, "
             "or train on CPUs with --scaling.use-gpu False."
         )
     if size > 1 and not dist.is_initialized():

@@ -57,7 +57,7 @@ def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | N
         wanted = environ.setdefault(name, "0")
         if wanted != "0":
             raise PreflightError(
-                f"{name}={wanted} is set on {platform.node()}: workers that go on when another "
+                f"{name}={wanted} is set on {platform.node()}: workers that continue when another "
                 "one dies need 0. Unset it, or set --scaling.replace-workers false."
             )
     set_missing(nccl_settings(config), environ)

@@ -88,9 +88,7 @@ class ReplicaCheck:
             of_run = self._world.of_run
             who = [of_run(rank) for rank in ranks]
             self._session.log(Resync(step, who, of_run(source), first=names[0]))
-            text = (
-                f"{found}. All go on with the weights and optimizer state of rank {of_run(source)}."
-            )
+            text = f"{found}. All adopt the weights and optimizer state of rank {of_run(source)}."
             self._session.tell(Note(text))
             differing = self._differing()
         if differing is not None:
@@ -125,7 +123,7 @@ class ReplicaCheck:
         others = f"rank {of_run(0)}" if self._world.size == 2 else "the others"
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
-            f"{subject} other weights than {others} after step {self._state.step}: "
+            f"{subject} different weights from {others} after step {self._state.step}: "
             f"in {names[0]}{more}"
         )
 

@@ -214,7 +214,7 @@ def make_stepper(
             if not config.exact:
                 net = session.wrap(model, ddp_options(config))
             if turns and config.ddp.compression == "powersgd":
-                rule = "must be another for several optimizers, and with model.unfreeze_epoch"
+                rule = "cannot be used with several optimizers or model.unfreeze_epoch"
                 require(False, "ddp.compression", "powersgd", rule)
             state.compression = compress(net, config, state.scaler, world, clock)
             guard = make_guard(state, refuse, world.device)
