@@ -56,7 +56,7 @@ RANKS_WITHIN = {
     ],
     "training": [
         {"runtime"},
-        {"monitoring", "data_identity"},
+        {"monitoring", "run_identity"},
         {"gradients"},
         {"optimizer", "session"},
         {"state"},

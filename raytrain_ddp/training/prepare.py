@@ -22,7 +22,6 @@ from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, optional_method, train_data_of
-from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
@@ -37,6 +36,7 @@ from raytrain_ddp.training.optimizer.optimizer_shares import shares_of
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.optimizer.weight_average import average_of
 from raytrain_ddp.training.prepared_run import PreparedRun
+from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.runtime.world import World, device_name, set_up, software_versions
 from raytrain_ddp.training.session import Kept, Session, WarmUp
 from raytrain_ddp.training.start.initial_model import model_for
@@ -88,11 +88,11 @@ def prepare(
         _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
-    identity = kept.identity if kept else DataIdentity.of(data, eval_data, task)
+    identity = kept.identity if kept else RunIdentity.of(data, eval_data, task)
     identity.require_alike(world)
     checkpoint = session.latest(state.existing())
     if checkpoint is not None:
-        identity.require_same(checkpoint, data)
+        _compare(identity, checkpoint, data, session)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.has_trained:
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
@@ -174,7 +174,7 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     data, eval_data = _open(config, task, world)
     failpoint("start.alone", world.of_run(0))
     Node.here(world.device)  # caches versions and digests
-    identity = DataIdentity.of(data, eval_data, task)
+    identity = RunIdentity.of(data, eval_data, task)
     kept = Kept((data, eval_data), identity, None, {}, has_trained=False)
     if not _keeps_model(config, task):
         return kept
@@ -186,6 +186,13 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     if eval_data is not None:
         try_evaluation(config, task, model, eval_data, world, lambda _: None)
     return replace(kept, model=model, warm_up={"": found})
+
+
+def _compare(identity: RunIdentity, checkpoint: Checkpoint, data: Data, session: Session) -> None:
+    """Raises DataError if the checkpoint was made with other data; notes other code."""
+    identity.require_same(checkpoint, data)
+    if note := identity.code_note(checkpoint):
+        session.tell(events.Note(note))
 
 
 def _keeps_model(config: TrainConfig, task: Task) -> bool:

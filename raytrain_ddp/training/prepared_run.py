@@ -23,13 +23,13 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
-from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluate
 from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.stragglers import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
+from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.checkpoint_parts import Names
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
@@ -57,7 +57,7 @@ class PreparedRun:
     feed: Feed
     stepper: Stepper
     eval_data: Data | None
-    identity: DataIdentity
+    identity: RunIdentity
     logged_step: int
     clock: Clock
     stragglers: Stragglers

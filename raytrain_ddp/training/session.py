@@ -15,9 +15,9 @@ from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.data_identity import DataIdentity
 from raytrain_ddp.training.gradients.buffer_sync import BufferLocation
 from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.runtime.world import World
 
 
@@ -74,7 +74,7 @@ class Kept:
     """
 
     data: tuple[Data, Data | None]
-    identity: DataIdentity
+    identity: RunIdentity
     model: nn.Module | None
     warm_up: Mapping[str, WarmUp]
     has_trained: bool

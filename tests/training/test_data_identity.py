@@ -13,7 +13,7 @@ import pytest
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.loading.sources import ArraySource, Data
 from raytrain_ddp.errors import DataError
-from raytrain_ddp.training.data_identity import DataIdentity
+from raytrain_ddp.training.run_identity import RunIdentity
 
 
 class Kept:
@@ -38,30 +38,30 @@ def data_of(*values: int) -> Data:
     return Data(ArraySource({"x": np.array(values)}), lambda records, _: records)
 
 
-def kept(identity: DataIdentity) -> Any:
+def kept(identity: RunIdentity) -> Any:
     return Kept(identity.train, identity.document())
 
 
 TRAIN, EVAL = data_of(1, 2), data_of(3)
-BEFORE = DataIdentity.of(TRAIN, EVAL, Named())
+BEFORE = RunIdentity.of(TRAIN, EVAL, Named())
 
 
 def test_the_same_data_pass_and_the_document_survives():
-    DataIdentity.of(TRAIN, EVAL, Named()).require_same(kept(BEFORE), TRAIN)
-    alone = DataIdentity.of(TRAIN, None, object())
+    RunIdentity.of(TRAIN, EVAL, Named()).require_same(kept(BEFORE), TRAIN)
+    alone = RunIdentity.of(TRAIN, None, object())
     alone.require_same(kept(alone), TRAIN)
 
 
 @pytest.mark.parametrize(
     ("now", "reported"),
     [
-        (DataIdentity.of(data_of(1, 4), EVAL, Named()), "the training data (2 rows, fingerprint"),
-        (DataIdentity.of(TRAIN, data_of(3, 3), Named()), "the evaluation data (2 rows,"),
-        (DataIdentity.of(TRAIN, None, Named()), "there are no evaluation data, but step-00000005"),
+        (RunIdentity.of(data_of(1, 4), EVAL, Named()), "the training data (2 rows, fingerprint"),
+        (RunIdentity.of(TRAIN, data_of(3, 3), Named()), "the evaluation data (2 rows,"),
+        (RunIdentity.of(TRAIN, None, Named()), "there are no evaluation data, but step-00000005"),
         (replace(BEFORE, classes=("bat", "ape")), "2 classes: bat, ape; step-00000005-a0001 has"),
     ],
 )
-def test_fault_29_the_set_that_is_another_one_is_named(now: DataIdentity, reported: str):
+def test_fault_29_the_set_that_is_another_one_is_named(now: RunIdentity, reported: str):
     with pytest.raises(DataError) as caught:
         now.require_same(kept(BEFORE), TRAIN)
     assert reported in str(caught.value)
@@ -69,7 +69,7 @@ def test_fault_29_the_set_that_is_another_one_is_named(now: DataIdentity, report
 
 
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_some():
-    before = DataIdentity.of(TRAIN, None, Named())
+    before = RunIdentity.of(TRAIN, None, Named())
     with pytest.raises(DataError, match=r"evaluation data .* differ from .* made without"):
         BEFORE.require_same(kept(before), TRAIN)
 
@@ -81,7 +81,7 @@ def test_older_checkpoints_know_the_training_data_only_and_folders_without_sizes
         (tmp_path / name / "x.png").write_bytes(b"12")
     source = FolderImages(str(tmp_path))
     data = Data(source, lambda records, _: records)
-    now = DataIdentity.of(data, None, source)
+    now = RunIdentity.of(data, None, source)
     now.require_same(Kept(source.former_fingerprint(), {}), data)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="the training data"):  # one that knows sizes compares them
         now.require_same(

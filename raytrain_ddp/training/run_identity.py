@@ -1,28 +1,33 @@
-"""Checks that all ranks have the same data, and that a resumed run has its former data."""
+"""Checks that all ranks have the same data, and that a resumed run has its former data and code."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
+from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.data.formats.labels import some_names
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.runtime.world import World, broadcast
 
-_KEY = "data"  # in a checkpoint's state.json
+_KEY, _CODE = "data", "code"  # in a checkpoint's state.json
+_NAMED = 4
 
 
 @dataclass(frozen=True)
-class DataIdentity:
-    """What a checkpoint records about the data.
+class RunIdentity:
+    """What a checkpoint records about the data and the user's code.
 
     Args:
         train, eval: fingerprints; "" if there is no evaluation set.
         train_rows, eval_rows: the number of rows of each set.
         classes: class names, if the task has any.
+        code: a hash of each module of the user that is loaded, by name.
     """
 
     train: str
@@ -30,20 +35,26 @@ class DataIdentity:
     train_rows: int
     eval_rows: int
     classes: tuple[str, ...]
+    code: Mapping[str, str]
 
     @staticmethod
-    def of(data: Data, eval_data: Data | None, task: Any) -> DataIdentity:
-        return DataIdentity(
+    def of(data: Data, eval_data: Data | None, task: Any) -> RunIdentity:
+        return RunIdentity(
             data.source.fingerprint(),
             eval_data.source.fingerprint() if eval_data else "",
             data.rows,
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
+            {
+                name: sha256(code).hexdigest()
+                for name, (_, code) in user_code.loaded().sources.items()
+            },
         )
 
     def document(self) -> dict[str, Any]:
         """For the checkpoint's state.json."""
-        return {_KEY: {**asdict(self), "classes": list(self.classes)}}
+        values = {**asdict(self), "classes": list(self.classes)}
+        return {_CODE: dict(values.pop("code")), _KEY: values}
 
     def require_alike(self, world: World) -> None:
         """All ranks take part.
@@ -51,7 +62,7 @@ class DataIdentity:
         Raises:
             DataError: this rank has different data than rank 0.
         """
-        first: DataIdentity = broadcast(self, world)
+        first: RunIdentity = broadcast(self, world)
         for what, mine, theirs, rows in (
             ("training data", self.train, first.train, self.train_rows),
             ("evaluation data", self.eval, first.eval, self.eval_rows),
@@ -80,6 +91,19 @@ class DataIdentity:
                 f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
                 "--name."
             )
+
+    def code_note(self, checkpoint: Checkpoint) -> str:
+        """A sentence if modules have changed since the checkpoint; else ""."""
+        before = json.loads(checkpoint.read("state.json")).get(_CODE, {})
+        changed = [name for name, code in self.code.items() if before.get(name, code) != code]
+        if not changed:
+            return ""
+        names = ", ".join(changed[:_NAMED])
+        names += f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
+        return (
+            f"the code of {names} has changed since {checkpoint.name} was saved. The run continues "
+            "with the new code."
+        )
 
 
 def _names(given: Any) -> tuple[str, ...]:
