@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -77,7 +78,9 @@ class FitResult:
         run = read_run(self.path)
         return figure_of(sorted([*run.train, *run.evals], key=lambda each: each.step), run.name)
 
-    def report(self, out: str | None = None, predict: bool = True) -> ReportFile:
+    def report(
+        self, out: str | os.PathLike[str] | None = None, predict: bool = True
+    ) -> ReportFile:
         """Writes the report of the run, one HTML page, which notebooks display.
 
         Args:
@@ -90,7 +93,8 @@ class FitResult:
         """
         from raytrain_ddp.report.write import write_report
 
-        return ReportFile(write_report([self.path], out, predict, "auto"))
+        place = None if out is None else os.fspath(out)
+        return ReportFile(write_report([self.path], place, predict, "auto"))
 
     @property
     def exit_status(self) -> int:

@@ -54,15 +54,15 @@ def run_storage(config: TrainConfig) -> Storage:
     return open_storage(config.storage).join(str(config.name))
 
 
-def path_of_run(place: str) -> str:
-    """``runs/NAME`` for the name of a run there; else `place`, which is a path or a URI.
+def path_of_run(place: str, storage: str = RUNS) -> str:
+    """``storage/NAME`` for the name of a run there; else `place`, which is a path or a URI.
 
     A run is often named like the folder of its data, which holds no run.
     """
     if "://" in place:
         return place
-    below = Path(RUNS) / place
-    is_name = is_name_below(place, RUNS) or (below.is_dir() and not Path(place).exists())
+    below = Path(storage) / place
+    is_name = is_name_below(place, storage) or (below.is_dir() and not Path(place).exists())
     return str(below) if is_name else place
 
 

@@ -7,6 +7,7 @@ run's folder, names where it comes from.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,9 +62,13 @@ class Branch:
 
 
 def run_and_branch(
-    config: TrainConfig, default_name: str | None, origin: str | None, allowed: Sequence[str]
+    config: TrainConfig,
+    default_name: str | None,
+    resume_from: str | os.PathLike[str] | None,
+    allowed: Sequence[str],
 ) -> tuple[NamedRun, Branch | None]:
     """The run of a config, and where it is to start from, as `find_run` and `branch_of`."""
+    origin = os.fspath(resume_from) if resume_from is not None else None
     if origin and config.name is not None:
         _require_other(config, origin)
     run = find_run(config, default_name)

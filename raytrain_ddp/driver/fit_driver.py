@@ -58,7 +58,7 @@ def fit(
     address: str | None = None,
     dashboard: bool = False,
     default_name: str | None = None,
-    resume_from: str | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
     allow_change: Sequence[str] = (),
     display: Display | None = None,
 ) -> FitResult:
@@ -100,7 +100,7 @@ def fit_locally(
     config: TrainConfig | None = None,
     *,
     default_name: str | None = None,
-    resume_from: str | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
     allow_change: Sequence[str] = (),
     display: Display | None = None,
     session: Callable[..., LocalSession] | None = None,

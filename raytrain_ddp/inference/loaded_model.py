@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -176,7 +177,9 @@ class LoadedModel(nn.Module):
 
 
 def load(
-    run: str, checkpoint: Literal["best", "last"] | None = None, device: str = "auto"
+    run: str | os.PathLike[str],
+    checkpoint: Literal["best", "last"] | None = None,
+    device: str = "auto",
 ) -> LoadedModel:
     """The model of a checkpoint, with the weights that the run evaluated (the averaged ones, with
     `ema.decay`). The data of a built-in image classification need not be there.
@@ -190,7 +193,7 @@ def load(
         CheckpointError: there is none, it is damaged, or a newer version wrote it.
         ConfigError: the task cannot be built here.
     """
-    found = find_checkpoint(run, checkpoint)
+    found = find_checkpoint(os.fspath(run), checkpoint)
     config = from_dict(dict(found.manifest.config), where=str(found))
     return loaded(found, config, choose_device(device))
 

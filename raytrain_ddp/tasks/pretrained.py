@@ -57,12 +57,11 @@ def check_weights(
         return replace(config, weights=str(place.absolute()))
     if "://" in weights or (place.is_absolute() and is_begun()):
         return config
-    from raytrain_ddp.checkpoint.run_folder import holds_run  # PyArrow, for files of runs only
+    from raytrain_ddp.checkpoint.run_folder import path_of_run  # PyArrow, for files of runs only
 
-    places = (place, Path(storage) / weights)
-    for folder in (*filter(holds_run, places), *places):  # the data may have the run's name
-        if folder.is_dir():
-            return replace(config, weights=str(folder.absolute()))
+    folder = Path(path_of_run(str(place), storage))
+    if folder.is_dir():
+        return replace(config, weights=str(folder.absolute()))
     known = known_weights(name)
     runs = [path.name for path in Path(storage).glob("*/")] if Path(storage).is_dir() else []
     own = f"{name} has {', '.join(known)}" if known else f"{name} has no weights of its own"

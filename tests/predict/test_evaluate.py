@@ -99,3 +99,11 @@ def test_the_head_of_a_run_with_other_classes_starts_anew(photos: tuple[str, Pat
         assert torch.equal(model.state_dict()["fc.weight"], then["fc.weight"]) == fitting
         assert torch.equal(model.state_dict()["conv1.0.weight"], then["conv1.0.weight"])
         assert ("; new for other classes: fc.weight" in task.notes[0]) is not fitting
+
+
+def test_runs_are_found_by_paths_of_pathlib(photos: tuple[str, Path], tmp_path: Path):
+    run = Path(photos[0])
+    assert load(run, device="cpu").checkpoint.name == load(str(run), device="cpu").checkpoint.name
+    config = TrainConfig(name="self", storage=run.parent, log=LogConfig(tensorboard=False))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot start from itself"):
+        fit_locally(config, resume_from=run.parent / "self")
