@@ -192,7 +192,8 @@ def _require_other(config: TrainConfig, origin: str) -> None:
 
 
 def _place(config: TrainConfig, origin: str) -> str:
-    is_path = Path(origin).exists() and not is_name_below(origin, config.storage)
+    path = Path(origin)
+    is_path = path.is_absolute() or (path.exists() and not is_name_below(origin, config.storage))
     return origin if "://" in origin or is_path else f"{config.storage.rstrip('/')}/{origin}"
 
 
