@@ -78,9 +78,7 @@ class FitResult:
         run = read_run(self.path)
         return figure_of(sorted([*run.train, *run.evals], key=lambda each: each.step), run.name)
 
-    def report(
-        self, out: str | os.PathLike[str] | None = None, predict: bool = True
-    ) -> ReportFile:
+    def report(self, out: str | os.PathLike[str] | None = None, predict: bool = True) -> ReportFile:
         """Writes the report of the run, one HTML page, which notebooks display.
 
         Args:

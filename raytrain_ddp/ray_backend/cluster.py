@@ -56,6 +56,11 @@ def is_connected() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
+def starts_ray(address: str | None) -> bool:
+    """Whether a Ray is started here: none is running at an address, and this process has none."""
+    return not address and not os.environ.get("RAY_ADDRESS") and not is_connected()
+
+
 @contextmanager
 def ray_connection(
     address: str | None,
@@ -126,8 +131,7 @@ def cluster(
         PreflightError: there is no Ray at the address, or the cluster is too small; for an
             embedded Ray this is checked before it is started.
     """
-    address = address or os.environ.get("RAY_ADDRESS")
-    embedded = not address and not is_connected()
+    address, embedded = address or os.environ.get("RAY_ADDRESS"), starts_ray(address)
     layout: Layout | None = None
     with ExitStack() as stack:
         if embedded:
@@ -162,7 +166,7 @@ def start_warm_server(config: TrainConfig, address: str | None) -> None:
 
     It takes seconds to load its modules, in which the caller can do something else.
     """
-    if not address and not os.environ.get("RAY_ADDRESS") and not is_connected():
+    if starts_ray(address):
         _warm(config, os.getpid())
 
 
