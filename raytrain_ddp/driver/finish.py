@@ -117,13 +117,13 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         out = shlex.quote(f"{name}.csv")
         commands.append(("predict", f"python -m raytrain_ddp.predict {word} --out {out}"))
     if not is_importable:
-        commands.append(("train on", "run the same Python code again, with more epochs"))
+        commands.append(("train longer", "run the same Python code again, with more epochs"))
     elif result.status == "interrupted":
         commands.append(("resume", again if "://" not in place else "the same command again"))
     elif "://" not in place:
         more = f"--steps {2 * config.steps}" if config.steps else f"--epochs {2 * config.epochs}"
-        commands.append(("train on", f"{again} {more}"))
-        commands.append(("train anew", f"{again} --name {shlex.quote(f'{name}-2')}"))
+        commands.append(("train longer", f"{again} {more}"))
+        commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
     commands.append(("report", f"python -m raytrain_ddp.report {word}"))
     if config.log.tensorboard:
         commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))

@@ -71,7 +71,7 @@ def test_the_fingerprint_is_of_text_vocabulary_and_length(tmp_path: Path):
         ("a.txt", b"", "0 characters, but a window needs 5"),
         ("a.txt", b"abcd", "4 characters, but a window needs 5"),
         ("a.txt", b"abc\xff", r"a\.txt: not UTF-8 at byte 3"),
-        ("a.md", b"abcde", r"contains no \.txt files: specify others by a glob"),
+        ("a.md", b"abcde", r"contains no \.txt files: specify other files by a glob"),
     ],
 )
 def test_text_that_cannot_be_used_is_named(

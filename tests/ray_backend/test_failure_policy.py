@@ -162,7 +162,7 @@ def test_fault_48_the_same_death_at_the_same_step_three_times_ends_the_run():
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
         story.start(at=3).killed(rank=1, step=5)
     assert "no checkpoint in between" in str(caught.value)
-    assert "native code" in str(caught.value)
+    assert "native crash" in str(caught.value)
 
 
 def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():

@@ -123,7 +123,7 @@ def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
     assert [t.number for t in sweep.trials if t.status == "waiting"] == [1, 3, 5]
     assert {t.until for t in sweep.trials if t.status == "waiting"} == {3}
     assert [t.number for t in stopped] == [4, 7, 2, 6, 0, 8]
-    assert stopped[0].message == "place 4 of 9 after epoch 1; the first 3 go on"
+    assert stopped[0].message == "place 4 of 9 after epoch 1; the first 3 continue"
     for trial in [t for t in sweep.trials if t.status == "waiting"]:
         assert evaluate(sweep, trial, 0.5) == ""  # epoch 2
         assert evaluate(sweep, trial, 0.6 - trial.number / 10) != ""
@@ -164,7 +164,7 @@ def test_of_a_population_the_worst_are_replaced_by_copies_of_the_best_with_near_
         trial.status = "paused"
     stopped, clones = policy.promote(sweep, seed=5)
     assert [trial.number for trial in stopped] == [4, 2]
-    assert "place 5 of 6 after epoch 2; the first 4 go on" in stopped[0].message
+    assert "place 5 of 6 after epoch 2; the first 4 continue" in stopped[0].message
     assert [(clone.name, clone.origin) for clone in clones] == [
         ("trial-0006", "trial-0001"),
         ("trial-0007", "trial-0003"),
