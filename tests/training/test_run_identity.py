@@ -1,10 +1,95 @@
-"""What a checkpoint records about the user's code."""
+"""A resume compares the data and the user's code: which differ, and what older checkpoints lack."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 from processes import run_cli
+
+from raytrain_ddp.data.formats.image_folder import FolderImages
+from raytrain_ddp.data.loading.sources import ArraySource, Data
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.run_identity import RunIdentity
+
+
+class Kept:
+    """What is asked of a checkpoint."""
+
+    name = "step-00000005-a0001"
+
+    def __init__(self, train: str, document: dict[str, Any]) -> None:
+        self.manifest = self
+        self.data_fingerprint, self._document = train, document
+
+    def read(self, name: str) -> bytes:
+        assert name == "state.json"
+        return json.dumps({"step": 5, **self._document}).encode()
+
+
+class Named:
+    class_names = ("ape", "bat")
+
+
+def data_of(*values: int) -> Data:
+    return Data(ArraySource({"x": np.array(values)}), lambda records, _: records)
+
+
+def kept(identity: RunIdentity) -> Any:
+    return Kept(identity.train, identity.document())
+
+
+TRAIN, EVAL = data_of(1, 2), data_of(3)
+BEFORE = RunIdentity.of(TRAIN, EVAL, Named())
+
+
+def test_the_same_data_pass_and_the_document_survives():
+    RunIdentity.of(TRAIN, EVAL, Named()).require_same(kept(BEFORE), TRAIN)
+    alone = RunIdentity.of(TRAIN, None, object())
+    alone.require_same(kept(alone), TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("now", "reported"),
+    [
+        (RunIdentity.of(data_of(1, 4), EVAL, Named()), "the training data (2 rows, fingerprint"),
+        (RunIdentity.of(TRAIN, data_of(3, 3), Named()), "the evaluation data (2 rows,"),
+        (RunIdentity.of(TRAIN, None, Named()), "there are no evaluation data, but step-00000005"),
+        (replace(BEFORE, classes=("bat", "ape")), "2 classes: bat, ape; step-00000005-a0001 has"),
+    ],
+)
+def test_fault_29_the_set_that_is_another_one_is_named(now: RunIdentity, reported: str):
+    with pytest.raises(DataError) as caught:
+        now.require_same(kept(BEFORE), TRAIN)
+    assert reported in str(caught.value)
+    assert "another --name" in str(caught.value)
+
+
+def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_some():
+    before = RunIdentity.of(TRAIN, None, Named())
+    with pytest.raises(DataError, match=r"evaluation data .* differ from .* made without"):
+        BEFORE.require_same(kept(before), TRAIN)
+
+
+def test_older_checkpoints_know_the_training_data_only_and_folders_without_sizes(tmp_path: Path):
+    BEFORE.require_same(Kept(BEFORE.train, {}), TRAIN)  # type: ignore[arg-type]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(b"12")
+    source = FolderImages(str(tmp_path))
+    data = Data(source, lambda records, _: records)
+    now = RunIdentity.of(data, None, source)
+    now.require_same(Kept(source.former_fingerprint(), {}), data)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="the training data"):  # one that knows sizes compares them
+        now.require_same(
+            Kept(source.former_fingerprint(), now.document()),  # type: ignore[arg-type]
+            data,
+        )
+
 
 NET = """
 from torch import nn

@@ -32,7 +32,7 @@ from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns
 from raytrain_ddp.training.optimizer.task_optimizer import load_optimizer, optimizer_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from dcgan import DCGAN, GAN, digits
 
 STEPS = 7  # two epochs of these

@@ -237,7 +237,7 @@ def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
     )
     (tmp_path / "test_evaluation.py").symlink_to(__file__)
     for name in ("tiny.py", "processes.py"):
-        (tmp_path / name).symlink_to(Path(__file__).parents[1] / name)
+        (tmp_path / name).symlink_to(Path(__file__).parents[2] / name)
     task = ["--task", "collected.py:Collected", "--name", "c", "--epochs", "1"]
     small = ["--batch-size", "32", "--micro-batch", "8"]
     answer = run_cli("fit", "--local", *task, *small, cwd=tmp_path, warm=True)
