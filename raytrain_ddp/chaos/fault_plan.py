@@ -31,8 +31,8 @@ _SHARES = {"step": 0.45, "commit": 0.27, "prune": 0.05, "start": 0.13, "read": 0
 
 @dataclass(frozen=True)
 class Fault:
-    """A process is killed at `site`, by itself, if rank, step, hit and after (if set) match. Where
-    the rank is missing in that step, as others go on without it, it is killed in its next one."""
+    """A process is killed at `site`, by itself, if rank, step, hit and after (if set) match. If the
+    rank is missing in that step, because others continue without it, it is killed in its next."""
 
     site: str
     rank: int | None = None

@@ -33,7 +33,7 @@ class ReadAhead:
         fetch: reads the chunk at an offset, fewer bytes only at the end of the file. Also gets a
             chunk of before that is no longer in use, or an empty one. Called from the threads.
         chunk_bytes: the size of a chunk.
-        ahead: so many are read before they are asked for.
+        ahead: this many are read before they are asked for.
     """
 
     def __init__(

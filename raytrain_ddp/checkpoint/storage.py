@@ -138,7 +138,7 @@ class Storage:
             return read_hashed(stream, views, on_chunk)
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
-        """At most so many bytes of a file from `offset` on; fewer at its end."""
+        """At most this many bytes of a file from `offset` on; fewer at its end."""
         with self.fs.open_input_file(self._at(name)) as file:
             return bytes(file.read_at(most_bytes, offset))
 

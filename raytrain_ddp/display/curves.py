@@ -201,7 +201,7 @@ def _metric(
 
 
 def _scalars(runs: Sequence[RunCurves], x: Scale) -> list[Panel | None]:
-    """What tasks log beside the loss."""
+    """What tasks log with the loss."""
     names = list(dict.fromkeys(n for run in runs for r in run.train for n in r.scalars))
     values = [partial(lambda name, r: r.scalars.get(name), name) for name in names[:_MOST_METRICS]]
     pairs = zip(names, values, strict=False)

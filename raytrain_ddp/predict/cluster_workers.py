@@ -171,7 +171,7 @@ class _Worker:
 def working(
     job: Job, plan: Mapping[str, Any], places: Places, config: TrainConfig, parts: int
 ) -> Iterator[Callable[[Sequence[int]], Iterator[Progress]]]:
-    """Starts workers, for so many parts, and waits for the first of them; ends them afterward.
+    """Starts workers, for this many parts, and waits for the first of them; ends them afterward.
 
     Yields:
         A function that makes parts, in any order. Parts of a worker that died are made again by

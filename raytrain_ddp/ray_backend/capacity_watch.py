@@ -52,7 +52,7 @@ class CapacityWatch:
         changed: called when the set of nodes has changed.
 
     Attributes:
-        least_left: workers that go on without those that there is no room for; 0: none.
+        least_left: workers that continue without those that there is no room for; 0: none.
     """
 
     def __init__(

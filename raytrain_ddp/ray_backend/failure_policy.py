@@ -4,8 +4,8 @@ Ray replaces dead workers without limit; whether that is worthwhile is decided h
 the driver knows whether the run makes progress:
 
 - Failures count against `scaling.max_failures`, and a new checkpoint resets the count, or a further
-  step if the others have kept their state: a daily failure may go on for a year, but failures that
-  prevent all progress end the run.
+  step if the others have kept their state: a run may survive a failure a day for a year, but
+  failures that prevent all progress end it.
 - The same error twice at the same step, without a checkpoint in between, would repeat forever, as
   would a silent end three times: twice may be chance, if something outside ends processes.
 - The user's own exceptions and a lack of memory would happen again: they are not retried.
@@ -68,7 +68,7 @@ class FailurePolicy:
         match event:
             case Joined():
                 if event.start != start.name:
-                    # The others may go on before Ray says who has died.
+                    # The others may continue before Ray says who has died.
                     hang = None if start.handled else start.hang()
                     start = self._start = _Start(event.start, hang)
                 start.nodes[event.rank] = event.node

@@ -83,7 +83,7 @@ class RaySession(RecordingSession):
         start = seat.generation if seat else start
         self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
         self._events: deque[Event] = deque()  # the committing thread adds to it, too
-        alone = world.size if seat else 1  # others go on without those of some nodes
+        alone = world.size if seat else 1  # others continue without those of some nodes
         self._notice = Notice(look_every_s, self._events.append, alone)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)

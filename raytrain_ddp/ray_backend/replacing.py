@@ -42,7 +42,7 @@ class Start(NamedTuple):
 
     Args:
         placed: by Ray Train; the others are placed one by one, see single_workers.py.
-        least: how many go on without the others until these are replaced; 0: all are restarted.
+        least: how many continue without the others until these are replaced; 0: all are restarted.
         size: how many there are at first, if those that die are replaced; else 0.
     """
 

@@ -1,4 +1,4 @@
-"""Workers that are placed one by one, where the others go on without one that is missing.
+"""Workers that are placed one by one, where the others continue without one that is missing.
 
 Ray Train places its workers together, changes their number only by a restart of all, replaces those
 that die one after another, and ends all if a further one dies meanwhile. So it places only the

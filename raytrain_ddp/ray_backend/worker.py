@@ -49,7 +49,7 @@ class WorkerSettings:
         threads: CPUs of the worker.
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
-        least: how many workers go on if others die, which are replaced; 0: all are restarted.
+        least: how many workers continue if others die, which are replaced; 0: all are restarted.
             See replacing.py.
         size, most: how many there are at first then, and how many there may be.
         backend: of their process groups then.

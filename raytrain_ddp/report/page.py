@@ -97,7 +97,7 @@ def whole_page(title: str, body: str, places: str, live: bool) -> str:
 
     Args:
         places: what the command was given.
-        live: the runs go on.
+        live: the runs continue.
     """
     made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     again = " A run was still in progress: run the command again to update this." if live else ""

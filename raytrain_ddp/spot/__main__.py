@@ -4,7 +4,7 @@
     python -m raytrain_ddp.spot now --seconds 100    # a preStop hook
 
 One per worker node, started by the files in clusters/. It reads the cloud's metadata service and
-calls `ray drain-node`; a run then makes a checkpoint and goes on without the node
+calls `ray drain-node`; a run then makes a checkpoint and continues without the node
 (`preemption.py`). It imports neither torch nor Ray. A notice that it cannot read is reported, and
 drains nothing.
 """

@@ -230,7 +230,7 @@ class Conductor:
 
     def _begin(self, clone: Trial) -> None:
         """Adds a trial that starts from another's newest checkpoint, which is copied now, before
-        the other goes on."""
+        the other continues."""
         origin = next(each for each in self.sweep.trials if each.name == clone.origin)
         try:
             config = self.config_of(clone)

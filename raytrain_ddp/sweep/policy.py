@@ -1,8 +1,8 @@
-"""When a trial stops, and which one goes on: pure functions of the sweep so far.
+"""When a trial stops, and which one continues: pure functions of the sweep so far.
 
 - asha: asynchronous successive halving (Li et al., 2020) in the stopping form of Ray Tune: a trial
-  that reaches a rung goes on if it is among the best of those that have reached it before.
-- halving: synchronous successive halving. All trials pause at a rung, and the best go on.
+  that reaches a rung continues if it is among the best of those that have reached it before.
+- halving: synchronous successive halving. All trials pause at a rung, and the best continue.
 - pbt: population based training (Jaderberg et al., 2017), synchronous. All trials pause at a rung;
   the worst end, and others start in their place from the state of one of the best, with a point
   near its point.
@@ -39,7 +39,7 @@ def begin(settings: Settings, trial: Trial) -> None:
 
 
 def verdict(sweep: Sweep, trial: Trial) -> str:
-    """Why a trial is to stop after its newest evaluation; "" if it goes on."""
+    """Why a trial is to stop after its newest evaluation; "" if it continues."""
     newest = trial.evaluations[-1]
     if sweep.settings.scheduler in ("halving", "pbt"):
         reached = 0 < trial.until <= newest.epochs

@@ -169,7 +169,7 @@ def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Poi
         point = {dimension.field: dimension.draw(numbers) for dimension in space}
         number, repeated = number + 1, repeated + 1 if repr(point) in points else 0
         points.setdefault(repr(point), point)
-        if repeated > 100 * count + 1000:  # so a range has few numbers with so many digits
+        if repeated > 100 * count + 1000:  # so a range has few numbers with this many digits
             raise ConfigError(
                 f"the space has {len(points)} points with {_DIGITS} significant digits, fewer than "
                 f"--trials {count}: set --trials {len(points)}, or wider ranges."

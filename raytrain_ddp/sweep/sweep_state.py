@@ -1,7 +1,7 @@
 """What is known of a sweep: its settings and its trials, and the file that keeps both.
 
 The file is written before a trial starts and whenever one is evaluated or ends, so a sweep that was
-killed goes on with it. What happened inside a trial is in its run.
+killed continues with it. What happened inside a trial is in its run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Trial:
         return "; ".join(filter(None, (origin, self.message.partition("\n")[0])))
 
     def at(self, epochs: int) -> float | None:
-        """The value of the first evaluation after so many epochs; None before it."""
+        """The value of the first evaluation after this many epochs; None before it."""
         found = (each.value for each in self.evaluations if each.epochs >= epochs)
         return next(found, None)
 
@@ -84,7 +84,7 @@ class Settings:
         config: the recipe with its flags, as a dict.
         space: the dimensions, in the order in which they were given.
         trials: number of points. seeds: runs of each point.
-        first_rung: epochs before the first decision. factor: one in so many goes on.
+        first_rung: epochs before the first decision. factor: one in this many continues.
     """
 
     config: Mapping[str, Any]

@@ -82,7 +82,7 @@ class Criterion:
         return (-torch.expm1(-loss)) ** self._config.gamma * loss
 
     def metrics(self, targets: int) -> dict[str, Metric]:
-        """The metrics of so many targets, besides the loss; each is updated with `compared`."""
+        """The metrics of this many targets, besides the loss; each is updated with `compared`."""
         from torchmetrics import MeanAbsoluteError, R2Score  # takes seconds to import
         from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 

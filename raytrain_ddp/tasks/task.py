@@ -57,7 +57,7 @@ class Task(Protocol):
     ) -> Tensor | tuple[Tensor, Mapping[str, Tensor | float]]:
         """The mean loss over the batch's samples, shape (); `batch` is on the model's device.
 
-        Or (loss, scalars): a dict of means over the samples by name, logged beside the loss. The
+        Or (loss, scalars): a dict of means over the samples by name, logged with the loss. The
         names must be the same in each step.
 
         Draw random numbers only from torch's, numpy's or Python's global generators: they are

@@ -136,7 +136,7 @@ def _require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
         if is_tensor and loss.ndim:
             hint = " Take its mean over the samples."
         elif isinstance(loss, Mapping | tuple | list):
-            hint = " Return the loss, or (loss, {name: scalar}) to log scalars beside it."
+            hint = " Return the loss, or (loss, {name: scalar}) to log scalars with it."
         raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
     if needs_gradient and not loss.requires_grad:
         raise refused(

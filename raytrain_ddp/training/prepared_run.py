@@ -283,7 +283,7 @@ class PreparedRun:
 
     def take_live(self) -> Snapshot | None:
         """The state after the last complete step, of a rank that has lost a peer. None if others
-        could not go on from it: see `Stepper.roll_back`, or if ranks keep different states."""
+        could not continue from it: see `Stepper.roll_back`, or if ranks keep different states."""
         state, step = self.state, self.state.step
         if state.is_own or not self.stepper.roll_back():
             return None

@@ -48,7 +48,7 @@ class WarmUp(NamedTuple):
     """What the warm-up of a turn has found out about the model.
 
     Args:
-        scalar_names: of the scalars that the task logs beside the loss.
+        scalar_names: of the scalars that the task logs with the loss.
         fewest: samples with which a slot passes in training mode.
         changing: the bool buffers that a forward pass changes.
         flops: floating-point operations of a sample, forward and backward; 0 if unknown.
@@ -123,8 +123,8 @@ class Session(Protocol):
 
     def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`, and goes on with `kept`. If `take_live` returns None,
-        no rank could go on from that state."""
+        last complete step with `take_live`, and continues with `kept`. If `take_live` returns None,
+        no rank could continue from that state."""
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         """Restores the log of a checkpoint."""

@@ -82,7 +82,7 @@ class SlotBuffers:
         exact_slots: the number of slots, if sums must have the same bits for any number of workers.
         changing: the bool buffers that forward passes change. The others are constant masks, which
             may be large and are never sent.
-        scalars: the number of those that are averaged beside the loss.
+        scalars: the number of those that are averaged with the loss.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ class RankLost(ConnectionError):
 
 
 class NoStateLeft(Exception):
-    """Raised on ranks that have kept a trained model: no rank can go on from its state, and there
-    is no checkpoint."""
+    """Raised on ranks that have kept a trained model: no rank can continue from its state, and
+    there is no checkpoint."""
 
 
 class NewcomerWaits(Exception):
@@ -252,7 +252,7 @@ def through_generations(
     is_loss: Callable[[BaseException], bool],
     most: int,
 ) -> None:
-    """Trains, and goes on in the next generation whenever another rank is lost.
+    """Trains, and continues in the next generation whenever another rank is lost.
 
     Args:
         most: losses in a row without a further step; one more is an error.

@@ -53,7 +53,7 @@ class Member:
 
     @property
     def may_miss_others(self) -> bool:
-        """Whether the run may go on without some of its ranks."""
+        """Whether the run may continue without some of its ranks."""
         return self.least < max(self.size, self.most)
 
 
@@ -100,7 +100,7 @@ class Roster:
     A member asks again and again until its generation is complete; so a roster that is lost, or a
     member that dies while it waits, does no harm. Whatever a member does, it sends heartbeats.
     The first generation has the first `size` ranks, as does one after all have died, unless some do
-    not appear for a long time. The others go on without the dead if their `least` allows.
+    not appear for a long time. The others continue without the dead if their `least` allows.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

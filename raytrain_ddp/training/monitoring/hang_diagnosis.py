@@ -215,7 +215,7 @@ def is_waiting(doing: str, inside: bool) -> bool:
 def is_compiling(thread: int) -> bool:
     """Whether torch.compile runs in this thread, or in one of torch's, as backward passes may.
 
-    Other threads, such as the loader's, are left alone: they go on while their stacks are read,
+    Other threads, such as the loader's, are left alone: they continue while their stacks are read,
     and CPython may then return anything for a frame.
     """
     known = {each.ident for each in threading.enumerate() if not isinstance(each, _OF_TORCH)}

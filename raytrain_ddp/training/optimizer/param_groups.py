@@ -92,7 +92,7 @@ def regroup(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
 ) -> None:
     """Groups as a checkpoint has them: older versions decayed all matrices, also positional
-    embeddings and the like, and such a run goes on as it began."""
+    embeddings and the like, and such a run continues as it began."""
     groups = optimizer.param_groups
     sizes = [len(group["params"]) for group in saved]
     if sizes == [len(group["params"]) for group in groups]:

@@ -138,8 +138,8 @@ class RecordingSession:
         return live or stored
 
     def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
-        """The newest stored checkpoint, and the steps of all. Survivors that go on from their own
-        state do not read it."""
+        """The newest stored checkpoint, and the steps of all. Survivors that continue from their
+        own state do not read it."""
 
         def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
             newest = recorder.begin(relay.read_all if may_read else lambda _: None)
@@ -171,7 +171,7 @@ class RecordingSession:
         self._live, self._take_live, self.kept = None, take_live, kept
 
     def live_state(self) -> LiveState | None:
-        """The state that this process has; None if others could not go on from it."""
+        """The state that this process has; None if others could not continue from it."""
         take, self._take_live = self._take_live, None  # the run is free then
         if take is None:
             return self._live

@@ -80,7 +80,7 @@ class Connections:
             threading.Thread(target=self._abort, name="aborting", daemon=True).start()
 
     def _abort(self) -> None:
-        """May take long, or fail; another thread has to go on sending heartbeats."""
+        """May take long, or fail; another thread has to keep sending heartbeats."""
         with suppress(Exception):
             self._of_gpus.abort()
 

@@ -19,7 +19,7 @@ _WRAPPER = "DistributedDataParallel.module"
 
 @contextmanager
 def naming_nondeterministic(model: nn.Module) -> Iterator[None]:
-    """Lets passes of the model go on where torch refuses a kernel.
+    """Lets passes of the model continue where torch refuses a kernel.
 
     Raises:
         ConfigError: at the end, if it did; names each such kernel, with its layer.

@@ -45,7 +45,7 @@ def nccl_settings(config: TrainConfig) -> dict[str, str]:
 
 
 def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | None = None) -> None:
-    """Sets the variables in a process that goes on when another one dies: what torch does about a
+    """Sets the variables in a process that continues when another one dies: what torch does about a
     failed collective, ending the process or aborting the communicator, is done by `Connections`,
     which notes it first.
 

@@ -1,4 +1,4 @@
-"""The model with which a process begins or goes on."""
+"""The model with which a process starts or continues."""
 
 from __future__ import annotations
 

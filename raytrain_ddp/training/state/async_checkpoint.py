@@ -191,8 +191,8 @@ class AsyncCheckpointer:
         self._tell(CheckpointFailed(step=step, message=str(error), in_a_row=self._in_a_row))
         if self._in_a_row < self._max_failed:
             self._note(
-                f"the checkpoint of step {step} could not be written ({error}). Training goes on; "
-                f"that was {self._in_a_row} of checkpoint.max_failed = {self._max_failed} in a row."
+                f"the checkpoint of step {step} could not be written ({error}). Training "
+                f"continues; that was {self._in_a_row} of checkpoint.max_failed = {self._max_failed} in a row."
             )
 
     def _note(self, text: str) -> None:

@@ -4,7 +4,7 @@ A large state is stored in several files, which depend on nothing but its tensor
 among a few ranks, on different hosts if there are some: all ranks have the same state, so nothing
 is sent. For each of its files, a rank
 
-    1. copies the tensors to the host, and training goes on,
+    1. copies the tensors to the host, and training continues,
     2. writes `optimizer-3.safetensors` into the folder of the checkpoint, and hashes it meanwhile,
     3. seals it: writes `optimizer-3.seal.json`, with its size and sha256, in one move.
 
@@ -167,7 +167,7 @@ def sealed(
     """The files that other ranks write into the folder of a checkpoint, once all are sealed.
 
     Args:
-        wait: so many seconds; returns False if the session is ending.
+        wait: this many seconds; returns False if the session is ending.
         own_s: how long this rank took for its files.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The state after the last complete step, in memory: survivors of a death go on from it.
+"""The state after the last complete step, in memory: survivors of a death continue from it.
 
 It has the files of a checkpoint, so a start loads it as it loads one. Each survivor takes its own
 when it loses a peer; in the next process group the ranks agree on the most advanced one, and all
@@ -40,7 +40,7 @@ class LiveState:
         digest: of all tensors, hex; computed in the background.
         kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
-        needed: the steps of checkpoints that must exist to go on: of the best evaluation so far,
+        needed: the steps of checkpoints that must exist to continue: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.
     """
 

@@ -84,7 +84,7 @@ class TrainState:
 
     @property
     def is_own(self) -> bool:
-        """Whether each rank keeps another state, so that none could go on without another."""
+        """Whether each rank keeps another state, so that none could continue without another."""
         return self.compression.is_own or self.shares.is_divided
 
     def gather(self) -> Gathered:

@@ -79,7 +79,7 @@ class Stepper:
             rates: the learning rate of each parameter group of all optimizers.
 
         Returns the workers' shares of the means over the step's `samples`, of the loss and of the
-        scalars beside it, shape (ranks, 1 + scalars), on the device: a row per rank if the step is
+        scalars with it, shape (ranks, 1 + scalars), on the device: a row per rank if the step is
         logged, else this worker's. The shares of all workers add up. With several optimizers, the
         loss is the sum of their losses.
 
@@ -145,7 +145,7 @@ class Stepper:
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
-        """Of the scalars that are logged beside the loss; known after `adopt`. With several
+        """Of the scalars that are logged with the loss; known after `adopt`. With several
         optimizers: the loss of each, and its scalars."""
         if self._is_one:
             turn, _ = next(iter(self._turns.values()))

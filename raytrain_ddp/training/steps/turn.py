@@ -43,7 +43,7 @@ class Turn:
         optimizer: steps over the parameters that are trained now, whose gradients `net` sums.
 
     Attributes:
-        scalar_names: of the scalars that the task logs beside the loss; set by `adopt`.
+        scalar_names: of the scalars that the task logs with the loss; set by `adopt`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Turn:
             gathers: all ranks get the shares of all.
 
         Returns the workers' shares of the means over the step's `samples`, of the loss and of the
-        scalars beside it, on the device, shape (ranks, 1 + scalars): a row per rank if `gathers`,
+        scalars with it, on the device, shape (ranks, 1 + scalars): a row per rank if `gathers`,
         else this worker's. The shares of all workers add up.
         And whether the turn was refused, shape ().
         """

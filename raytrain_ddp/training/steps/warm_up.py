@@ -39,7 +39,7 @@ class Forward:
     name: str = ""
 
     def __call__(self, batch: Batch, is_wrapped: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, shape (), and the scalars beside it.
+        """Returns the loss, shape (), and the scalars with it.
 
         Raises:
             TaskError: the task's loss is not a valid loss.
@@ -117,7 +117,7 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 
 
 def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> tuple[str, ...]:
-    """Returns the names of the scalars beside the loss."""
+    """Returns the names of the scalars with the loss."""
     with counting_calls(run.net) as calls:
         loss, scalars = run(batch)
     if not calls and run.net is not run.model:
