@@ -191,8 +191,9 @@ class AsyncCheckpointer:
         self._tell(CheckpointFailed(step=step, message=str(error), in_a_row=self._in_a_row))
         if self._in_a_row < self._max_failed:
             self._note(
-                f"the checkpoint of step {step} could not be written ({error}). Training "
-                f"continues; that was {self._in_a_row} of checkpoint.max_failed = {self._max_failed} in a row."
+                f"the checkpoint of step {step} could not be written ({error}). Training continues "
+                f"unless checkpoint.max_failed = {self._max_failed} fail in a row; this was number "
+                f"{self._in_a_row}."
             )
 
     def _note(self, text: str) -> None:
