@@ -107,7 +107,8 @@ def centre_into(
     mode: Mode = "bilinear",
     share: float = CENTRE_SHARE,
 ) -> None:
-    """Resizes the shorter side to size / share and crops the center; skipped for exact sizes."""
+    """Resizes the shorter side to size / share and crops the center, as torchvision's Resize and
+    CenterCrop do; skipped for exact sizes."""
     height, width = picture.height, picture.width
     if (height, width) == tuple(out.shape[-2:]):
         out.copy_(to_tensor(picture.pixels()))
@@ -120,12 +121,13 @@ def centre_into(
         middle = pixels[top : top + longest, left : left + longest]
         picture = EncodedImage.of_pixels(np.ascontiguousarray(middle))
         height, width = picture.height, picture.width
-    factor = size / share / min(height, width)
-    h, w = max(size, round(height * factor)), max(size, round(width * factor))
+    short = max(size, round(size / share))
+    long = int(short * max(height, width) / min(height, width))
+    h, w = (short, long) if height < width else (long, short)
     shrink = shrink_for((height, width), (h, w)) if jpeg_scaling and picture.jpeg else 1
     whole = torch.empty((1, 3, h, w), dtype=torch.uint8, memory_format=torch.channels_last)
     resize_into(whole, to_tensor(picture.pixels(shrink)), height / shrink, width / shrink, mode)
-    top, left = (h - size) // 2, (w - size) // 2
+    top, left = round((h - size) / 2), round((w - size) / 2)
     out.copy_(whole[:, :, top : top + size, left : left + size])
 
 
