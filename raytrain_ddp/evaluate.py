@@ -134,8 +134,7 @@ def _opened(
 ) -> tuple[Task, Data]:
     """The task, and the data to evaluate on.
 
-    Where the data of the run are not evaluated, they need not be there: the checkpoint has recorded
-    the classes.
+    Training data that are not evaluated need not be there: the checkpoint has recorded the classes.
     """
     from raytrain_ddp.checkpoint.lookup import recorded_classes
     from raytrain_ddp.data.pixels.image_batches import image_data
@@ -145,7 +144,8 @@ def _opened(
     from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 
     classes = recorded_classes(checkpoint)
-    if "eval_source" in given and config.task in BUILT_IN and classes:
+    is_apart = config.data.eval_source is not None and not config.data.holdout
+    if is_apart and config.task in BUILT_IN and classes:
         source = open_evaluation(config.data, classes, config.loss.name == "bce")
         data = image_data(source, config.data, None, len(classes))
         return ImageClassification.without_data(config, classes), data

@@ -15,7 +15,7 @@ from raytrain_ddp.data.formats.image_folder import is_hidden
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
-from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.data.splits import ImageSource, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.task_check import eval_data_of
@@ -112,13 +112,7 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
         if data is None:
             raise ConfigError("the task has no evaluation data.")
         return Input(data, lambda rows: {"row": [*rows]})
-    config = model.config
-    splits = open_splits(config.data, binary=config.loss.name == "bce")
-    source = splits.eval
-    if source is None:
-        raise ConfigError("the run has no evaluation data: give INPUT.")
-    if splits.class_names != model.class_names:
-        raise DataError("the data of the run have other classes now: give INPUT.")
+    source = _evaluation(model)
     labels = source.labels().tolist()
     whole = source.whole if isinstance(source, HoldoutPart) else source
     files = getattr(whole, "files", None)
@@ -131,13 +125,26 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
         named: Columns = dict(of_table(theirs)) if of_table else {"row": theirs}
         if files:
             named["path"] = [files[row][0] for row in theirs]
-        if splits.predicted == "classes":
-            named["label"] = [splits.class_names[labels[row]] for row in rows]
-        else:
+        if model.config.data.target_columns:
             named[TARGET] = [labels[row] for row in rows]
+        else:
+            named["label"] = [model.class_names[labels[row]] for row in rows]
         return named
 
     return Input(model.data_of(source, on_bad, image_size), places)
+
+
+def _evaluation(model: LoadedModel) -> ImageSource:
+    """The evaluation data of the run; its training data need not be there if these are others."""
+    config, binary = model.config.data, model.config.loss.name == "bce"
+    if config.eval_source is not None and not config.holdout:
+        return open_evaluation(config, model.class_names, binary)
+    splits = open_splits(config, binary=binary)
+    if splits.eval is None:
+        raise ConfigError("the run has no evaluation data: give INPUT.")
+    if splits.class_names != model.class_names:
+        raise DataError("the data of the run have other classes now: give INPUT.")
+    return splits.eval
 
 
 def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
