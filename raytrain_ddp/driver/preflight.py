@@ -19,7 +19,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
@@ -38,6 +38,8 @@ def check(config: TrainConfig) -> TrainConfig:
         DataError: the data does not exist, or cannot be read.
         PreflightError: a package that the log needs is not installed.
     """
+    if not isinstance(config, TrainConfig):  # from Python
+        raise ConfigError(f"fit takes a TrainConfig, not a {type(config).__name__}.")
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise PreflightError(

@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytrain_ddp import DataConfig, ModelConfig, OptimConfig, ScheduleConfig, TrainConfig
+from raytrain_ddp import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+    fit_locally,
+)
 from raytrain_ddp.config.recipe import changed_fields, from_dict, to_dict
 from raytrain_ddp.errors import ConfigError
 
@@ -70,3 +77,9 @@ def test_options_as_text_and_as_numbers_are_the_same_on_a_resume():
 def test_a_file_is_as_strict(values: dict[str, Any]):
     with pytest.raises(ConfigError, match=r"^mine.toml: .* = .*: must be .*\.$"):
         from_dict(values, where="mine.toml")
+
+
+@pytest.mark.parametrize("given", [{"epochs": 1}, "digits", OptimConfig()])
+def test_fit_takes_a_config_only(given: Any):
+    with pytest.raises(ConfigError, match="fit takes a TrainConfig, not a "):
+        fit_locally(given)
