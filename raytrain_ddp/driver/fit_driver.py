@@ -235,7 +235,7 @@ def _train_on_ray(
         if config.task in BUILT_IN:
             try_model(config, is_new=not committed)
         else:  # checked before anything is started; loads torch, which Ray Train does later anyway
-            phase("loading the task")
+            show(Phase("loading the task"))
             task_of(config)
         with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
             write_config(config, run)

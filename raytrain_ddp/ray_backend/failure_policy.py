@@ -6,7 +6,7 @@ the driver knows whether the run makes progress:
 - Failures count against `scaling.max_failures`, and a new checkpoint resets the count, or a further
   step if the others have kept their state: a run may survive a failure a day for a year, but
   failures that prevent all progress end it.
-- The same error twice at the same step, without a checkpoint in between, would repeat forever, as
+- The same error twice at one step, without a checkpoint in between, would repeat forever, as
   would a silent end three times: twice may be chance, if something outside ends processes.
 - The user's own exceptions and a lack of memory would happen again: they are not retried.
 - Workers that Ray ends because their node runs out of memory are replaced once.
@@ -17,6 +17,7 @@ the driver knows whether the run makes progress:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from raytrain_ddp import errors
@@ -48,8 +49,7 @@ class FailurePolicy:
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
         self._most, self.replaced = most, replaced
         self._in_a_row = 0
-        self._before: tuple[int | None, str] | None = None  # (step, what) of the previous failure
-        self._alike = 0  # failures in a row that were like it
+        self._seen: Counter[tuple[int | None, str]] = Counter()  # (step, what), since progress
         self._for_memory = 0
         self._committed = self._reached = committed
         self._start: _Start = _Start("")
@@ -130,7 +130,8 @@ class FailurePolicy:
 
     def _note_progress(self, step: int) -> None:
         if step > self._reached:
-            self._reached, self._in_a_row, self._before, self._for_memory = step, 0, None, 0
+            self._reached, self._in_a_row, self._for_memory = step, 0, 0
+            self._seen.clear()
 
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
@@ -156,8 +157,8 @@ class FailurePolicy:
             said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:
                 raise _exhausted(f"rank {rank} {said} {where}, again. {_MEMORY}", cause)
-        self._alike = self._alike + 1 if step and self._before == (step, what) else 1
-        if self._alike >= (_MOST_SILENT if said == _SILENTLY else 2):
+        self._seen[step, what] += 1
+        if step and self._seen[step, what] >= (_MOST_SILENT if said == _SILENTLY else 2):
             raise _exhausted(
                 f"rank {rank} {said} {where}, as it did before, with no checkpoint in between: it "
                 f"would repeat forever. {_advice(what)} {KEPT}",
@@ -171,7 +172,6 @@ class FailurePolicy:
                 f"{KEPT}",
                 cause,
             )
-        self._before = (step, what) if step else None
         if others_stay:
             for each in event.texts:  # what it has said is not of the next one
                 self._start.reports.pop(each, None)
@@ -179,7 +179,8 @@ class FailurePolicy:
 
     def _handle_hang(self, hang: WorkerFailed, others_stay: bool) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")
-        if self._before == (step, what):
+        self._seen[step, what] += 1
+        if self._seen[step, what] > 1:
             raise errors.RetriesExhausted(
                 f"{text}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
             )
@@ -189,7 +190,6 @@ class FailurePolicy:
                 f"workers failed {self._in_a_row} times with no new checkpoint in between "
                 f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
             )
-        self._before = (step, what)
         return Failed(None, step, f"{text}; {self._resume_text(others_stay)}", hung=True)
 
     def _resume_text(self, others_stay: bool = False) -> str:

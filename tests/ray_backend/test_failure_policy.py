@@ -165,6 +165,15 @@ def test_fault_48_the_same_death_at_the_same_step_three_times_ends_the_run():
     assert "native crash" in str(caught.value)
 
 
+def test_fault_48_so_do_three_deaths_at_a_step_with_others_in_between_but_no_progress():
+    """Where a rank was when it died is known only roughly on a busy machine."""
+    story = Story(most=100)
+    for step in (5, 4, 5, 4):
+        assert story.start(at=3).killed(rank=1, step=step) is not None
+    with pytest.raises(RetriesExhausted, match="at step 5, as it did before"):
+        story.start(at=3).killed(rank=1, step=5)
+
+
 def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
     story = Story(most=100).start()
     texts = {0: "OSError: so", 1: "gloo"}
