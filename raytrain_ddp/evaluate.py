@@ -40,6 +40,10 @@ class ReadArgs:
     """Side of the images, in pixels."""
     eval_crop: float | None = None
     """Share of the shorter side that is kept, in the center."""
+    bad_records: Literal["error", "skip"] | None = None
+    """What to do with an image that cannot be decoded. skip: leave it out."""
+    max_bad: int | None = None
+    """With skip: number of bad records that there may be."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,12 @@ def main(argv: Sequence[str]) -> int:
     device = choose_device(args.device)
     world = World(0, 1, device.index or 0, device, torch.get_num_threads())
     set_up(world, config.compute)
-    task, data = _opened(checkpoint, config, given)
+    try:
+        task, data = _opened(checkpoint, config, given)
+    except DataError as error:
+        if args.data is not None:
+            raise
+        raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
     model = stored_model(config, task, checkpoint, device)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")

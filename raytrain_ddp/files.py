@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import ConfigError, DataError
 
 _READ_BYTES = 2**20
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """With the home folder for ``~`` or ``~user``. Raises ConfigError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
 
 
 def fsync(path: str | os.PathLike[str]) -> None:

@@ -43,6 +43,7 @@ TENSORBOARD = "tensorboard"
 LOGS = "logs"
 PROFILES = "profiles"
 HANGS = "hang"
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep, which holds the runs of its trials
 RUNS = "runs"  # the folder of runs, unless --storage is given
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})

@@ -81,7 +81,10 @@ def described(kind: Any) -> str:
         return f"a list of {plural}" if ... in args else f"{len(args)} {plural}"
     if origin is dict:
         return f"a table whose values are {described(args[1])}"
-    return _WORDS.get(kind) or f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    if kind in _WORDS:
+        return _WORDS[kind]
+    name = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    return f"{name}, in a file a table [{kind.section}]"
 
 
 def as_text(value: str | bool | int | float) -> str:
@@ -98,6 +101,7 @@ def _fitted(kind: Any, value: Any) -> Any:
     if origin is Literal:
         fits = isinstance(value, str) and value in args
     elif origin is tuple:
+        value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
         if not isinstance(value, tuple | list) or (... not in args and len(value) != len(args)):
             raise ValueError
         return tuple(_fitted(args[0], each) for each in value)
@@ -111,6 +115,7 @@ def _fitted(kind: Any, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         fits = isinstance(value, str)
     else:
+        value = value.item() if kind is bool and type(value).__name__ == "bool_" else value
         fits = isinstance(value, kind)
     if not fits:
         raise ValueError

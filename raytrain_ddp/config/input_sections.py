@@ -5,6 +5,7 @@ Imports nothing heavy, like sections.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -117,7 +118,10 @@ class DataConfig(Section, name="data"):
         at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
         window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
         require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")
-        require(min(self.std) > 0, "data.std", self.std, "each value must be above 0")
+        std_ok = all(0 < value < math.inf for value in self.std)
+        require(std_ok, "data.std", self.std, "each value must be above 0, and finite")
+        mean_ok = all(map(math.isfinite, self.mean))
+        require(mean_ok, "data.mean", self.mean, "each value must be finite")
         workers_ok = self.workers == "auto" or self.workers >= 0
         require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
         rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"

@@ -75,7 +75,7 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
             + did_you_mean(path_or_name, shipped)
         )
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     info = RecipeInfo.of(values.pop("recipe", {}), where=str(path))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.command_line import Command, run_command
@@ -17,6 +16,7 @@ from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.files import expanded
 from raytrain_ddp.ray_backend.placement import local_resources
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
         from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
 
-        folder = Path(args.verify).expanduser()
+        folder = expanded(args.verify)
         rows = read_dataset_file(folder).get("rows")
         images = sum(rows.values()) if isinstance(rows, dict) else 0
         with shown() as meter:

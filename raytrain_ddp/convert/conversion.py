@@ -38,10 +38,10 @@ from raytrain_ddp.data.discovery.discovery import DATASET_FILE
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.permutation import sorted_permutation
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import Splits
+from raytrain_ddp.data.splits import Splits, notes_of
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import DataSummary
-from raytrain_ddp.files import different
+from raytrain_ddp.files import different, expanded
 from raytrain_ddp.uri import without_secrets
 
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
@@ -83,12 +83,16 @@ def convert(
         if (place / DATASET_FILE).is_file():
             dataset = read_dataset_file(place)
             _require_same(stage.dest, dataset, given)
+            _require_up_to_date(place, dataset, source, config)
             if place == stage.folder:  # stopped when only the final rename was missing
                 with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
             return Converted(stage.dest, dataset, found=place == stage.dest)
     splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
+    notes += tuple(notes_of(splits[0].source, "the training set"))
+    for split in splits[1:]:
+        notes += tuple(notes_of(split.source, f"the {split.name} split"))
     data = Splits(
         splits[0].source,
         first.source if first else None,
@@ -102,7 +106,7 @@ def convert(
         stage.begin({**given, "content": content, "written with": versions})
         classes = tuple(splits[0].class_names)
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
-        dataset = _dataset(source, config, classes, done)
+        dataset = {**_dataset(source, config, classes, done), "content": content}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
     return Converted(stage.dest, dataset, found=False, summary=data.summary())
 
@@ -245,8 +249,8 @@ def _check_dest(source: str, dest: str) -> Path:
     """The folder to write, as an absolute path without links."""
     if "://" in dest:
         raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
-    folder = Path(dest).expanduser().resolve()
-    origin = Path(source).expanduser().resolve()
+    folder = expanded(dest).resolve()
+    origin = expanded(source).resolve()
     if origin.is_dir() and (folder == origin or origin in folder.parents):
         raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
@@ -269,6 +273,30 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
         raise ConfigError(
             f"{dest} is complete, but was made with other input: {'; '.join(differences)}. Use "
             "another folder, or delete it."
+        )
+
+
+def _require_up_to_date(
+    place: Path, dataset: Mapping[str, Any], source: str, config: ConvertConfig
+) -> None:
+    """Raises DataError if files are missing, or if the source is there and has changed since."""
+    for file in dataset["files"]:
+        path = place / file["path"]
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            what = "is missing" if not path.is_file() else "has another size"
+            raise DataError(f"{path} {what}: delete {place}, and convert again.")
+    if "content" not in dataset:  # an earlier version wrote it
+        return
+    try:
+        splits, _ = open_source_splits(source, config)
+    except (DataError, PreflightError):
+        return  # a source may be deleted once it is converted
+    content = {split.name: split.fingerprint() for split in splits}
+    changed = [name for name in content if content[name] != dataset["content"].get(name)]
+    if changed or len(content) != len(dataset["content"]):
+        raise DataError(
+            f"{source} has changed since it was converted into {place} "
+            f"({', '.join(changed) or 'other splits'}): use another folder, or delete it."
         )
 
 

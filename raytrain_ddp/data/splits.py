@@ -170,8 +170,8 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
             f"data.source has only {f'one class, {classes[0]!r}' if classes else 'empty lists'}: "
             f"it must have folders or labels for at least 2 classes.{unread}"
         )
-    notes = [*found.notes, *_notes_of(train, "the training set")]
-    notes += _unused_root(train, config)
+    notes = [*found.notes, *notes_of(train, "the training set")]
+    notes += _unused_fields(train, config)
     if config.holdout:
         held = _held(train, config)
         where_from = f"{config.holdout:.3g} of the training set (data.holdout)"
@@ -196,7 +196,7 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     if evaluation is None and config.eval_split != "none":
         notes.append(_NO_EVALUATION)
     elif evaluation is not None:
-        notes += _notes_of(evaluation, "the evaluation set")
+        notes += notes_of(evaluation, "the evaluation set")
     return Splits(train, evaluation, eval_from, tuple(notes), predicted)
 
 
@@ -209,7 +209,11 @@ def open_evaluation(config: DataConfig, classes: Sequence[str], binary: bool) ->
     Raises:
         ConfigError, DataError, PreflightError: like `open_splits`.
     """
-    return open_images(locate_evaluation(config), config, classes, binary)
+    is_column_each = bool(config.target_columns) and (
+        len(config.target_columns) > 1 or len(classes) == 1
+    )  # which may have other names; else, it is one column with lists of the labels
+    known = None if is_column_each else classes
+    return open_images(locate_evaluation(config), config, known, binary)
 
 
 def open_images(
@@ -242,7 +246,10 @@ def open_images(
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 
 
-def _unused_root(train: ImageSource, config: DataConfig) -> Iterator[str]:
+def _unused_fields(train: ImageSource, config: DataConfig) -> Iterator[str]:
+    for name in () if isinstance(train, ShardImages) else ("image_column", "label_column"):
+        if getattr(config, name) != getattr(DataConfig, name):
+            yield f"data.{name} is not used for the training set, which has no columns."
     if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
         yield "data.root is not used for the training set, which is not a list of images."
 
@@ -267,7 +274,7 @@ def _repeated(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
         yield f"{images} in both the training set and the evaluation set."
 
 
-def _notes_of(source: ImageSource, what: str) -> list[str]:
+def notes_of(source: ImageSource, what: str) -> list[str]:
     """Notes about files that are not used and labels that are mapped."""
     notes = []
     ignored: Mapping[str, int] = getattr(source, "ignored", {})

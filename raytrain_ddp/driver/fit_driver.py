@@ -78,7 +78,7 @@ def fit(
         KeyboardInterrupt: Ctrl-C before training began, or twice.
     """
     started = time.monotonic()
-    config = check(config or TrainConfig())
+    config = check(TrainConfig() if config is None else config)
     run, branch = run_and_branch(config, default_name, resume_from, allow_change)
     with display or Display() as shown:
         with driven(run, shown.handle, branch) as (run, tell):
@@ -113,7 +113,7 @@ def fit_locally(
         session: makes the session, from the arguments of `LocalSession`, which is the default.
     """
     started = time.monotonic()
-    config = check(config or TrainConfig())
+    config = check(TrainConfig() if config is None else config)
     require_no_evaluator(config)
     main = os.environ.get("RANK", "0") == "0"
     if main:

@@ -6,7 +6,6 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -20,6 +19,7 @@ from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.files import expanded
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
@@ -51,7 +51,7 @@ def check(config: TrainConfig) -> TrainConfig:
         config = replace(config, data=_with_classes(config), model=model)
     storage = config.storage  # absolute, so that it means the same in each worker and later
     if "://" not in storage:
-        storage = str(Path(storage).expanduser().absolute())
+        storage = str(expanded(storage).absolute())
     return replace(config, storage=storage)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
+    SWEEP_FILE,
     newest_manifest,
     require_none_lost,
     run_storage,
@@ -146,6 +147,8 @@ def claimed(run: NamedRun) -> Iterator[None]:
 def _of_name(config: TrainConfig) -> NamedRun:
     folder = run_storage(config)
     manifest = newest_manifest(folder)
+    if manifest is None and folder.exists(SWEEP_FILE):
+        raise ConfigError(f"{folder} is a sweep: give the run another --name.")
     if manifest is None:
         require_none_lost(config, folder)
         return NamedRun(config, folder, None)

@@ -13,6 +13,7 @@ from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
+from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
     from raytrain_ddp.inference.loaded_model import LoadedModel
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
     model = load(args.run, args.checkpoint, device="cpu")
     form = require_format(args.format, model)
-    out = Path(args.out or f"{model.config.name}-{args.format}").expanduser()
+    out = expanded(args.out or f"{model.config.name}-{args.format}")
     _require_place(out, args.overwrite)
     images = _images(args, model)
     facts = facts_of(model, *images.shape[-2:])

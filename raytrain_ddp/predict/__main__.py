@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.config.validation import ADDRESS, require
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
     from raytrain_ddp.predict.output_parts import OutputParts, Totals
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         require(value is None or value >= 1, name, value, "must be 1 or more")
     from raytrain_ddp.predict.output_parts import OutputParts
 
-    parts = OutputParts(Path(args.out).expanduser(), args.overwrite)
+    parts = OutputParts(expanded(args.out), args.overwrite)
     began = time.monotonic()
     try:
         totals, maker = _predict(args, parts)

@@ -167,7 +167,11 @@ def config(files: RunFiles) -> str:
 
 def config_differences(histories: Sequence[RunHistory]) -> str:
     """The fields in which runs differ, with a column for each run."""
-    all_settings = [history.files.settings() for history in histories]
+    known = [history for history in histories if history.files.config]
+    lacking = [history.files.name for history in histories if not history.files.config]
+    note = f"<p class=note>{escape(', '.join(lacking))}: no config.toml, or it cannot be read.</p>"
+    note *= bool(lacking)
+    all_settings = [history.files.settings() for history in known]
     names = list(dict.fromkeys(name for settings in all_settings for name in settings))
     rows = []
     for name in names:
@@ -175,8 +179,8 @@ def config_differences(histories: Sequence[RunHistory]) -> str:
         if any(v != values[0] for v in values) and name not in _SECTIONS_FREE:
             rows.append((f"<code>{escape(name)}</code>", *map(value, values)))
     if not rows:
-        return "<p class=note>Their configs are equal.</p>"
-    return table(("field", *(s.files.name for s in histories)), rows, "config")
+        return note or "<p class=note>Their configs are equal.</p>"
+    return note + table(("field", *(s.files.name for s in known)), rows, "config")
 
 
 def environment_table(history: RunHistory) -> str:

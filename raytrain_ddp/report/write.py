@@ -11,6 +11,7 @@ from pathlib import Path
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.files import expanded
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.page import one_run, several_runs
 from raytrain_ddp.report.predictions import predictions
@@ -60,7 +61,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         page = one_run(histories[0], predictions(histories[0], device) if predict else "")
     else:
         page = several_runs(histories)
-    path = Path(out) if out is not None else _place(runs)
+    path = expanded(out) if out is not None else _place(runs)
     _write(path, page)
     return path
 
@@ -88,6 +89,10 @@ def _below(folder: Storage) -> Path:
 
 def _write(path: Path, page: str) -> None:
     """Atomically, so that a browser always sees a complete report."""
+    if not path.name or path.is_dir():
+        raise ConfigError(f"{path}: is a folder: set --out to a file, such as report.html.")
+    if path.exists() and path.suffix != ".html":
+        raise ConfigError(f"{path}: exists, and is not a page: set --out to another file.")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

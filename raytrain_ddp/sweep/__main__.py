@@ -128,6 +128,12 @@ def parse(argv: Sequence[str]) -> SweepArgs:
     for name in sorted(given & {f"scaling.{each}" for each in _OF_WORKERS}):
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} has no effect: a trial is one process; see --per-trial.")
+    varied = {word.partition("=")[0].replace("-", "_") for word in args.space}
+    for name in sorted(given & varied):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} has no effect: --space varies it. Remove one of them.")
+    last = config.seed + args.seeds - 1
+    require(last < 2**63, "--seeds", args.seeds, f"the last seed, {last}, must be below 2**63")
     if sum(word.partition("=")[0] == "--space" for word in argv) > 1:
         raise ConfigError("--space is given twice: list all fields after one --space.")
     least = {"trials": 1, "seeds": 1, "first_rung": 1, "factor": 2, "parallel": 0}

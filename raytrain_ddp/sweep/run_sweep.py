@@ -6,23 +6,25 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.driver.branching import may_change
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, TaskError
+from raytrain_ddp.files import expanded
 from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.optuna_search import require_optuna
 from raytrain_ddp.sweep.space import with_point
 from raytrain_ddp.sweep.sweep_display import SweepDisplay
 from raytrain_ddp.sweep.sweep_state import Settings, Sweep, Trial, differences, load_sweep
 from raytrain_ddp.sweep.trial_configs import known_points, require_valid
+from raytrain_ddp.tasks.task_loading import BUILT_IN
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     """
     storage = order.base.storage
     if "://" not in storage:
-        storage = str(Path(storage).expanduser().absolute())
+        storage = str(expanded(storage).absolute())
     base = replace(order.base, storage=storage)
     if order.settings.search == "optuna":
         require_optuna()
@@ -69,6 +71,13 @@ def checked(order: SweepOrder) -> SweepOrder:
         )
     points = known_points(order.settings, base.seed)
     require_valid(base, order.settings.space, points, order.given)
+    data = base.data
+    varies = any(each.field.startswith("data.") for each in order.settings.space)
+    if base.task in BUILT_IN and not varies and not data.holdout and locate(data).eval is None:
+        raise ConfigError(
+            "no trial would be evaluated, so none could be the best: set --data.holdout 0.1 to "
+            "hold out a part of the training set, or set --data.eval-source."
+        )
     return replace(order, base=base)
 
 

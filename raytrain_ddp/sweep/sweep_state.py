@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
 
+from raytrain_ddp.checkpoint.run_folder import SWEEP_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import fields_of
 from raytrain_ddp.errors import CheckpointError, ConfigError
 from raytrain_ddp.sweep.space import Dimension, Value
 
-SWEEP_FILE = "sweep.json"
 SCHEMA = 1
 STOP_NOTE = "the sweep stops this run: "  # begins a note in a trial's events
 Status = Literal["waiting", "running", "paused", "stopped", "finished", "failed"]

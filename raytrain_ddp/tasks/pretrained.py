@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.files import expanded
 from raytrain_ddp.tasks.model_zoo import (
     TIMM,
     build,
@@ -50,7 +51,7 @@ def check_weights(
     name, weights = config.name, config.weights
     if weights is None or weights.startswith(HUB) or is_named(config):
         return config
-    place = Path(weights).expanduser()
+    place = expanded(weights)
     if weights.endswith(FILES):
         if not place.is_file() and not is_begun():
             raise ConfigError(f"model.weights = {weights!r}: there is no such file.")

@@ -11,12 +11,17 @@ from pathlib import Path
 from pyarrow import fs as pafs
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, other_runs
+from raytrain_ddp.checkpoint.run_folder import (
+    CONFIG_FILE,
+    EVENTS_FILE,
+    METRICS_FILE,
+    SWEEP_FILE,
+    other_runs,
+)
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, first_line
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import RunFiles, claims_in, config_of, kept_in, owner_of
-from raytrain_ddp.sweep.sweep_state import SWEEP_FILE
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.watch.live_log import LiveLog
 

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_hidden
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import expanded
 
 _GLOB_SIGNS = "*?["
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -88,7 +89,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     Raises:
         DataError: nothing matches, or it cannot be read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     folders: list[str] = []
     pattern = ""
     if path.is_dir():

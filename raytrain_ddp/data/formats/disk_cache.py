@@ -23,6 +23,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from raytrain_ddp.files import expanded
+
 _log = logging.getLogger("raytrain_ddp")
 
 _TRAILER = struct.Struct("<4sIQ")  # magic bytes, CRC, bytes before the trailer
@@ -46,7 +48,7 @@ class DiskCache:
     """
 
     def __init__(self, folder: str, limit_bytes: int, keys: Collection[str]) -> None:
-        self._folder = Path(folder).expanduser()
+        self._folder = expanded(folder)
         self._limit, self._keys = limit_bytes, frozenset(keys)
         self._opened = time.time()
         self._full_until = 0.0
