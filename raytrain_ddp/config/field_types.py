@@ -115,7 +115,7 @@ def _fitted(kind: Any, value: Any) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         fits = isinstance(value, str)
     else:
-        value = value.item() if kind is bool and type(value).__name__ == "bool_" else value
+        value = value.item() if kind is bool and hasattr(value, "item") else value  # of NumPy
         fits = isinstance(value, kind)
     if not fits:
         raise ValueError

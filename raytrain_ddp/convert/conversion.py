@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ def convert(
         stage.begin({**given, "content": content, "written with": versions})
         classes = tuple(splits[0].class_names)
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
-        dataset = {**_dataset(source, config, classes, done), "content": content}
+        dataset = {**_dataset(source, config, classes, done), "content": _content(splits)}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
     return Converted(stage.dest, dataset, found=False, summary=data.summary())
 
@@ -276,6 +276,11 @@ def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, An
         )
 
 
+def _content(splits: Sequence[SourceSplit]) -> dict[str, str]:
+    """What the splits are, as training compares it: without the times of files."""
+    return {split.name: split.source.fingerprint() for split in splits}
+
+
 def _require_up_to_date(
     place: Path, dataset: Mapping[str, Any], source: str, config: ConvertConfig
 ) -> None:
@@ -291,7 +296,7 @@ def _require_up_to_date(
         splits, _ = open_source_splits(source, config)
     except (DataError, PreflightError):
         return  # a source may be deleted once it is converted
-    content = {split.name: split.fingerprint() for split in splits}
+    content = _content(splits)
     changed = [name for name in content if content[name] != dataset["content"].get(name)]
     if changed or len(content) != len(dataset["content"]):
         raise DataError(

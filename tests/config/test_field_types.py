@@ -29,7 +29,10 @@ from raytrain_ddp.errors import ConfigError
     [
         (lambda: TrainConfig(epochs=1.5), "epochs = 1.5: must be an integer."),
         (lambda: TrainConfig(epochs=True), "epochs = True: must be an integer."),
-        (lambda: TrainConfig(optim={"lr": 1}), "optim = {'lr': 1}: must be an OptimConfig."),
+        (
+            lambda: TrainConfig(optim={"lr": 1}),
+            "optim = {'lr': 1}: must be an OptimConfig, in a file a table [optim].",
+        ),
         (lambda: DataConfig(image_size="224"), "data.image_size = '224': must be an integer."),
         (lambda: ModelConfig(freeze="fc"), "model.freeze = 'fc': must be a list of texts."),
         (lambda: OptimConfig(betas=(0.9,)), "optim.betas = (0.9,): must be 2 numbers."),
@@ -53,12 +56,14 @@ def test_what_means_the_same_in_python_is_taken():
         storage=Path("runs"),
         epochs=np.int64(3),
         task_options={"a": 3, "b": True, "c": 0.5, "d": "x"},
-        data=DataConfig(source=Path("photos"), mean=[0.5, 0.5, 1]),
+        exact=np.bool_(True),
+        data=DataConfig(source=Path("photos"), mean=[0.5, 0.5, 1], std=np.array([1, 2, 3.0])),
         optim=OptimConfig(lr=np.float32(0.5)),
     )
     assert (config.storage, config.data.source) == ("runs", "photos")
     assert (config.epochs, type(config.epochs)) == (3, int)
-    assert config.data.mean == (0.5, 0.5, 1.0)
+    assert (config.data.mean, config.data.std) == ((0.5, 0.5, 1.0), (1.0, 2.0, 3.0))
+    assert config.exact is True
     assert (config.optim.lr, type(config.optim.lr)) == (0.5, float)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -470,6 +471,31 @@ def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Pat
         run_convert(tmp_path / "in", tmp_path / "some")
     with pytest.raises(DataError, match="has no such split, only extra, test, train"):
         run_convert(tmp_path / "in", tmp_path / "none", train_split="no")
+
+
+def test_what_is_left_out_is_said_as_fit_says_it(folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path / "src")
+    (tmp_path / "src" / "train" / "notes.gif").write_bytes(b"x")
+    done = run_convert(tmp_path / "src", tmp_path / "out")
+    assert done.summary is not None
+    assert any("1 file is not used in the training set" in note for note in done.summary.notes)
+
+
+def test_a_source_that_has_changed_since_is_not_complete_already(folder: Path, tmp_path: Path):
+    source, dest = tmp_path / "src", tmp_path / "out"
+    shutil.copytree(folder, source)
+    run_convert(source, dest)
+    assert run_convert(source, dest).found
+    image = next(source.glob("train/*/*"))
+    image.write_bytes(image.read_bytes() + b"x")
+    with pytest.raises(DataError, match=r"src has changed since .* \(train\)"):
+        run_convert(source, dest)
+    shutil.rmtree(source)  # as people do once it is converted
+    assert run_convert(source, dest).found
+    shard = next(dest.glob("train-*.parquet"))
+    shard.unlink()
+    with pytest.raises(DataError, match=r"parquet is missing: delete .*out, and convert again"):
+        run_convert(source, dest)
 
 
 def test_the_bundled_digits_are_a_source(tmp_path: Path):

@@ -13,6 +13,7 @@ from parquet_files import hugging_face, png, write_parquet
 
 from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
 from raytrain_ddp.config.sections import LogConfig, LossConfig
+from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.export.__main__ import main as export
 from raytrain_ddp.predict.__main__ import main as predict
 
@@ -68,6 +69,20 @@ def test_predictions_name_the_numbers_and_their_targets(run: str, tmp_path: Path
     wanted = ["file", "row", "target:age", "target:size", "value:age", "value:size", "error"]
     assert list(rows[0]) == wanted
     assert [float(row["target:size"]) for row in rows] == pytest.approx(np.linspace(1, 2, ROWS))
+
+
+def test_numbers_are_evaluated_on_columns_of_other_names(run: str, tmp_path: Path):
+    values = np.linspace(0, 1, ROWS)
+    columns = {"image": hugging_face([png(i) for i in range(ROWS)]), "a": values, "b": values + 1}
+    table = write_parquet(tmp_path / "t.parquet", columns)
+    found = []
+    for names in (("a", "b"), ("b", "a")):
+        out = tmp_path / "e.json"
+        evaluate([run, "--data", table, "--data.target-columns", *names, "--out", str(out)])
+        found.append(json.loads(out.read_text())["metrics"]["loss"])
+    evaluate([run, "--out", str(tmp_path / "own.json")])
+    own = json.loads((tmp_path / "own.json").read_text())["metrics"]["loss"]
+    assert found[0] == own != found[1]
 
 
 def test_an_image_that_is_named_again_is_used_once(

@@ -345,6 +345,23 @@ def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
     assert any("troubled" in text and "other" in text for _, text in hovers(page))
 
 
+def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_path: Path):
+    events = [plan("2026-11-20T20:00:00Z", 0, 4)]
+    other = write(tmp_path / "other", [train(1, 1.0)], events, TrainConfig(name="other", seed=7))
+    (other / "config.toml").unlink()
+    page = page_of(troubled, other, out=tmp_path / "both.html")
+    assert "other: no config.toml, or it cannot be read" in page
+    assert "<code>seed</code>" not in page
+
+
+@pytest.mark.parametrize("out", [".", "", "{run}", "{run}/config.toml"])
+def test_a_report_replaces_nothing_but_a_page(out: str, troubled: Path):
+    before = (troubled / "config.toml").read_text()
+    with pytest.raises(ConfigError, match="set --out to"):
+        write_report([str(troubled)], out.format(run=troubled), False, "auto")
+    assert (troubled / "config.toml").read_text() == before
+
+
 def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path):
     events = [plan("2026-11-20T20:00:00Z", 0, 2, unit="images")]
     runs = [write(tmp_path / parent / "digits", [train(1, 1.0)], events) for parent in "ab"]

@@ -113,6 +113,9 @@ def test_a_small_space_is_tried_whole(capsys: pytest.CaptureFixture[str]):
         (["--space", LR, "--per-trial", "workers=2"], ConfigError, "one process"),
         (["--space", LR, "--per-trial", "memory=2"], ConfigError, "are cpus and gpus"),
         (["--space", LR, "--task", "nothing.py:Task"], ConfigError, "there is no file"),
+        (["--space", LR, "--optim.lr", "0.5"], ConfigError, "--space varies it"),
+        (["--space", LR, "--seed", str(2**63 - 1), "--seeds", "2"], ConfigError, "below 2\\*\\*63"),
+        (["--space", LR, "--data.eval-split", "none"], ConfigError, "no trial would be evaluated"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(

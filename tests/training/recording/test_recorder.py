@@ -251,7 +251,7 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
     failed = [e for e in reported if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
     assert all("No space left on device" in str(event["message"]) for event in failed)
-    assert "1 of checkpoint.max_failed = 3 in a row" in notes(reported)[0]
+    assert "checkpoint.max_failed = 3 fail in a row; this was number 1" in notes(reported)[0]
 
 
 def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store):
