@@ -5,11 +5,10 @@ The shards do not depend on the number of processes or on interruptions."""
 from __future__ import annotations
 
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,13 @@ import PIL
 import pyarrow as pa
 
 from raytrain_ddp.convert.dataset_file import FORMAT, read_dataset_file
+from raytrain_ddp.convert.destination import (
+    check_dest,
+    content_of,
+    require_same,
+    require_up_to_date,
+    shaping,
+)
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, shrink_image
 from raytrain_ddp.convert.process_pool import TaskRunner
@@ -39,9 +45,8 @@ from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.permutation import sorted_permutation
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.data.splits import Splits, notes_of
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.errors import DataError, PreflightError
 from raytrain_ddp.events import DataSummary
-from raytrain_ddp.files import different, expanded
 from raytrain_ddp.uri import without_secrets
 
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
@@ -77,13 +82,13 @@ def convert(
         PreflightError: too little disk space, or `dest` cannot be written.
         RunLockedError: another process is converting into `dest`.
     """
-    stage = Stage(_check_dest(source, dest))
-    given = {"source": without_secrets(source), "arguments": _shaping(config)}
+    stage = Stage(check_dest(source, dest))
+    given = {"source": without_secrets(source), "arguments": shaping(config)}
     for place in (stage.dest, stage.folder):
         if (place / DATASET_FILE).is_file():
             dataset = read_dataset_file(place)
-            _require_same(stage.dest, dataset, given)
-            _require_up_to_date(place, dataset, source, config)
+            require_same(stage.dest, dataset, given)
+            require_up_to_date(place, dataset, source, config)
             if place == stage.folder:  # stopped when only the final rename was missing
                 with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
@@ -106,7 +111,7 @@ def convert(
         stage.begin({**given, "content": content, "written with": versions})
         classes = tuple(splits[0].class_names)
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
-        dataset = {**_dataset(source, config, classes, done), "content": _content(splits)}
+        dataset = {**_dataset(source, config, classes, done), "content": content_of(splits)}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
     return Converted(stage.dest, dataset, found=False, summary=data.summary())
 
@@ -231,78 +236,8 @@ def _dataset(
         "std": std,
         "sampled": {"images": pixels.images, "height": [*pixels.height], "width": [*pixels.width]},
         "skipped": [record for split in splits for record in split.skipped],
-        "arguments": {**_shaping(config), "bad_records": config.bad_records},
+        "arguments": {**shaping(config), "bad_records": config.bad_records},
     }
-
-
-def _shaping(config: ConvertConfig) -> dict[str, Any]:
-    """The options that the bytes depend on. The policy for bad records is not among them: a
-    conversion that stopped at a bad record can be resumed with another policy."""
-    free = {"root", "bad_records"}
-    given = asdict(config)
-    # Omitted at their defaults: data sets converted before these options existed are the same.
-    free |= {name for name in ("train_split", "eval_split", "config") if given[name] == "auto"}
-    return {name: value for name, value in given.items() if name not in free}
-
-
-def _check_dest(source: str, dest: str) -> Path:
-    """The folder to write, as an absolute path without links."""
-    if "://" in dest:
-        raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
-    folder = expanded(dest).resolve()
-    origin = expanded(source).resolve()
-    if origin.is_dir() and (folder == origin or origin in folder.parents):
-        raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")
-    if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
-        kind = "a mount point" if folder.is_dir() else "a file"
-        raise ConfigError(f"DST {dest} is {kind}: use a new folder.")
-    names = sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
-    if names and DATASET_FILE not in names:
-        raise ConfigError(
-            f"DST {dest}: has other files ({', '.join(names[:3])}{', ...' * (len(names) > 3)}): "
-            "use a new folder."
-        )
-    return folder
-
-
-def _require_same(dest: Path, dataset: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    made = {**dataset, "arguments": dict(dataset.get("arguments", {}))}
-    made["arguments"].pop("bad_records", None)
-    differences = different({name: made.get(name) for name in given}, given)
-    if differences:
-        raise ConfigError(
-            f"{dest} is complete, but was made with other input: {'; '.join(differences)}. Use "
-            "another folder, or delete it."
-        )
-
-
-def _content(splits: Sequence[SourceSplit]) -> dict[str, str]:
-    """What the splits are, as training compares it: without the times of files."""
-    return {split.name: split.source.fingerprint() for split in splits}
-
-
-def _require_up_to_date(
-    place: Path, dataset: Mapping[str, Any], source: str, config: ConvertConfig
-) -> None:
-    """Raises DataError if files are missing, or if the source is there and has changed since."""
-    for file in dataset["files"]:
-        path = place / file["path"]
-        if not path.is_file() or path.stat().st_size != file["bytes"]:
-            what = "is missing" if not path.is_file() else "has another size"
-            raise DataError(f"{path} {what}: delete {place}, and convert again.")
-    if "content" not in dataset:  # an earlier version wrote it
-        return
-    try:
-        splits, _ = open_source_splits(source, config)
-    except (DataError, PreflightError):
-        return  # a source may be deleted once it is converted
-    content = _content(splits)
-    changed = [name for name in content if content[name] != dataset["content"].get(name)]
-    if changed or len(content) != len(dataset["content"]):
-        raise DataError(
-            f"{source} has changed since it was converted into {place} "
-            f"({', '.join(changed) or 'other splits'}): use another folder, or delete it."
-        )
 
 
 def _bad_record(split: SourceSplit, row: int, why: str) -> DataError:
