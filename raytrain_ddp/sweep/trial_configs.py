@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from raytrain_ddp.config.effects import idle
@@ -105,7 +106,11 @@ def require_valid(
         )
     if any(config.eval.asynchronous for config in configs):
         raise ConfigError("eval.asynchronous: a trial is one process, which evaluates: remove it.")
-    _require_effect(configs, [*given, *(dimension.field for dimension in space)])
+    possible = [*configs]  # also what these draws do not have, but others of the space do
+    for point in [] if adaptive else corners(space):
+        with suppress(ConfigError):
+            possible.append(with_point(base, point))
+    _require_effect(possible, [*given, *(dimension.field for dimension in space)])
     _preflight(configs)
 
 

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError, TaskError
 from raytrain_ddp.report.sweep_page import importance
@@ -133,8 +134,10 @@ def test_a_field_that_has_an_effect_in_some_trials_is_accepted():
         {"optim.name": "adamw", "optim.momentum": 0.9},
     ]
     require_valid(TrainConfig(), space, points, ["optim.momentum"])
+    require_valid(TrainConfig(), space, points[1:], ["optim.momentum"])  # other draws have it
+    adamw = TrainConfig(optim=OptimConfig(name="adamw"))
     with pytest.raises(ConfigError, match="has no effect in any trial"):
-        require_valid(TrainConfig(), space, points[1:], ["optim.momentum"])
+        require_valid(adamw, parse_space(["optim.momentum=0.5,0.9"]), [{"optim.momentum": 0.5}])
 
 
 def test_optuna_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
