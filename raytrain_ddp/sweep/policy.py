@@ -43,7 +43,9 @@ def verdict(sweep: Sweep, trial: Trial) -> str:
     newest = trial.evaluations[-1]
     if sweep.settings.scheduler in ("halving", "pbt"):
         reached = 0 < trial.until <= newest.epochs
-        return f"waits after epoch {trial.until} for the others" if reached else ""
+        return (
+            f"paused after epoch {trial.until}, to be compared with the others" if reached else ""
+        )
     before = trial.evaluations[-2].epochs if len(trial.evaluations) > 1 else 0.0
     reached_now = [rung for rung in rungs(sweep.settings) if before < rung <= newest.epochs]
     for rung in reached_now[-1:]:

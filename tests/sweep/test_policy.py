@@ -115,7 +115,9 @@ def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
     values = [0.1, 0.9, 0.3, 0.9, 0.5, 0.8, 0.2, 0.4, float("nan")]
     for trial, value in zip(sweep.trials, values, strict=True):
         assert trial.until == 1
-        assert evaluate(sweep, trial, value) == "waits after epoch 1 for the others"
+        assert (
+            evaluate(sweep, trial, value) == "paused after epoch 1, to be compared with the others"
+        )
         assert policy.promote(sweep) == ([], [])  # as long as one is to be trained
         trial.status, trial.message = "paused", "waits"
     stopped, clones = policy.promote(sweep)
@@ -160,7 +162,7 @@ def test_of_a_population_the_worst_are_replaced_by_copies_of_the_best_with_near_
     for trial, value in zip(sweep.trials, values, strict=True):
         assert policy.promote(sweep) == ([], [])
         assert evaluate(sweep, trial, 0.0) == ""
-        assert "waits after epoch 2" in evaluate(sweep, trial, value)
+        assert "paused after epoch 2" in evaluate(sweep, trial, value)
         trial.status = "paused"
     stopped, clones = policy.promote(sweep, seed=5)
     assert [trial.number for trial in stopped] == [4, 2]
