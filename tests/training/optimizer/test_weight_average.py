@@ -19,6 +19,7 @@ from tiny import (
     newest,
     plain,
     run_tiny,
+    small_state,
     tiny_arrays,
     tiny_config,
     weights,
@@ -272,8 +273,6 @@ def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued
     workers: Group, tmp_path: Path
 ):
     """What a run with allowed changes does."""
-    from test_nonfinite import small_state  # a model and a state
-
     from raytrain_ddp.training.state.train_state import encode
 
     def stored(state: Any) -> Any:

@@ -34,6 +34,7 @@ from tiny import (
     newest,
     plain,
     run_tiny,
+    small_state,
     tiny_arrays,
     tiny_config,
     weights,
@@ -59,7 +60,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import World
@@ -532,13 +533,6 @@ def test_fault_24_the_step_after_the_last_that_may_be_skipped_ends_the_run_also_
 
 
 # ------------------------------------------------------------------ one process: the guard itself
-
-
-def small_state() -> TrainState:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = build_optimizer(model, OptimConfig())
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
 
 def examine(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> bool:
