@@ -7,6 +7,8 @@ sources of what the task has imported, and of the packages that it belongs to; w
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import linecache
 import pkgutil
 import sys
@@ -96,6 +98,14 @@ def loaded() -> UserCode:
     """The user's modules that this process has imported: all except installed packages, the
     standard library and raytrain_ddp. None if they are very large."""
     return _limited(_imported())
+
+
+@functools.cache
+def digests() -> dict[str, tuple[str, str]]:
+    """name -> file, and hex SHA-256 of its content, of the modules that are `loaded`. Read once per
+    process, because the files may be edited later."""
+    sources = loaded().sources
+    return {n: (path, hashlib.sha256(source).hexdigest()) for n, (path, source) in sources.items()}
 
 
 def loaded_packages() -> UserCode:

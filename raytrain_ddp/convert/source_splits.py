@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -57,10 +58,15 @@ class SourceSplit:
         """Total size of its files of rows, as far as they are on this machine."""
         return sum(os.path.getsize(path) for path in self.paths if os.path.isfile(path))
 
+    @cached_property
+    def content(self) -> str:
+        """What it is, as training compares it: without the times of files."""
+        return str(self.source.fingerprint())
+
     def fingerprint(self) -> str:
         """Changes when rows, file sizes or modification times change."""
         kind = "parquet" if self.kind == "files" else self.kind  # as earlier versions wrote it
-        digest = sha256(f"{kind} {self.source.fingerprint()}".encode())
+        digest = sha256(f"{kind} {self.content}".encode())
         files = self.paths if self.files is None else [path for path, _ in self.files]
         with ThreadPoolExecutor(16) as threads:  # for NFS
             for seen in threads.map(_size_and_time, files, chunksize=256):

@@ -92,7 +92,7 @@ def prepare(
     identity.require_alike(world)
     checkpoint = session.latest(state.existing())
     if checkpoint is not None:
-        _compare(identity, checkpoint, data, session)
+        _tell(session, identity.require_same(checkpoint, data))
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.has_trained:
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
@@ -188,13 +188,6 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     return replace(kept, model=model, warm_up={"": found})
 
 
-def _compare(identity: RunIdentity, checkpoint: Checkpoint, data: Data, session: Session) -> None:
-    """Raises DataError if the checkpoint was made with other data; notes other code."""
-    identity.require_same(checkpoint, data)
-    if note := identity.code_note(checkpoint):
-        session.tell(events.Note(note))
-
-
 def _keeps_model(config: TrainConfig, task: Task) -> bool:
     """Whether nothing that depends on the ranks refers to the model, as DDP does."""
     has_one_turn = not getattr(task, "frozen_at_first", ())
@@ -223,7 +216,12 @@ def _tell_notes(
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones
-    for text in filter(None, (note, *of_task, _mode_note(state.model), *unread)):
+    _tell(session, note, *of_task, _mode_note(state.model), *unread)
+
+
+def _tell(session: Session, *notes: str | None) -> None:
+    """Shows those that are not empty."""
+    for text in filter(None, notes):
         session.tell(events.Note(text))
 
 

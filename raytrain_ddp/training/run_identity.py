@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from typing import Any
 
 from raytrain_ddp import user_code
@@ -45,10 +44,7 @@ class RunIdentity:
             data.rows,
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
-            {
-                name: sha256(code).hexdigest()
-                for name, (_, code) in user_code.loaded().sources.items()
-            },
+            {name: digest for name, (_, digest) in user_code.digests().items()},
         )
 
     def document(self) -> dict[str, Any]:
@@ -75,14 +71,19 @@ class RunIdentity:
                     f"{world.of_run(0)}: all nodes need the same files."
                 )
 
-    def require_same(self, checkpoint: Checkpoint, data: Data) -> None:
-        """Raises DataError if the checkpoint was made with different data, naming which."""
+    def require_same(self, checkpoint: Checkpoint, data: Data) -> str:
+        """A sentence if modules have changed since the checkpoint; else "".
+
+        Raises:
+            DataError: the checkpoint was made with different data; names which.
+        """
         before = checkpoint.manifest.data_fingerprint
-        kept = json.loads(checkpoint.read("state.json")).get(_KEY)  # none in older checkpoints
+        document = json.loads(checkpoint.read("state.json"))
+        kept = document.get(_KEY)  # none in older checkpoints
         if before != self.train and (kept is not None or before != _former(data)):
             raise _other("training", self.train_rows, self.train, before, checkpoint)
         if kept is None:
-            return
+            return ""
         if kept["eval"] != self.eval:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
         if kept["classes"] and kept["classes"] != list(self.classes):
@@ -91,10 +92,9 @@ class RunIdentity:
                 f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
                 "--name."
             )
+        return self._code_note(document.get(_CODE, {}), checkpoint)
 
-    def code_note(self, checkpoint: Checkpoint) -> str:
-        """A sentence if modules have changed since the checkpoint; else ""."""
-        before = json.loads(checkpoint.read("state.json")).get(_CODE, {})
+    def _code_note(self, before: Mapping[str, str], checkpoint: Checkpoint) -> str:
         changed = [name for name, code in self.code.items() if before.get(name, code) != code]
         if not changed:
             return ""

@@ -6,8 +6,6 @@ older copy of the task. The run would continue, but its result could not be repr
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +42,7 @@ class Node:
         return Node(
             socket.gethostname(),
             {"raytrain_ddp": package_version(), **software_versions()},
-            _code(),
+            user_code.digests(),
             device_name(device) if device.type == "cuda" else _cpu(),
         )
 
@@ -101,13 +99,6 @@ def _devices_note(devices: Sequence[str], world: World) -> str | None:
         f"the workers have different hardware ({listed}): the last bits of the weights depend on "
         "which of them computes what, and the slowest sets the pace."
     )
-
-
-@functools.cache
-def _code() -> dict[str, tuple[str, str]]:
-    """Read once per process, because the files may be edited later."""
-    sources = user_code.loaded().sources
-    return {n: (path, hashlib.sha256(source).hexdigest()) for n, (path, source) in sources.items()}
 
 
 def _cpu() -> str:

@@ -34,7 +34,7 @@ class Told:
 def compared(rank: int, size: int, others: dict[int, dict[str, Any]]) -> list[str]:
     """The notes of a rank, whose node differs from the usual one in these fields."""
     before = same_nodes.Node.here
-    same_nodes._code.cache_clear()  # this process has served other tests
+    same_nodes.user_code.digests.cache_clear()  # this process has served other tests
     usual = replace(before(torch.device("cpu")), host="host-a")
 
     def here(device: torch.device) -> same_nodes.Node:
@@ -87,7 +87,7 @@ def test_other_hardware_is_noted_once(workers: Group) -> None:
 
 
 def test_the_code_is_that_which_was_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    same_nodes._code.cache_clear()
+    same_nodes.user_code.digests.cache_clear()
     before = same_nodes.Node.here(torch.device("cpu"))
     assert any(path == __file__ for path, _ in before.code.values())
     monkeypatch.setattr(same_nodes.user_code, "loaded", lambda: 1 / 0)  # not read again
