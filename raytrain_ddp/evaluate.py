@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loading.sources import Data
+    from raytrain_ddp.data.splits import ImageSource
     from raytrain_ddp.tasks.task import Task
 
 
@@ -156,11 +157,14 @@ def _opened(
     is_apart = config.data.eval_source is not None and not config.data.holdout
     if is_apart and config.task in BUILT_IN and classes:
         source = open_evaluation(config.data, classes, config.loss.name == "bce")
+        _require_used(given, source, config)
         data = image_data(source, config.data, None, len(classes))
         return ImageClassification.without_data(config, classes), data
     reads: set[str] = set()
     task = load_task(config, reads)
     own = eval_data_of(task, config.seed)
+    if isinstance(task, ImageClassification) and task.splits.eval is not None:
+        _require_used(given, task.splits.eval, config)
     for name in given if config.task not in BUILT_IN else ():
         if f"data.{name}" not in reads:
             flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
@@ -168,6 +172,14 @@ def _opened(
     if own is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
     return task, own
+
+
+def _require_used(given: Mapping[str, Any], source: ImageSource, config: TrainConfig) -> None:
+    from raytrain_ddp.data.splits import unused_fields
+
+    for name, why in unused_fields(source, config.data, "the evaluation set"):
+        if name in given:
+            raise ConfigError(f"--data.{name.replace('_', '-')} {why}")
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:

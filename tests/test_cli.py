@@ -113,6 +113,7 @@ def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     assert re.search(r"epoch 0: \S+, epoch 1: 0\.1, epoch 5: \S+, epoch 10: \S+", said)
     assert "MiB" in said
     assert "batch_size = 96" in said
+    assert "[data]" not in said  # only what differs from the defaults
 
 
 def test_a_local_dry_run_tells_the_same_of_one_process(

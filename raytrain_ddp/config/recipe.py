@@ -104,6 +104,19 @@ def dumps(config: TrainConfig) -> str:
     return tomli_w.dumps(_without_none(to_dict(config)))
 
 
+def dumps_changed(config: TrainConfig) -> str:
+    """As `dumps`, only of the fields that differ from the defaults."""
+    import tomli_w
+
+    default = flat(TrainConfig())
+    tables: dict[str, Any] = {}
+    for name, value in flat(config).items():
+        section, _, field = name.rpartition(".")
+        if value is not None and value != default[name]:
+            (tables.setdefault(section, {}) if section else tables)[field] = value
+    return tomli_w.dumps(tables)
+
+
 def parse(text: str) -> dict[str, Any]:
     """The tables of a TOML file; ValueError if it is none."""
     return tomllib.loads(text)

@@ -36,7 +36,8 @@ class RecipeInfo:
     def of(table: Any, where: str) -> RecipeInfo:
         """Raises ConfigError for a field that does not exist, or that is not a text."""
         known = {f.name for f in dataclasses.fields(RecipeInfo)}
-        table = table if isinstance(table, dict) else {"[recipe]": table}
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: recipe = {table!r}: must be a table [recipe].")
         wrong = [
             f"{where}: there is no field recipe.{name}.{did_you_mean(name, known)}"
             for name in table

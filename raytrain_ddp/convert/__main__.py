@@ -101,8 +101,9 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
+    found = " as found" if done.dataset["skipped"] else ""
     for title, text in format_data(done.summary, "images"):
-        print(f"  {title}: {text}")
+        print(f"  {title}{found * (title != 'note')}: {text}")
     for record in done.dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")
     print(f"Train with:\n  {fit_command(args.dest, done.dataset)}")

@@ -27,7 +27,7 @@ from raytrain_ddp.convert.staging import Stage
 from raytrain_ddp.data.discovery.data_check import Located, locate_all, role_of
 from raytrain_ddp.data.discovery.discovery import Kind
 from raytrain_ddp.data.formats.labels import NoLabelsError
-from raytrain_ddp.data.splits import open_images
+from raytrain_ddp.data.splits import open_images, unused_fields
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def open_source_splits(
     )
     found, more = locate_all(data)
     splits = [_open("train", found.train, data, None)]
-    notes = list(found.notes)
+    unused = unused_fields(splits[0].source, data)
+    notes = [*found.notes, *(f"--{name.replace('_', '-')} {why}" for name, why in unused)]
     for part in (found.eval, *more):
         if part is not None:
             try:

@@ -171,7 +171,7 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
             f"it must have folders or labels for at least 2 classes.{unread}"
         )
     notes = [*found.notes, *notes_of(train, "the training set")]
-    notes += _unused_fields(train, config)
+    notes += [f"data.{name} {why}" for name, why in unused_fields(train, config)]
     if config.holdout:
         held = _held(train, config)
         where_from = f"{config.holdout:.3g} of the training set (data.holdout)"
@@ -246,12 +246,15 @@ def open_images(
     return TorchvisionImages(found.paths[0], root, train, classes, whole, found.name)
 
 
-def _unused_fields(train: ImageSource, config: DataConfig) -> Iterator[str]:
-    for name in () if isinstance(train, ShardImages) else ("image_column", "label_column"):
+def unused_fields(
+    source: ImageSource, config: DataConfig, what: str = "the training set"
+) -> Iterator[tuple[str, str]]:
+    """The fields that say how these data are read and do not apply to them, each with why."""
+    for name in () if isinstance(source, ShardImages) else ("image_column", "label_column"):
         if getattr(config, name) != getattr(DataConfig, name):
-            yield f"data.{name} is not used for the training set, which has no columns."
-    if config.root not in (None, TORCHVISION_ROOT) and not getattr(train, "uses_root", False):
-        yield "data.root is not used for the training set, which is not a list of images."
+            yield name, f"is not used for {what}, which has no columns."
+    if config.root not in (None, TORCHVISION_ROOT) and not getattr(source, "uses_root", False):
+        yield "root", f"is not used for {what}, which is not a list of images."
 
 
 def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, unread_notes
-from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.config.recipe import dumps_changed, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
@@ -43,7 +43,7 @@ def dry_run(
     allow_change: Sequence[str] = (),
     local: bool = False,
 ) -> str:
-    """The resolved config, then the arithmetic that follows from it.
+    """The fields that are not the defaults, then what follows from the config.
 
     Args:
         local: of a run in this process, without Ray.
@@ -59,7 +59,8 @@ def dry_run(
         require_no_evaluator(config)
     have = local_resources()
     layout, where = _workers(config, have, local)
-    given, config = config, _settled(config, layout)
+    asked = replace(config, data=replace(config.data, classes=named))
+    config = _settled(config, layout)
     import torch
 
     from raytrain_ddp.data.order.epoch_order import items_of_rank
@@ -105,10 +106,11 @@ def dry_run(
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
     lines = [
-        dumps(publishable(replace(given, data=replace(given.data, classes=named)))).rstrip(),
+        "# changed from the defaults; --print-config prints all fields",
+        dumps_changed(publishable(asked)).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
-        f"{task.unit}{_FOUND if given.micro_batch == 'auto' and layout.use_gpu else ''}",
+        f"{task.unit}{_FOUND if asked.micro_batch == 'auto' and layout.use_gpu else ''}",
         f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
@@ -116,9 +118,9 @@ def dry_run(
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
+        f"run            {config.name} {_run_state(run, branch)}",
+        *(f"note           {text}" for text in notes),
     ]
-    lines.append(f"run            {config.name} {_run_state(run, branch)}")
-    lines += [f"note           {text}" for text in notes]
     lacking = missing_resources(layout, embedded_resources(config, layout, have))
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")

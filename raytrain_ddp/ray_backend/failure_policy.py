@@ -24,7 +24,7 @@ from raytrain_ddp import errors
 from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
 from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
 
-KEPT = "The last committed checkpoint is kept; run the same command again to resume from it."
+KEPT = "Committed checkpoints are kept; run the same command again to resume."
 _MEMORY = (
     "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
     f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"

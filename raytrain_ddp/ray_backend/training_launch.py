@@ -285,8 +285,8 @@ class _Listener:
             return self._inbox.sort(ray.get(asked, timeout=1))
         except ray.exceptions.RayError as error:
             raise errors.RetriesExhausted(
-                "the connection to Ray is lost; the last committed checkpoint is kept; run the "
-                f"same command again to resume from it: {str(error).splitlines()[0]}"
+                "the connection to Ray is lost; committed checkpoints are kept; run the same "
+                f"command again to resume: {str(error).splitlines()[0]}"
             ) from error
 
     def _stop_if_asked(self) -> None:

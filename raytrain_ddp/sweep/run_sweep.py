@@ -109,7 +109,8 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
 
 
 def found(folder: Storage, settings: Settings) -> Sweep | None:
-    """The sweep in a folder, with as many trials as are wanted now; None if there is none.
+    """The sweep in a folder, with as many trials as are wanted now; None if there is none, or
+    another of which no trial has begun.
 
     Raises:
         ConfigError: it is another sweep, or a run.
@@ -120,6 +121,8 @@ def found(folder: Storage, settings: Settings) -> Sweep | None:
             raise ConfigError(f"{folder} is a run: give the sweep another --name.")
         return None
     changed = differences(sweep.settings, settings)
+    if changed and sweep.count("waiting") == len(sweep.trials):
+        return None  # it could not start; nothing of it is lost
     if changed:
         raise ConfigError(
             f"{folder} contains a different sweep (then -> now):\n  " + "\n  ".join(changed) + "\n"

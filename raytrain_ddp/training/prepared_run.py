@@ -243,7 +243,8 @@ class PreparedRun:
         self.stepper.replica_check.require()
         if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
             raise DivergedError(
-                f"weights are not finite after step {step}. The last checkpoint is kept; {REMEDY}."
+                f"weights are not finite after step {step}. Committed checkpoints are kept; "
+                f"{REMEDY}."
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None

@@ -31,7 +31,7 @@ from processes import run_cli
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert import staging as stage_module
-from raytrain_ddp.convert.__main__ import fit_command
+from raytrain_ddp.convert.__main__ import fit_command, main
 from raytrain_ddp.convert.conversion import Converted, convert
 from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
 from raytrain_ddp.convert.options import ConvertConfig
@@ -180,6 +180,18 @@ def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
     stored = {path.read_bytes(): path.parent.name for path in folder.glob("train/*/*")}
     assert {image: CLASSES[label] for image, label in records} == stored
     assert int(ShardImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
+
+
+def test_what_does_not_apply_to_the_source_and_what_is_left_out_is_printed(
+    damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    flags = ["--label-column", "y", "--root", "x", "--bad-records", "skip", "--workers", "1"]
+    assert main([str(damaged), str(tmp_path / "out"), *flags]) == 0
+    printed = capsys.readouterr().out
+    for flag in ("--label-column", "--root"):
+        assert f"note: {flag} is not used for the training set" in printed
+    assert f"out: {TRAIN - 3} train images" in printed
+    assert f"training set as found: {TRAIN} images" in printed
 
 
 def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: Path):

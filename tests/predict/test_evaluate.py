@@ -49,6 +49,8 @@ def test_data_of_other_columns_are_evaluated_where_the_training_data_are_not(
         (("--data", "{table}"), DataError, "--data.label-column"),
         (("--data.target-columns", "a", "b"), ConfigError, "the run predicts classes of"),
         (("--data.image-size", "-1"), ConfigError, "data.image_size = -1"),
+        (("--data", "{photos}", "--data.root", "x"), ConfigError, "--data.root is not used for"),
+        (("--data", "{photos}", "--data.label-column", "y"), ConfigError, "has no columns"),
         (("--data", "{table}", "--data.eval-split", "test"), DataError, "no named splits"),
         ((), DataError, "no such file or folder"),
         (("--data", "nothing"), DataError, r"'nothing': no such file or folder in /"),
@@ -62,7 +64,7 @@ def test_what_cannot_be_read_is_refused(
     table: str,
 ):
     with pytest.raises(kind, match=message):
-        main([photos[0], *(flag.format(table=table) for flag in flags)])
+        main([photos[0], *(flag.format(table=table, photos=photos[1]) for flag in flags)])
 
 
 def test_the_file_of_a_model_that_is_missing_is_named(

@@ -73,7 +73,7 @@ def test_your_own_recipe_may_describe_itself(tmp_path: Path):
 @pytest.mark.parametrize(
     ("table", "reported"),
     [
-        ("recipe = 3", r"mine\.toml: there is no field recipe\.\[recipe\]"),
+        ("recipe = 3", r"mine\.toml: recipe = 3: must be a table"),
         ("[recipe]\nabot = 'x'", r"there is no field recipe\.abot\. Did you mean 'about'"),
         ("[recipe]\nexpected = 76.1", r"recipe\.expected = 76\.1: must be a text"),
         (

@@ -313,6 +313,11 @@ def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=text):
             found(folder, wanted)
+    begun = open_storage(str(tmp_path / "begun"))
+    begun.mkdir()
+    waiting = Sweep(settings(4), trials=[Trial(0, "trial-0000", {"optim.lr": 0.1}, 0)])
+    save(waiting, begun)
+    assert found(begun, settings(3)) is None  # it could not start: the name is free
     run = open_storage(str(tmp_path / "run"))
     run.mkdir()
     run.write_atomic("config.toml", b"")

@@ -56,7 +56,7 @@ def handle_nonfinite(
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
     raise DivergedError(
-        f"{what}. The last checkpoint is kept, and {file} in the run's folder names these "
+        f"{what}. Committed checkpoints are kept, and {file} in the run's folder names these "
         f"samples; {REMEDY}, or skip such steps with --optim.nonfinite skip."
     )
 
