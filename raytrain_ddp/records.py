@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime, timezone
-from typing import Any, NamedTuple, TypeVar
+from types import UnionType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from raytrain_ddp.events import LOG_RECORDS, STORED_EVENTS, LogRecord, StoredEvent
 
@@ -42,14 +44,14 @@ def event_line(event: StoredEvent) -> str:
 
 
 def log_records(records: Iterable[Mapping[str, Any]]) -> list[LogRecord]:
-    """The records of a log; those of unknown kinds and without a needed field are left out."""
+    """The records of a log; those of unknown kinds and without a needed field are left out. A value
+    of another type counts as missing."""
     decoded = (_decoded(_LOG_KINDS.get(str(each.get("kind"))), each) for each in records)
     return [record for record in decoded if isinstance(record, LOG_RECORDS)]
 
 
 def stored_events(records: Iterable[Mapping[str, Any]]) -> list[Timed]:
-    """The events of an event log; those of unknown kinds and without a needed field are left
-    out."""
+    """The events of an event log; others are left out, as by `log_records`."""
     return [*_stored(records)]
 
 
@@ -83,14 +85,35 @@ def _decoded(kind: type[T] | None, record: Mapping[str, Any]) -> T | None:
         return None
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
-        if _key(field) in record:
-            value, inner = record[_key(field)], field.metadata.get("type")
-            if inner is not None and isinstance(value, Mapping):
-                value = _decoded(inner, value)
+        value, inner = record.get(_key(field), MISSING), field.metadata.get("type")
+        if inner is not None and isinstance(value, Mapping):
+            value = _decoded(inner, value)
+        if _fits(_hints(kind)[field.name], value):  # type: ignore[arg-type]
             values[field.name] = value
         elif field.default is MISSING and field.default_factory is MISSING:
             return None
     return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a value that was read from JSON is of a field's type."""
+    if hint is Any or type(hint) is type:
+        number = hint is float and isinstance(value, int)
+        return type(value) is hint or number or (hint is Any and value is not MISSING)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(each, value) for each in args)
+    if issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_fits(args[1], each) for each in value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    hints = args if origin is tuple else args * len(value)
+    return len(hints) == len(value) and all(map(_fits, hints, value))
 
 
 def _key(field: Field[Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from raytrain_ddp.driver import event_log as journal_module
 from raytrain_ddp.driver import preflight
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import CheckpointError, PreflightError
+from raytrain_ddp.events import Timing
+from raytrain_ddp.records import log_records, stored_events
 
 
 class EventLog(journal_module.EventLog):
@@ -66,6 +69,31 @@ def test_events_are_kept_over_several_starts_and_all_are_shown(tmp_path: Path, i
     assert kinds_and_steps(run) == [("plan", 0), ("checkpoint", 2), ("end", 3)]
     assert [e["kind"] for e in shown] == ["plan", "train", "checkpoint", "end"]
     assert all(e["time"].endswith("Z") for e in read_history(run, EVENTS_FILE))
+
+
+def test_a_value_of_another_type_counts_as_missing():
+    split = {"rows": 3, "smallest": ["a", 1], "largest": ["b", "2"]}
+    lines = [
+        {"kind": "train", "step": 5, "loss": 1, "lr": "0.1", "epoch": True, "timing": 3},
+        {"kind": "train", "step": 6, "scalars": {"a": 1.5}, "timing": {"step_s": 2, "split_s": 4}},
+        {"kind": "train", "step": "7"},
+        {"kind": "eval", "step": 8, "metrics": {"top1": "x"}, "tables": {"t": [[1]]}},
+    ]
+    one, two, three = log_records(lines)
+    assert (one.step, one.loss, one.epoch, one.timing) == (5, 1, 0, Timing())
+    assert math.isnan(one.lr)
+    assert (two.scalars, two.timing) == ({"a": 1.5}, Timing(step_s=2))
+    assert (three.metrics, three.tables) == ({}, {"t": [[1]]})
+    data = {"train": split, "eval": None, "classes": 2, "names": ["a", "b"]}
+    stored = [
+        {"kind": "plan", "run": None, "hosts": 3, "replaced": [0], "data": data},
+        {"kind": "failed", "rank": "1", "step": 4},
+        {"kind": "note", "text": 5},
+    ]
+    plan, failed = (timed.event for timed in stored_events(stored))
+    assert (plan.hosts, plan.replaced) == ((), [0])
+    assert (plan.data.train.smallest, plan.data.train.largest) == (["a", 1], None)
+    assert (failed.rank, failed.step) == (None, 4)
 
 
 def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
