@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -194,7 +195,10 @@ def _converted(kind: Any, words: Sequence[str]) -> Any:
     if origin is Literal:
         known = dict(zip(_words(kind), args, strict=True))
     elif kind not in (bool, NoneType):
-        return kind(word)
+        value = kind(word)
+        if kind is float and not math.isfinite(value):
+            raise ValueError(word)
+        return value
     if word not in known:
         raise ValueError(word)
     return known[word]

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -48,6 +51,29 @@ class Section:
         for field, value in fitting.items():
             object.__setattr__(self, field, value)
 
+    def require(self, field: str, holds: object, rule: str) -> None:
+        """Raises ConfigError that names the field, its value and the rule, unless the rule
+        holds."""
+        require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
+
+    def at_least(self, least: float, *fields: str) -> None:
+        """Requires that the fields are `least` or more. Here and below, auto is right as well."""
+        self._require_each(fields, lambda value: value >= least, f"must be {least:g} or more")
+
+    def above_zero(self, *fields: str) -> None:
+        """Requires that the fields are above 0."""
+        self._require_each(fields, lambda value: value > 0, "must be above 0")
+
+    def below_one(self, *fields: str) -> None:
+        """Requires that the fields lie in [0, 1)."""
+        self._require_each(fields, lambda value: 0 <= value < 1, "must be 0 or more and below 1")
+
+    def _require_each(self, fields: Iterable[str], fits: Callable[[Any], bool], rule: str) -> None:
+        for field in fields:
+            value = getattr(self, field)
+            may = ", or auto" if "auto" in described(self.kinds()[field]) else ""
+            self.require(field, value == "auto" or fits(value), f"{rule}{may}")
+
 
 def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The values as their fields' types, and a line for each that is of another type."""
@@ -55,11 +81,13 @@ def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str
     wrong: list[str] = []
     for name, value in values.items():
         kind = section.kinds()[name]
-        try:
+        rule = described(kind)
+        with suppress(ValueError):
             fitting[name] = _fitted(kind, value)
-        except ValueError:
-            field = f"{section.section}.{name}".lstrip(".")
-            wrong.append(f"{field} = {value!r}: must be {described(kind)}.")
+            if _is_finite(fitting[name]):
+                continue
+            rule = "finite"
+        wrong.append(f"{f'{section.section}.{name}'.lstrip('.')} = {value!r}: must be {rule}.")
     return fitting, wrong
 
 
@@ -120,6 +148,12 @@ def _fitted(kind: Any, value: Any) -> Any:
     if not fits:
         raise ValueError
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a number, or all in a list, are neither infinite nor nan."""
+    values = value if isinstance(value, tuple) else (value,)
+    return all(math.isfinite(each) for each in values if isinstance(each, float))
 
 
 def _first_fitting(kinds: Iterable[Any], value: Any) -> Any:

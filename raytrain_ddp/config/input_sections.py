@@ -5,12 +5,11 @@ Imports nothing heavy, like sections.py.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.config.field_types import Section
-from raytrain_ddp.config.validation import FREE, at_least, below_one, require
+from raytrain_ddp.config.validation import FREE
 
 TORCHVISION_ROOT = "data"
 
@@ -105,33 +104,21 @@ class DataConfig(Section, name="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        crop_ok = 0 < self.eval_crop <= 1
-        require(crop_ok, "data.eval_crop", self.eval_crop, "must be above 0 and at most 1")
+        self.require("eval_crop", 0 < self.eval_crop <= 1, "must be above 0 and at most 1")
         sizes = ("image_size", "start_size", "grow_epochs", "eval_size")
-        at_least(0, "data", self, *sizes, "max_bad", "cache_gib")
-        grows_ok = not self.start_size or self.start_size < self.image_size
+        self.at_least(0, *sizes, "max_bad", "cache_gib", "workers")
+        self.at_least(1, "prefetch", "prefetch_mib", "memory_mib", "shuffle_window")
         rule = f"must be below data.image_size = {self.image_size}"
-        require(grows_ok, "data.start_size", self.start_size, rule)
+        self.require("start_size", not self.start_size or self.start_size < self.image_size, rule)
         rule = f"set both, or neither, of this and data.start_size = {self.start_size}"
-        both_ok = bool(self.grow_epochs) == bool(self.start_size)
-        require(both_ok, "data.grow_epochs", self.grow_epochs, rule)
-        at_least(1, "data", self, "prefetch", "prefetch_mib", "memory_mib")
-        window_ok = self.shuffle_window == "auto" or self.shuffle_window >= 1
-        require(window_ok, "data.shuffle_window", self.shuffle_window, "must be auto, or 1 or more")
-        std_ok = all(0 < value < math.inf for value in self.std)
-        require(std_ok, "data.std", self.std, "each value must be above 0, and finite")
-        mean_ok = all(map(math.isfinite, self.mean))
-        require(mean_ok, "data.mean", self.mean, "each value must be finite")
-        workers_ok = self.workers == "auto" or self.workers >= 0
-        require(workers_ok, "data.workers", self.workers, "must be auto, or 0 or more")
+        self.require("grow_epochs", bool(self.grow_epochs) == bool(self.start_size), rule)
+        self.require("std", min(self.std) > 0, "each value must be above 0")
         rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"
-        require(bool(self.source), "data.source", self.source, rule)
+        self.require("source", self.source, rule)
         for name in ("train_split", "eval_split", "config"):
-            value = getattr(self, name)
-            require(bool(value), f"data.{name}", value, "must be a name, or auto")
+            self.require(name, getattr(self, name), "must be a name, or auto")
         columns = self.target_columns
-        differ = len(set(columns)) == len(columns)
-        require(differ, "data.target_columns", columns, "must be different columns")
+        self.require("target_columns", len({*columns}) == len(columns), "must be different columns")
         self._require_classes()
         self._require_holdout()
 
@@ -144,16 +131,16 @@ class DataConfig(Section, name="data"):
         rule = "must have 2 or more names, all different"
         classes = self.classes
         ok = classes is None or (len(classes) >= 2 and len(set(classes)) == len(classes))
-        require(ok, "data.classes", classes, rule)
+        self.require("classes", ok, rule)
 
     def _require_holdout(self) -> None:
-        below_one("data", self, "holdout")
-        at_least(0, "data", self, "holdout_seed")
+        self.below_one("holdout")
+        self.at_least(0, "holdout_seed")
         rule = "already provides the evaluation data: remove data.{} = {!r}"
         for name, unset in (("eval_source", (None,)), ("eval_split", ("auto", "none"))):
             given = getattr(self, name)
             ok = not self.holdout or given in unset
-            require(ok, "data.holdout", self.holdout, rule.format(name, given))
+            self.require("holdout", ok, rule.format(name, given))
 
 
 @dataclass(frozen=True)
@@ -192,13 +179,11 @@ class AugmentConfig(Section, name="augment"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "augment", self, "mixup", "cutmix")
-        at_least(1, "augment", self, "operations", "repeats")
-        magnitude_ok = 0 <= self.magnitude <= 30
-        require(magnitude_ok, "augment.magnitude", self.magnitude, "must be 0 to 30")
-        require(0 <= self.erase <= 1, "augment.erase", self.erase, "must be a probability, 0 to 1")
+        self.at_least(0, "mixup", "cutmix")
+        self.at_least(1, "operations", "repeats")
+        self.require("magnitude", 0 <= self.magnitude <= 30, "must be 0 to 30")
+        self.require("erase", 0 <= self.erase <= 1, "must be a probability, 0 to 1")
         low, high = self.scale
-        require(0 < low <= high <= 1, "augment.scale", self.scale, "must be 0 < from <= to <= 1")
-        require(min(self.jitter) >= 0, "augment.jitter", self.jitter, "each must be 0 or more")
-        hue = self.jitter[3]
-        require(hue <= 0.5, "augment.jitter", self.jitter, "hue, the last, must be 0.5 or less")
+        self.require("scale", 0 < low <= high <= 1, "must be 0 < from <= to <= 1")
+        self.require("jitter", min(self.jitter) >= 0, "each must be 0 or more")
+        self.require("jitter", self.jitter[3] <= 0.5, "hue, the last, must be 0.5 or less")

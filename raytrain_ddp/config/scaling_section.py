@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.config.field_types import Section
-from raytrain_ddp.config.validation import FREE, above_zero, at_least, require
+from raytrain_ddp.config.validation import FREE
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,15 @@ class ScalingConfig(Section, name="scaling"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.worker_range()
-        above_zero("scaling", self, "gpus_per_worker")
-        cpus = self.cpus_per_worker
-        number_ok = cpus == "auto" or (not isinstance(cpus, str) and cpus > 0)
-        require(number_ok, "scaling.cpus_per_worker", cpus, "must be above 0, or auto")
-        at_least(0, "scaling", self, "max_failures", "spares", "wait_s", "check_every_steps")
-        at_least(-1, "scaling", self, "max_preemptions")
-        at_least(1, "scaling", self, "resize_s")
-        timeout_s = self.start_timeout_s
-        number_ok = timeout_s == "auto" or (not isinstance(timeout_s, str) and timeout_s > 0)
-        require(number_ok, "scaling.start_timeout_s", timeout_s, "must be above 0, or auto")
-        hang_s = self.hang_s
-        number_ok = hang_s == "auto" or (not isinstance(hang_s, str) and hang_s >= 0)
-        require(number_ok, "scaling.hang_s", hang_s, "must be 0 or more, or auto")
+        self.above_zero("gpus_per_worker", "cpus_per_worker", "start_timeout_s")
+        self.at_least(0, "max_failures", "spares", "wait_s", "check_every_steps", "hang_s")
+        self.at_least(-1, "max_preemptions")
+        self.at_least(1, "resize_s")
         gpus = self.gpus_per_worker
         rule = "must be 1 or less: DDP drives one GPU per worker"
-        require(gpus <= 1, "scaling.gpus_per_worker", gpus, rule)
-        nccl_ok = gpus == 1 or self.backend != "nccl"
+        self.require("gpus_per_worker", gpus <= 1, rule)
         rule = "must be 1 with NCCL, which needs a GPU per worker; set --scaling.backend gloo"
-        require(nccl_ok, "scaling.gpus_per_worker", gpus, rule)
+        self.require("gpus_per_worker", gpus == 1 or self.backend != "nccl", rule)
 
     @property
     def cpus_without_gpu(self) -> float:
@@ -115,10 +105,9 @@ class ScalingConfig(Section, name="scaling"):
             return 0, 0
         low, _, high = str(self.num_workers).partition(":")
         rule = "must be a number of 1 or more, MIN:MAX or auto"
-        numbers = low.isdigit() and (high or low).isdigit()
-        require(numbers, "scaling.num_workers", self.num_workers, rule)
+        self.require("num_workers", low.isdecimal() and (high or low).isdecimal(), rule)
         least, most = int(low), int(high or low)
-        require(1 <= least <= most, "scaling.num_workers", self.num_workers, rule)
+        self.require("num_workers", 1 <= least <= most, rule)
         return least, most
 
 
@@ -129,10 +118,10 @@ def usable_cpus(environ: Mapping[str, str] = os.environ) -> int:
     cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
     in_step = "SLURM_STEP_ID" in environ  # else the job's script, which may use what the node gave
     given = environ.get("SLURM_CPUS_PER_TASK" if in_step else "SLURM_CPUS_ON_NODE", "")
-    return min(cpus, int(given)) if given.isdigit() and int(given) else cpus
+    return min(cpus, int(given)) if given.isdecimal() and int(given) else cpus
 
 
 def cpus_of_process(environ: Mapping[str, str] = os.environ) -> int:
     """This process's share of the CPUs, whatever OMP_NUM_THREADS says (torchrun sets 1)."""
     local = environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, usable_cpus(environ) // max(1, int(local) if local.isdigit() else 1))
+    return max(1, usable_cpus(environ) // max(1, int(local) if local.isdecimal() else 1))

@@ -13,11 +13,7 @@ from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
 from raytrain_ddp.config.validation import (
     FREE,
-    above_zero,
-    at_least,
-    below_one,
     group_rules,
-    require,
     scalar,
 )
 
@@ -47,13 +43,13 @@ class ModelConfig(Section, name="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        below_one("model", self, "dropout")
-        at_least(0, "model", self, "unfreeze_epoch")
+        self.below_one("dropout")
+        self.at_least(0, "unfreeze_epoch")
         values = {name: scalar(value) for name, value in self.args.items()}
         object.__setattr__(self, "args", values)  # the same, from a command line and from TOML
         for name in values:
             rule = f"{name!r} must be the name of an argument"
-            require(name.isidentifier(), "model.args", self.args, rule)
+            self.require("args", name.isidentifier(), rule)
 
 
 @dataclass(frozen=True)
@@ -97,19 +93,18 @@ class OptimConfig(Section, name="optim"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above_zero("optim", self, "lr")
-        at_least(0, "optim", self, "weight_decay", "clip_norm", "max_nonfinite")
-        below_one("optim", self, "momentum", "label_smoothing")
-        rule = "must be above 0 and at most 1"
-        require(0 < self.layer_decay <= 1, "optim.layer_decay", self.layer_decay, rule)
+        self.above_zero("lr")
+        self.at_least(0, "weight_decay", "clip_norm", "max_nonfinite")
+        self.below_one("momentum", "label_smoothing")
+        self.require("layer_decay", 0 < self.layer_decay <= 1, "must be above 0 and at most 1")
         head_ok = self.head_lr is None or self.head_lr > 0
-        require(head_ok, "optim.head_lr", self.head_lr, "must be above 0; see model.freeze")
+        self.require("head_lr", head_ok, "must be above 0; see model.freeze")
         group_rules(self.groups)
         betas_ok = all(0 <= beta < 1 for beta in self.betas)
-        require(betas_ok, "optim.betas", self.betas, "each must be 0 or more and below 1")
+        self.require("betas", betas_ok, "each must be 0 or more and below 1")
         nesterov_ok = self.name != "sgd" or not self.nesterov or self.momentum > 0
         rule = "needs optim.momentum above 0: set --optim.no-nesterov"
-        require(nesterov_ok, "optim.nesterov", self.nesterov, rule)
+        self.require("nesterov", nesterov_ok, rule)
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class LossConfig(Section, name="loss"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "loss", self, "gamma")
+        self.at_least(1, "gamma")
 
 
 @dataclass(frozen=True)
@@ -149,10 +144,10 @@ class ScheduleConfig(Section, name="schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "schedule", self, "warmup_epochs", "gamma")
-        above_zero("schedule", self, "step_epochs")
-        fraction = "must be a fraction of optim.lr, 0 to 1"
-        require(0 <= self.final_lr <= 1, "schedule.final_lr", self.final_lr, fraction)
+        self.at_least(0, "warmup_epochs", "gamma")
+        self.above_zero("step_epochs")
+        rule = "must be a fraction of optim.lr, 0 to 1"
+        self.require("final_lr", 0 <= self.final_lr <= 1, rule)
 
 
 @dataclass(frozen=True)
@@ -204,8 +199,8 @@ class DdpConfig(Section, name="ddp"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        above_zero("ddp", self, "bucket_cap_mb")
-        at_least(1, "ddp", self, "powersgd_rank")
+        self.above_zero("bucket_cap_mb")
+        self.at_least(1, "powersgd_rank")
 
 
 @dataclass(frozen=True)
@@ -224,7 +219,7 @@ class EvalConfig(Section, name="eval"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "eval", self, "every_epochs", "every_steps", "micro_batch")
+        self.at_least(0, "every_epochs", "every_steps", "micro_batch")
 
 
 @dataclass(frozen=True)
@@ -238,7 +233,7 @@ class StopConfig(Section, name="stop"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "stop", self, "patience", "min_delta")
+        self.at_least(0, "patience", "min_delta")
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ class EmaConfig(Section, name="ema"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        below_one("ema", self, "decay")
+        self.below_one("decay")
 
 
 @dataclass(frozen=True)
@@ -277,12 +272,9 @@ class CheckpointConfig(Section, name="checkpoint"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, "checkpoint", self, "every_epochs", "every_steps")
-        number = isinstance(self.every_s, int | float) and self.every_s >= 0
-        rule = "must be a number of seconds, 0 or more, or auto"
-        require(number or self.every_s == "auto", "checkpoint.every_s", self.every_s, rule)
-        at_least(1, "checkpoint", self, "max_failed")
-        at_least(2, "checkpoint", self, "keep_last")  # a damaged newest one is not the only one
+        self.at_least(0, "every_epochs", "every_steps", "every_s")
+        self.at_least(1, "max_failed")
+        self.at_least(2, "keep_last")  # a damaged newest one is not the only one
 
 
 @dataclass(frozen=True)
@@ -309,5 +301,5 @@ class LogConfig(Section, name="log"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(1, "log", self, "every_steps")
-        at_least(0, "log", self, "profile_steps")
+        self.at_least(1, "every_steps")
+        self.at_least(0, "profile_steps")

@@ -26,7 +26,7 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
     StopConfig,
 )
-from raytrain_ddp.config.validation import FREE, at_least, require, require_plain, seconds_of
+from raytrain_ddp.config.validation import FREE, require, require_plain, seconds_of
 from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,20 +131,18 @@ class TrainConfig(Section):
         super().__post_init__()
         require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
-        require(name_ok, "name", self.name, "use letters, digits, '.', '_' and '-', at most 128")
-        for field_name in ("epochs", "batch_size"):
-            value = getattr(self, field_name)
-            require(value >= 1, field_name, value, "must be 1 or more")
+        self.require("name", name_ok, "use letters, digits, '.', '_' and '-', at most 128")
+        self.at_least(1, "epochs", "batch_size")
         known = set(self.settled) <= set(AUTO_FIELDS)
-        require(known, "settled", self.settled, f"can name {', '.join(AUTO_FIELDS)}")
+        self.require("settled", known, f"can name {', '.join(AUTO_FIELDS)}")
         limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")
-        at_least(0, "", self, "steps", *limits)
+        self.at_least(0, "steps", *limits)
         rule = "must be a time above 0, such as 90m, 2.5h or 1d"
-        require(self.max_time is None or self.max_time_s > 0, "max_time", self.max_time, rule)
+        self.require("max_time", self.max_time is None or self.max_time_s > 0, rule)
         rule = f"give only one of this and limit_train_batches = {self.limit_train_batches}"
         both = self.overfit_batches and self.limit_train_batches
-        require(not both, "overfit_batches", self.overfit_batches, rule)
-        require(0 <= self.seed < 2**63, "seed", self.seed, "must be 0 or more and below 2**63")
+        self.require("overfit_batches", not both, rule)
+        self.require("seed", 0 <= self.seed < 2**63, "must be 0 or more and below 2**63")
         self._require_micro_batch()
         rule = "needs each evaluation before the next step: remove it, or eval.asynchronous"
         late = self.eval.asynchronous and self.stop.patience > 0
@@ -170,14 +168,14 @@ class TrainConfig(Section):
         if isinstance(micro, str):
             rule = "no size divides batch_size and suits --augment.* and this many workers"
             fits = bool(self.micro_batches(max(1, self.scaling.worker_range()[1])))
-            require(fits, "micro_batch", micro, rule)
+            self.require("micro_batch", fits, rule)
             return
-        require(micro >= 1, "micro_batch", micro, "must be 1 or more, or auto")
+        self.at_least(1, "micro_batch")
         rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
-        require(batch >= micro, "batch_size", batch, rule)
+        self.require("batch_size", batch >= micro, rule)
         below, above = batch // micro * micro, (batch // micro + 1) * micro
         rule = f"must be a multiple of micro_batch = {micro}; use {below} or {above}"
-        require(batch % micro == 0, "batch_size", batch, rule)
+        self.require("batch_size", batch % micro == 0, rule)
         rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
         require(not spread or repeats <= self.slots, "augment.repeats", repeats, rule)
         repeats = 1 if spread else repeats  # in a micro-batch

@@ -25,28 +25,6 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
         raise ConfigError(f"{field} = {value!r}: {rule}.")
 
 
-def at_least(least: float, section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section are `least` or more."""
-    for name in fields:
-        value = getattr(holder, name)
-        field = f"{section}.{name}" if section else name
-        require(value >= least, field, value, f"must be {least:g} or more")
-
-
-def above_zero(section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section are above 0."""
-    for name in fields:
-        value = getattr(holder, name)
-        require(0 < value < math.inf, f"{section}.{name}", value, "must be above 0, and finite")
-
-
-def below_one(section: str, holder: object, *fields: str) -> None:
-    """Requires that the fields of a section lie in [0, 1)."""
-    for name in fields:
-        value = getattr(holder, name)
-        require(0 <= value < 1, f"{section}.{name}", value, "must be 0 or more and below 1")
-
-
 def seconds_of(text: str) -> float:
     """Of a length of time such as 90s, 15m, 2.5h or 1d; nan if it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
