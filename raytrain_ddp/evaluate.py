@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
     require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
     if args.out is not None:
-        _write(Path(args.out), checkpoint, data.rows - skipped, values)
+        _write(expanded(args.out), checkpoint, data.rows - skipped, values)
     _print(checkpoint, data.rows, skipped, task, values)
     return 0
 

@@ -14,22 +14,27 @@ class KillableNodes:
     """A head without CPUs and `count` nodes with `cpus` each; their processes get `environment`."""
 
     def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
-        self._before = dict(os.environ)
+        self._before, self._cpus = dict(os.environ), cpus
+        self._cluster: Any = None
         os.environ.update(SETTINGS | dict(environment))  # inherited by Ray's processes
-        use_token(embedded=False)
-        from ray.cluster_utils import Cluster
+        try:
+            use_token(embedded=False)
+            from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 0, "include_dashboard": False}
-        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self._cpus = cpus
-        self._nodes = [self._cluster.add_node(num_cpus=cpus) for _ in range(count)]
+            head = {"num_cpus": 0, "include_dashboard": False}
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            self._nodes = [self._cluster.add_node(num_cpus=cpus) for _ in range(count)]
+        except BaseException:
+            self.__exit__()
+            raise
         self.address = str(self._cluster.address)
 
     def __enter__(self) -> KillableNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.shutdown()
+        if self._cluster is not None:
+            self._cluster.shutdown()
         os.environ.clear()
         os.environ.update(self._before)
 

@@ -78,6 +78,8 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     info = RecipeInfo.of(values.pop("recipe", {}), where=str(path))
     return from_dict(values, where=str(path)), info
 

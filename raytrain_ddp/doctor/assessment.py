@@ -70,7 +70,7 @@ def unreached_rows(places: Sequence[Place]) -> list[Row]:
     """Nodes that count as alive but run no task."""
     advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or remove the node."
     notes = {
-        place["name"]: Note(_braced(place["facts"]["error"]), "fail", advice)
+        place["name"]: Note(_one_line(place["facts"]["error"]), "fail", advice)
         for place in places
         if "error" in place["facts"]
     }
@@ -89,20 +89,20 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
                 f"storage = {uri} must be a folder or bucket that every node may read and write: "
                 "check the path, the rights and the credentials there."
             )
-            notes[place["name"]] = Note(_braced(tried["error"]), "fail", advice)
+            notes[place["name"]] = Note(_one_line(tried["error"]), "fail", advice)
             continue
         numbers = ((tried["commit_s"], format_duration), (tried["bytes_per_s"], format_rate))
         notes[place["name"]] = Note("written, renamed, read; commit {}, {}", numbers=numbers)
         if "error" in sees:
             advice = "A checkpoint must read the same on every node: see the store's own log."
-            seen[place["name"]] = Note(_braced(sees["error"]), "fail", advice)
+            seen[place["name"]] = Note(_one_line(sees["error"]), "fail", advice)
         elif not sees["misses"]:
             seen[place["name"]] = Note(
                 "sees those of all others, after {}", numbers=((sees["seconds"], format_duration),)
             )
         if "error" in place["cleaned"]:
             advice = f"Delete the folder doctor-* in {uri}."
-            left[place["name"]] = Note(_braced(place["cleaned"]["error"]), "warn", advice)
+            left[place["name"]] = Note(_one_line(place["cleaned"]["error"]), "warn", advice)
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
         shared = []  # no other node to share it with
@@ -148,7 +148,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
                 f"data.source = {run['data']} must be readable on every node: at the same path "
                 "everywhere, or as a URI (s3://, gs://, hf://)."
             )
-            notes[place["name"]] = Note(_braced(data["error"]), "fail", advice)
+            notes[place["name"]] = Note(_one_line(data["error"]), "fail", advice)
             continue
         rows = f"{data['train'][0]} + {data['eval'][0] if data['eval'] else 0} rows"
         numbers = ((data["seconds"], format_duration),)
@@ -158,9 +158,9 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
         ]:
             advice = "Copy them again: a run refuses nodes whose data differ."
             found = f"{rows}, but different from {mine['name']}'s"
-            notes[place["name"]] = Note(_braced(found), "fail", advice)
+            notes[place["name"]] = Note(_one_line(found), "fail", advice)
         else:
-            notes[place["name"]] = Note(f"{rows}, opened in {{}}", numbers=numbers)
+            notes[place["name"]] = Note(rows + ", opened in {}", numbers=numbers)
     return grouped("data", notes, places)
 
 
@@ -172,8 +172,3 @@ def _import_advice(error: str) -> str:
 
 def _one_line(text: str) -> str:
     return "; ".join(line.strip() for line in text.splitlines())
-
-
-def _braced(text: str) -> str:
-    """Text from other programs, escaped for a Note's `found`."""
-    return _one_line(text).replace("{", "{{").replace("}", "}}")

@@ -154,18 +154,28 @@ def memory() -> dict[str, int | None]:
     """In bytes: of the machine, available, limit of the cgroup (None: no limit), and swap."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    limits = []
+    limits, available = [], [meminfo["MemAvailable"]]
     for file in _cgroup("memory", "memory.limit_in_bytes", "memory.max"):
         limit_text = file.read_text(encoding="ascii").strip()
         if limit_text.isdigit() and int(limit_text) < meminfo["MemTotal"]:
             limits.append(int(limit_text))
+            available.append(limits[-1] - _used(file.parent))
     return {
         "total": meminfo["MemTotal"],
-        "available": meminfo["MemAvailable"],
+        "available": max(0, min(available)),
         "limit": min(limits, default=None),
         "swap": meminfo["SwapTotal"],
         "swapped": meminfo["SwapTotal"] - meminfo["SwapFree"],
     }
+
+
+def _used(group: Path) -> int:
+    """Bytes of a cgroup's memory, without the cached files that the kernel drops first."""
+    files = [group / "memory.current", group / "memory.usage_in_bytes"]
+    used = [int(file.read_text(encoding="ascii")) for file in files if file.is_file()]
+    text = (group / "memory.stat").read_text(encoding="ascii")
+    cached = re.search(r"^(?:total_)?inactive_file (\d+)$", text, re.MULTILINE)
+    return sum(used) - (int(cached[1]) if cached else 0)
 
 
 def disk(path: str) -> dict[str, Any]:

@@ -55,10 +55,10 @@ def assess_gpus(place: Place, wanted: bool) -> Note | None:
             return Note("none")
         advice = "Ray was configured with GPUs that do not exist: check --num-gpus and nvidia-smi."
         return Note(f"none, Ray counts {counted}", "fail" if wanted else "warn", advice)
-    names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there)).replace("{", "{{")
+    names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there))
     free, total = (min(gpu[key] for gpu in there) for key in ("free", "total"))
     numbers = ((free, format_bytes), (total, format_bytes))
-    found = f"{len(there)} x {names}, {{}} free of {{}}"
+    found = f"{len(there)} x {names}" + ", {} free of {}"
     if counted != len(there):
         advice = "Start Ray with all GPUs (--num-gpus, CUDA_VISIBLE_DEVICES), if they are yours."
         return Note(f"{found}; Ray counts {counted}", "warn", advice, numbers)
@@ -90,7 +90,7 @@ def assess_threads(place: Place, cpus_per_worker: float) -> Note | None:
     }
     if not given:
         return Note(f"{max(1, int(cpus_per_worker))} per worker, as scaling.cpus_per_worker says")
-    found = ", ".join(f"{name}={value}" for name, value in given.items()).replace("{", "{{")
+    found = ", ".join(f"{name}={value}" for name, value in given.items())
     few = [v for v in given.values() if v.isdigit() and int(v) < int(cpus_per_worker)]
     if few:
         advice = (

@@ -181,7 +181,7 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
         mode = f"{token['mode']:03o}"
         if token["exposed"]:
             advice = f"Other users of that machine can read it: chmod 600 {token['path']}"
-            notes[node["name"]] = Note(f"mode {mode}", "warn", advice.replace("{", "{{"))
+            notes[node["name"]] = Note(f"mode {mode}", "warn", advice)
         else:
             notes[node["name"]] = Note(f"mode {mode}")
     return grouped("token file", notes, nodes)

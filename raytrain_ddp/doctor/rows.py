@@ -75,11 +75,11 @@ def grouped(check: str, notes: Mapping[str, Note], places: Sequence[Place]) -> l
     for name, note in notes.items():
         groups.setdefault((note.found, note.verdict, note.advice), []).append(name)
     rows = []
-    for (found, verdict, advice), names in groups.items():
-        spans = [_span(each) for each in zip(*(notes[n].numbers for n in names), strict=True)]
-        rows.append(
-            Row(check, describe_places(names, places), found.format(*spans), verdict, advice)
-        )
+    for (text, verdict, advice), names in groups.items():
+        found = text
+        for each in zip(*(notes[n].numbers for n in names), strict=True):
+            found = found.replace("{}", _span(each), 1)
+        rows.append(Row(check, describe_places(names, places), found, verdict, advice))
     return sorted(rows, key=lambda row: ("fail", "warn", "ok").index(row.verdict))
 
 

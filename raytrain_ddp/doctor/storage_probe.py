@@ -24,6 +24,7 @@ from raytrain_ddp.uri import attempt, reason_of
 PAYLOADS_MIB = (1, 1, 8)  # of three checkpoints: two are kept, one is pruned
 _NEWEST = CheckpointName(len(PAYLOADS_MIB), 1)
 _LOOK_EVERY_S = 0.5
+_CLEAN_UP_S = 30.0
 
 
 def probe_commit(uri: str, folder: str, place: str) -> dict[str, Any]:
@@ -59,7 +60,9 @@ def clean_up(uri: str, folder: str, made: Sequence[str]) -> dict[str, Any]:
     def remove() -> dict[str, Any]:
         root = open_storage(uri)
         root.delete_dir(folder)
-        while root.join(folder).walk():  # another node may delete it at the same time
+        until = time.monotonic() + _CLEAN_UP_S
+        while left := root.join(folder).walk():  # another node may delete it at the same time
+            _require(time.monotonic() < until, f"{folder}/{next(iter(left))} cannot be removed")
             time.sleep(_LOOK_EVERY_S)
             root.delete_dir(folder)
         with suppress(OSError):  # it is in use by now

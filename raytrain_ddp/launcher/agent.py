@@ -124,6 +124,8 @@ class Agent:
         code, writes = os.pipe()  # nothing is left on disk if this process is killed
         os.write(writes, self._source)
         os.close(writes)
+        if self._feeds >= 0:  # of a start before, whose script did not read all
+            os.close(self._feeds)
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
         guard = [
             sys.executable,

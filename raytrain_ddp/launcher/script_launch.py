@@ -62,7 +62,7 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
     if logs is not None:
         _tell(f"output of each rank: {logs}")
     group: WorkerGroup | None = None
-    status, stdin = 0, None
+    status, stdin, is_first = 0, None, True
     try:
         check()
         for attempt in range(flags.max_restarts + 1):
@@ -73,7 +73,8 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
                     layout = layout_for(flags, nodes())
                     group = WorkerGroup(options, layout, driver, sys.executable, _tell, check)
                     _tell(_places(group.workers))
-                if not attempt:
+                if is_first:
+                    is_first = False
                     if changed := not_passed_on(driver, group.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()

@@ -162,9 +162,10 @@ def _evaluate(
         for chunk, batch in zip(chunks, loaded, strict=False):
             count = data.samples_of(batch)
             images = batch.get("image") if isinstance(batch, dict) else None
+            outputs.taken = None
             if count:
                 task.evaluate(model, to_device(batch, device), {"outputs": cast(Any, outputs)})
-            if not count or outputs.taken is None:
+            if outputs.taken is None:
                 continue
             logits, labels = outputs.taken[0].float().cpu(), outputs.taken[1].cpu()
             losses = cross_entropy(logits, labels, reduction="none")

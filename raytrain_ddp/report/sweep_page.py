@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from html import escape
 from statistics import fmean
@@ -17,7 +18,7 @@ from raytrain_ddp.display.axes import Scale, linear_scale
 from raytrain_ddp.display.curves import color, hovers
 from raytrain_ddp.display.formatting import format_metric, format_seconds, format_share, plural
 from raytrain_ddp.display.panel import Line, Panel
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.report import tables
 from raytrain_ddp.report.page import figures, section, whole_page
 from raytrain_ddp.sweep.run_sweep import best_command
@@ -153,8 +154,10 @@ def _importance_table(sweep: Sweep) -> str:
 def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
     value = sweep.best_of(best)
     assert value is not None
-    base = from_dict(sweep.settings.config)
-    commands = [] if best.origin else [("train it", best_command(base, best))]
+    commands = []
+    with suppress(ConfigError):  # a version whose config has other fields has written it
+        base = from_dict(sweep.settings.config)
+        commands += [] if best.origin else [("train it", best_command(base, best))]
     place = shlex.quote(f"{folder}/{best.name}")
     if "://" not in place:
         commands.append(("train it further", f"python -m raytrain_ddp.fit {place}/config.toml"))

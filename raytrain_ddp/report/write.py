@@ -39,7 +39,7 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         if device != "auto":
             raise ConfigError("--device has no effect on the report of a sweep: remove it.")
         folder, sweep = sweeps[0]
-        path = Path(out) if out is not None else _below(folder)
+        path = expanded(out) if out is not None else _below(folder)
         _write(path, one_sweep(folder, sweep))
         return path
     for place, found in zip(places, sweeps, strict=True):

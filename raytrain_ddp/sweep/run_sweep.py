@@ -121,7 +121,7 @@ def found(folder: Storage, settings: Settings) -> Sweep | None:
             raise ConfigError(f"{folder} is a run: give the sweep another --name.")
         return None
     changed = differences(sweep.settings, settings)
-    if changed and sweep.count("waiting") == len(sweep.trials):
+    if changed and not any(trial.starts for trial in sweep.trials):
         return None  # it could not start; nothing of it is lost
     if changed:
         raise ConfigError(

@@ -38,9 +38,8 @@ class SweepDisplay:
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
         self._console, self._live = console, live
-        self._block = Live(
-            RedrawnBlock(self.__rich__), console=console, refresh_per_second=4, transient=True
-        )
+        self._picture = RedrawnBlock(self.__rich__)
+        self._block = Live(self._picture, console=console, refresh_per_second=4, transient=True)
         self._began, self._phase = clock(), ""
         self._name, self._conductor, self._parallel = "", cast(Conductor, None), 1
 
@@ -109,6 +108,8 @@ class SweepDisplay:
             since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
             encoding = self._console.encoding
             text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
+        if self._picture.is_broken(self._console.width):  # or what is printed would be erased
+            self._block.refresh()
         self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
 
     def __rich__(self) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -64,7 +63,12 @@ def train_trial(config: TrainConfig, ties: Ties) -> Ended:
     A failure is returned, not raised.
     """
     began = time.monotonic()
-    session = partial(TrialSession, ties)
+    sessions: list[TrialSession] = []
+
+    def session(*args: Any) -> TrialSession:
+        sessions.append(TrialSession(ties, *args))
+        return sessions[-1]
+
     while True:
         try:
             result = fit_locally(config, display=_Silent(), session=session)
@@ -81,8 +85,11 @@ def train_trial(config: TrainConfig, ties: Ties) -> Ended:
             return Ended("failed", f"{type(error).__name__}: {_text(error)}")
         break
     log = log_records(result.history)
-    last_steps = [-(-r.step // (r.epoch + 1)) for r in log if isinstance(r, Train | Eval)]
-    evaluations = evaluated(log, max(last_steps, default=1))
+    per_epoch = sessions[-1].steps_per_epoch if sessions else 0
+    if not per_epoch:  # it was complete
+        whole = (-(-r.step // (r.epoch + 1)) for r in log if isinstance(r, Train | Eval))
+        per_epoch = max(whole, default=1)
+    evaluations = evaluated(log, per_epoch)
     interrupted = result.status == "interrupted"
     return Ended("interrupted" if interrupted else "finished", evaluations=evaluations)
 
@@ -92,14 +99,14 @@ class TrialSession(LocalSession):
 
     def __init__(self, ties: Ties, config: TrainConfig, world: World, best: Best, show: Any):
         super().__init__(config, world, best, show)
-        self._ties, self._best_is, self._steps_per_epoch = ties, best, 1
+        self._ties, self._best_is, self.steps_per_epoch = ties, best, 0
         self._began = False
 
     def stop_on_signals(self) -> None: ...
 
     def tell(self, event: Event) -> None:
         if isinstance(event, Plan):
-            self._steps_per_epoch = event.steps_per_epoch
+            self.steps_per_epoch = event.steps_per_epoch
         super().tell(event)
 
     def log(self, record: LogRecord) -> None:
@@ -119,7 +126,7 @@ class TrialSession(LocalSession):
 
     def _report(self) -> None:
         self._began = True
-        values = evaluated(self.records(), self._steps_per_epoch)
+        values = evaluated(self.records(), self.steps_per_epoch)
         if values:
             best = self._best_is
             self._obey(self._ties.tell(Evaluation(best.monitor, best.goal, values)))

@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._answer(HTTPStatus.OK, act(run.history), "text/plain")
-            except PreflightError as error:
+            except (PreflightError, OSError) as error:
                 self._answer(HTTPStatus.CONFLICT, str(error), "text/plain")
 
     def _may_ask(self) -> bool:

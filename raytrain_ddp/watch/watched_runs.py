@@ -106,7 +106,7 @@ class WatchedRuns:
     def version(self) -> str:
         """Changes whenever the list shows something else."""
         runs = [*self.runs.values()]
-        return f"{len(runs)}.{sum(run.version for run in runs)}.{len(self.trouble)}"
+        return f"{len(runs)}.{sum(run.version for run in runs)}.{hash(self.trouble)}"
 
     def watch(self) -> None:
         """Starts the thread that reads until `close`, which comes later."""
@@ -123,10 +123,11 @@ class WatchedRuns:
         Raises:
             OSError: the storage does not answer.
         """
-        if name not in self.runs:
+        listed = self.runs.get(name)
+        if listed is None:
             return None
         with self._lock:
-            run = self._pages.setdefault(name, WatchedRun(name, self.runs[name].folder, True))
+            run = self._pages.setdefault(name, WatchedRun(name, listed.folder, True))
             self._pages.move_to_end(name)
             while len(self._pages) > _MOST_PAGES:
                 self._pages.popitem(last=False)

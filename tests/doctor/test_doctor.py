@@ -309,6 +309,23 @@ def test_threads_are_judged_by_what_a_worker_shall_have():
     assert (row.verdict, row.found) == ("warn", "OMP_NUM_THREADS=1")
 
 
+def test_braces_in_what_others_wrote_are_text():
+    findings = cluster("one")
+    findings["places"][0]["facts"]["settings"]["OMP_NUM_THREADS"] = "{0}}"
+    assert of(assess(findings), "threads")[0].found == "OMP_NUM_THREADS={0}}"
+    findings["places"][0]["storage"] = {"error": "no '{}' in {bucket}"}
+    assert of(assess(findings), "storage")[0].found == "no '{}' in {bucket}"
+
+
+def test_free_memory_is_what_the_cgroup_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "memory.max").write_text(f"{2**30}\n")
+    (tmp_path / "memory.current").write_text(f"{2**30 - 2**20}\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 4096\nactive_file 7\n")
+    monkeypatch.setattr(machine_facts, "_cgroup", lambda *_: [tmp_path / "memory.max"])
+    found = machine_facts.memory()
+    assert (found["limit"], found["available"]) == (2**30, 2**20 + 4096)
+
+
 def test_a_machine_without_gpus_is_well_and_a_gpu_run_on_it_is_not():
     findings = cluster("one")
     assert of(assess(findings), "GPUs")[0] == Row("GPUs", "one", "none")

@@ -318,6 +318,10 @@ def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
     waiting = Sweep(settings(4), trials=[Trial(0, "trial-0000", {"optim.lr": 0.1}, 0)])
     save(waiting, begun)
     assert found(begun, settings(3)) is None  # it could not start: the name is free
+    waiting.trials[0].starts = 1  # it was interrupted
+    save(waiting, begun)
+    with pytest.raises(ConfigError, match="--trials: 4 -> 3"):
+        found(begun, settings(3))
     run = open_storage(str(tmp_path / "run"))
     run.mkdir()
     run.write_atomic("config.toml", b"")

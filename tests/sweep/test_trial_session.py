@@ -64,6 +64,13 @@ def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: P
     assert (again.status, again.evaluations) == ("finished", end.evaluations)
 
 
+def test_epochs_of_a_trial_that_stops_within_its_first_one_are_parts_of_it(tmp_path: Path):
+    config = config_of(tmp_path, "trial")
+    config = replace(config, eval=replace(config.eval, every_steps=4))
+    end = train_trial(config, Ties(lambda _: StopOrder(15, "enough"), lambda: None))
+    assert [(e.step, e.epochs) for e in end.evaluations] == [(4, 0.4)]
+
+
 def test_a_trial_killed_at_its_pause_makes_the_same_step_before_it_stops(tmp_path: Path):
     """So a copy of it starts from the same state as without the kill."""
     config = config_of(tmp_path, "trial")
