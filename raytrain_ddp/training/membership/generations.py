@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
-from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
+from raytrain_ddp.training.runtime.connections import (
+    Connections,
+    let_go,
+    require_members,
+    write_to_all,
+)
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.recording_session import RecordingSession
@@ -133,6 +138,7 @@ class Place:
             timeout=limit,
         )
         self._connections.opened(dist.group.WORLD, has_nccl="nccl" in self._backend)
+        require_members(self.seat.key)
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,12 @@ class Connections:
         joins the same epoll, from which gloo will remove it, without any event. A read returns at
         once: gloo may be about to.
         """
-        epolls = _open_files("anon_inode:[eventpoll]")
+        watched = {epoll: _watched_by(epoll) for epoll in _open_files("anon_inode:[eventpoll]")}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
             without_address.setblocking(False)
             for number, _ in self._connections():
-                for epoll in epolls:
-                    if number in _watched_by(epoll):
+                for epoll, numbers in watched.items():
+                    if number in numbers:
                         os.dup2(without_address.fileno(), number)
                         with select.epoll.fromfd(os.dup(epoll)) as watching:
                             watching.register(number, 0)
@@ -114,10 +115,41 @@ class Connections:
     def _connections(self) -> Iterator[tuple[int, socket.socket]]:
         """Each that is open; not the listening one, whose end would be an error of gloo."""
         for number, name in self._own.items():
-            if _open_files("socket:", number).get(number) == name:  # it may be another file's now
-                with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            with suppress(OSError):
+                copy = os.dup(number)
+                if (
+                    _open_files("socket:", copy).get(copy) != name
+                ):  # the number is another file's now
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as connection:
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         yield number, connection
+
+
+def require_members(key: str) -> None:
+    """Requires that all that are connected to this rank are ranks of the same process group.
+
+    gloo does not ask who connects. If a rank of another group on this machine has died, its port
+    may be this one's now, and a peer that still connects to it is taken for one of ours.
+
+    Args:
+        key: text that is different for each process group.
+
+    Raises:
+        RuntimeError: one is of another process group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    name = int.from_bytes(sha256(key.encode()).digest()[:7], "big")
+    others = torch.tensor([[name, other] for other in range(size)])
+    seen = torch.zeros_like(others)
+    # Each pair of ranks has a connection of its own.
+    dist.all_to_all_single(seen, torch.tensor([[name, rank]]).repeat(size, 1))
+    if not torch.equal(seen, others):
+        raise RuntimeError("a rank of another process group has connected to this one")
 
 
 def write_to_all(group: Any, rank: int, size: int) -> None:
