@@ -96,7 +96,7 @@ _finder = _Sources()
 
 def loaded() -> UserCode:
     """The user's modules that this process has imported: all except installed packages, the
-    standard library and raytrain_ddp. None if they are very large."""
+    standard library and raytrain_ddp. Without sources if they are very large."""
     return _limited(_imported())
 
 

@@ -186,6 +186,8 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)
+            if not len(rows):
+                continue
             paths = [None] * len(rows)
             if shard.path_column:
                 paths = shard.read(group, [shard.path_column]).column(0).to_pylist()

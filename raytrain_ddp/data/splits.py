@@ -116,7 +116,14 @@ class Splits:
                     self._labels[name] = np.bincount(found, minlength=len(self.class_names))
                 elif self.predicted == "labels":
                     self._labels[name] = found.sum(0, dtype=np.int64)
-        self._repeated += _repeated(*(getattr(s, "paths", list)() for s in (self.train, self.eval)))
+        sources = [self.train, self.eval]
+        paths: list[Any] | Exception = attempt(
+            lambda: [getattr(source, "paths", list)() for source in sources]
+        )
+        if isinstance(paths, Exception):
+            self._error.append(paths)
+        else:
+            self._repeated += _repeated(*paths)
 
     def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
         rows, counts = int(source.blocks.sum()), self._labels.get(split)

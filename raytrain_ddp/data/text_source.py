@@ -97,6 +97,8 @@ def _numbers(text: str, characters: str) -> tuple[Rows, npt.NDArray[np.bool_]]:
     """The number of each character, in the smallest type, and whether it is in the vocabulary."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     known = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
+    if not len(known):
+        return np.zeros(len(codes), np.uint8), np.zeros(len(codes), bool)
     order = np.argsort(known)
     places = order[np.minimum(np.searchsorted(known, codes, sorter=order), len(known) - 1)]
     return places.astype(np.min_scalar_type(len(known))), known[places] == codes

@@ -38,13 +38,16 @@ def logits_of_export(folder: Path, request: dict[str, Any], images: Any) -> tupl
 def in_fresh_process(folder: Path) -> str:
     """What `computed` returns in a process of its own."""
     code = f"from raytrain_ddp.export.reload import main; main({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RaytrainError(f"the export was not loaded again within {_TIMEOUT_S} s.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise RaytrainError(f"the export cannot be loaded again: {last}")

@@ -19,7 +19,7 @@ from raytrain_ddp.data.splits import ImageSource, open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.task_check import eval_data_of
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.uri import open_uri, without_secrets
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.sources import Data
@@ -153,8 +153,9 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     others: Counter[str] = Counter()
     for word in words:
         in_store = "://" in word and not word.startswith("file://")
-        own = _in_store(word) if in_store else _on_disk(word.removeprefix("file://"))
-        named = own == [word]  # a file by its own name may be of any kind
+        place = open_uri(word)[1] if word.startswith("file://") else word
+        own = _in_store(word) if in_store else _on_disk(place)
+        named = own == [place]  # a file by its own name may be of any kind
         kept = [name for name in own if named or is_image(name) or format_of(name)]
         if not kept or kept[0].lower().endswith(_VIDEOS):
             raise _nothing(word, own)

@@ -257,7 +257,7 @@ class _Team:
         if self._deaths[part] >= _MOST_DEATHS:
             when = "before they were ready" if part is None else "over the same rows"
             raise RaytrainError(
-                f"{_MOST_DEATHS} workers died {when}: {first_line(error)} Finished work is kept: "
+                f"{_MOST_DEATHS} workers died {when}: {first_line(error)}. Finished work is kept: "
                 "the same command continues."
             )
         waiting.extendleft(reversed(worker.left))

@@ -107,8 +107,17 @@ def joined(tables: Sequence[Any]) -> Any:
 
 
 def whole(schemas: Sequence[Any]) -> Any:
-    """The schema with all columns."""
-    return max(schemas, key=len)
+    """The schema with all columns, in the order of the widest, and of types that hold all values.
+
+    Raises:
+        TaskError: a column has values of types that have none in common.
+    """
+    try:
+        return pa.unify_schemas(
+            sorted(schemas, key=len, reverse=True), promote_options="permissive"
+        )
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise TaskError(f"the outputs cannot be columns: {error}.") from None
 
 
 def aligned(table: Any, schema: Any) -> Any:
@@ -170,6 +179,9 @@ def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
 
     Args:
         widths: the names of the numbers in each column so far; is completed.
+
+    Raises:
+        TaskError: the lists of a column are not of one length.
     """
     columns: dict[str, Any] = {}
     for field in table.schema:
@@ -183,6 +195,11 @@ def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
             widths[field.name] = json.loads(metadata) if metadata else [*map(str, range(width))]
         one = {"probabilities": "probability", "values": "value"}.get(field.name, field.name)
         rows = column.to_pylist()
+        if any(len(row) != len(widths[field.name]) for row in rows if row is not None):
+            raise TaskError(
+                f"the lists in {field.name!r} differ in length, so they are not columns of a CSV "
+                "file: use --out with .parquet or .jsonl."
+            )
         for place, name in enumerate(widths[field.name]):
             numbers = [None if row is None else row[place] for row in rows]
             columns[f"{one}:{name}"] = pa.array(numbers, field.type.value_type)

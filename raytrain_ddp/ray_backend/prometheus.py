@@ -46,6 +46,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "restarts": ("Starts of the workers after the first, since fit began.", ("cause",)),
     "loss": ("Mean loss of the last step logged; may be NaN.", ()),
+    "training_scalar": ("The newest value of each number that the loss returned.", ("name",)),
     "learning_rate": ("Learning rate of the last step logged.", ()),
     "evaluation": ("The newest value of each metric of the evaluations.", ("metric",)),
     "best_evaluation": ("The best value so far of the metric that is monitored.", ("metric",)),

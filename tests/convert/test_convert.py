@@ -634,6 +634,15 @@ def test_unchecked_images_are_taken_as_they_are(damaged: Path, tmp_path: Path):
     assert run_convert(damaged, tmp_path / "out", **options).dataset["rows"] == {"train": TRAIN}
 
 
+def test_row_groups_without_rows_are_passed_over(tmp_path: Path):
+    table = pa.table({"image": [encoded(picture(n)) for n in range(4)], "label": [0, 0, 1, 1]})
+    with pq.ParquetWriter(tmp_path / "x.parquet", table.schema) as writer:
+        for rows in (table.slice(0, 0), table.slice(0, 2), table.slice(0, 0), table.slice(2, 2)):
+            writer.write_table(rows)
+    done = run_convert(tmp_path / "x.parquet", tmp_path / "out")
+    assert done.dataset["rows"] == {"train": 4}
+
+
 def test_nulls_in_parquet_are_bad_records(tmp_path: Path):
     images = [encoded(picture(0)), None, encoded(picture(1))]
     pq.write_table(pa.table({"image": images, "label": [0, 0, 1]}), tmp_path / "x.parquet")

@@ -32,6 +32,7 @@ from raytrain_ddp.errors import (
     PreflightError,
     RaytrainError,
     RunLockedError,
+    TaskError,
 )
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.predict.output_parts import OutputParts
@@ -285,6 +286,36 @@ def test_a_task_of_ones_own_predicts_its_evaluation_data(tmp_path: Path):
         predict(tmp_path / "own", "x.jpg", "--out", tmp_path / "q.parquet")
     with pytest.raises(ConfigError, match="--top has no effect"):
         predict(tmp_path / "own", "--top", "2", "--out", tmp_path / "q.parquet")
+
+
+class Mixed(TinyTask):
+    """Its outputs have other types, and other lengths, in each batch."""
+
+    def predict(self, model: Any, batch: Any) -> dict[str, Any]:
+        logits = model(batch["x"])
+        count = len(logits)
+        text: list[str | None] = [None] * count if count < 20 else ["a"] * count
+        lists = [[1.0] * (1 + count % 3)] * count
+        return {"text": text, "number": [1.5 if count < 20 else 2] * count, "lists": lists}
+
+
+def test_outputs_of_several_types_are_columns_of_one(tmp_path: Path):
+    fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Mixed))
+    predict(tmp_path / "own", "--out", tmp_path / "p.parquet", "--batch-size", "20")
+    found = pq.read_table(tmp_path / "p.parquet")
+    assert found["text"].to_pylist() == ["a"] * 40 + [None] * 13
+    assert found["number"].to_pylist() == [2.0] * 40 + [1.5] * 13
+    assert [len(row) for row in found["lists"].to_pylist()] == [3] * 40 + [2] * 13
+    with pytest.raises(TaskError, match=r"'lists' differ in length.*parquet"):
+        predict(tmp_path / "own", "--out", tmp_path / "p.csv", "--batch-size", "20")
+
+
+def test_a_uri_of_a_file_is_decoded(photos: tuple[str, Path], tmp_path: Path):
+    run, folder = photos
+    (tmp_path / "a b.jpg").write_bytes((folder / "dark/4.jpg").read_bytes())
+    predict(run, (tmp_path / "a b.jpg").as_uri(), "--out", tmp_path / "p.jsonl")
+    (line,) = (tmp_path / "p.jsonl").read_text().splitlines()
+    assert json.loads(line)["path"].endswith("a b.jpg")
 
 
 def test_a_task_without_predict_is_told_what_to_add(tmp_path: Path):

@@ -68,6 +68,7 @@ TRAIN = {
         "flops_per_s": 2e9,
         "mfu": 0.4,
     },
+    "scalars": {"aux": 0.5},
 }
 EVAL = {
     "kind": "eval",
@@ -142,6 +143,7 @@ def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
         "slowest_rank_ratio 1 data": 1.5,
         "flops_per_second": 2e9,
         "mfu_ratio": 0.4,
+        "training_scalar aux": 0.5,
     }
     assert {key: reported[key] for key in expected} == expected
     assert time.time() - 5 < reported["last_step_timestamp_seconds"] <= time.time()
@@ -232,7 +234,7 @@ def test_the_units_are_in_the_names() -> None:
     counted = {"state", "step", "steps_planned", "epoch", "epochs_planned", "world_size"}
     counted |= {"restarts", "checkpoints", "checkpoints_failed", "checkpoint_step"}
     counted |= {"nonfinite_steps", "skipped_samples"}
-    without_unit = {"loss", "learning_rate", "evaluation", "best_evaluation"}
+    without_unit = {"loss", "learning_rate", "training_scalar", "evaluation", "best_evaluation"}
     for name in {*GAUGES} - counted - without_unit:
         assert re.search(r"_(seconds|bytes|ratio|per_second)$", name), name
     assert all(re.fullmatch(r"[a-z_]+", name) for name in GAUGES)

@@ -157,6 +157,18 @@ def test_rank_0_evaluates_what_is_left_if_the_run_goes_on_without_the_other_work
     assert ours == theirs
 
 
+def test_a_damaged_checkpoint_that_rank_0_would_evaluate_ends_no_run(
+    workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "resumed", eval=ELSEWHERE)
+    workers(3, run_tiny, plain(config), None, 24)
+    (name,) = (n for n in checkpoint_store(run_storage(config)).names() if n.step == 10)
+    (tmp_path / "resumed" / "checkpoints" / str(name) / "manifest.json").write_text("{")
+    ran = workers(3, run_tiny, plain(replace(config, eval=EvalConfig())))
+    assert [r["step"] for r in evaluations(config)] == [20, 30]
+    assert any("step 10 is not evaluated" in str(event) for event in ran[0].events)
+
+
 def test_a_stop_ends_the_wait_for_evaluations_and_the_resume_makes_them_up(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import tarfile
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -142,18 +142,29 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
 
 
 def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
-    """Runs of rows that are read at once."""
-    ends = [0, *accumulate(size or 0 for size in index["size"].to_pylist())]
-    rows, start = len(ends) - 1, 0
+    """Runs of rows that are read at once, with all that lies between their images."""
+    offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
+    rows, start, first, last = len(offsets), 0, math.inf, 0
     for stop in range(1, rows + 1):
-        full = stop - start == _GROUP_ROWS or ends[min(stop + 1, rows)] - ends[start] > _GROUP_BYTES
+        first, last = _extended(first, last, offsets[stop - 1], sizes[stop - 1])
+        full = stop - start == _GROUP_ROWS
+        if not full and stop < rows:
+            begin, end = _extended(first, last, offsets[stop], sizes[stop])
+            full = end - begin > _GROUP_BYTES
         if full or stop == rows:
-            size = ends[stop] - ends[start]
+            size = int(max(0, last - first))
             labels = label_range(index["label"][start:stop].to_pylist(), kind)
             missing = index["size"][start:stop].null_count
             used = columns.image, *columns.labels
             yield RowGroup(stop - start, used, size, size, labels, missing)
-            start = stop
+            start, first, last = stop, math.inf, 0
+
+
+def _extended(first: float, last: int, offset: int | None, size: int | None) -> tuple[float, int]:
+    """The bytes of a file from the first to the last, with those of an image and its header."""
+    if offset is None or size is None:
+        return first, last
+    return min(first, offset - tarfile.BLOCKSIZE), max(last, offset + size)
 
 
 # ------------------------------------------------------------------ the index

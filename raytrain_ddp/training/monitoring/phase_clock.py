@@ -85,7 +85,12 @@ class Clock:
         self.mark("other")
         self.doing = phase
         self.beat()
-        yield
+        try:
+            yield
+        finally:
+            self.doing = (
+                "other"  # also after an error, as the watchdog waits longer for some phases
+            )
         self.mark(phase)
         self.beat()
 

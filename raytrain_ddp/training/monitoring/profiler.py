@@ -38,7 +38,8 @@ class Profile:
         clock: Clock,
         tell: Callable[[Event], None],
     ) -> None:
-        self._steps = log.profile_steps if world.rank in log.profile_ranks else 0
+        is_traced = world.of_run(world.rank) in log.profile_ranks
+        self._steps = log.profile_steps if is_traced else 0
         self._world, self._run, self._clock, self._tell = world, run, clock, tell
         self._begun = 0  # steps of this start
         self._trace: Any = None

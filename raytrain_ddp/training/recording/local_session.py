@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
@@ -73,6 +74,8 @@ class LocalSession(RecordingSession):
         """From now on, Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
         SIGUSR2) request a checkpoint and a stop; a second signal ends the process at once. A second
         SIGHUP does not: both the shell and the kernel send one when a terminal is closed."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python runs handlers there only
         numbers = stop_signals()
 
         def ask(number: int, _: FrameType | None) -> None:

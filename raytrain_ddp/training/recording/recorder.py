@@ -16,7 +16,7 @@ from typing import Any
 
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
-from raytrain_ddp.checkpoint.manifest import FileEntry
+from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
@@ -139,12 +139,22 @@ class Recorder:
                 folder = self.store.storage.join(str(name))
                 done = read_evaluation(folder) if name else None
                 if name and done is None and here is not None:
-                    done = here(self.store.open(name))
-                    write_evaluation(folder, done)
+                    done = self._evaluated(name, folder, here)
                 if done is None and (name or not idle):
                     break
                 found.append((step, done or Evaluation(error="its checkpoint is missing")))
         return found
+
+    def _evaluated(
+        self, name: CheckpointName, folder: Storage, here: Callable[[Checkpoint], Evaluation]
+    ) -> Evaluation:
+        try:
+            found = self.store.open(name)
+        except DamagedError as error:
+            return Evaluation(error=str(error))
+        done = here(found)
+        write_evaluation(folder, done)
+        return done
 
     def place(self) -> Storage:
         """The folder of the newest good checkpoint; the folder of all if there is none."""

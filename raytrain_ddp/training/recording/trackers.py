@@ -99,7 +99,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run shared by all starts of a run. W&B itself skips steps that it already has."""
+    """A W&B run shared by all starts of a run. W&B itself skips steps that it already has.
+
+    An asynchronous evaluation comes late: its step is recorded besides, as the axis of its curves.
+    """
 
     def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import wandb
@@ -112,13 +115,21 @@ class WeightsAndBiases:
             config=to_dict(publishable(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
+        self._run.define_metric("eval/*", step_metric="eval/step")
+        self._newest = 0
         for record in records:
-            self.add(record)
+            self._log(record, record.step)
 
     def add(self, record: LogRecord) -> None:
+        self._log(record, max(record.step, self._newest))
+
+    def _log(self, record: LogRecord, step: int) -> None:
         figures = dict(tracker_scalars(record))
+        if isinstance(record, Eval):
+            figures["eval/step"] = record.step
         if figures:
-            self._run.log(figures, step=record.step)
+            self._run.log(figures, step=step)
+            self._newest = max(step, self._newest)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

@@ -146,6 +146,21 @@ def test_large_samples_are_in_groups_of_8_mib(tmp_path: Path):
     assert [len(image) // 2**20 for image, _ in source.read(np.arange(8))] == sizes
 
 
+def test_what_lies_between_images_counts_for_the_size_of_a_group(tmp_path: Path):
+    members = [
+        member
+        for row in range(6)
+        for member in (
+            (f"{row}.cls", b"%d" % (row % 2)),
+            (f"{row}.jpg", bytes([row]) * 100),
+            (f"{row}.npy", bytes(3 * 2**20)),
+        )
+    ]
+    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    assert source.blocks.tolist() == [3, 3]
+    assert [image[0] for image, _ in source.read(np.arange(6))] == [*range(6)]
+
+
 def test_the_index_is_made_once_and_again_when_the_file_changes(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):

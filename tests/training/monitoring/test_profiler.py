@@ -92,6 +92,14 @@ def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
     assert phases == [WRITING, WRITING]
 
 
+def test_ranks_are_those_of_the_run_where_one_is_missing(tmp_path: Path):
+    log, clock = LogConfig(profile_steps=1, profile_ranks=(2,)), Clock(torch.device("cpu"))
+    run = open_storage(str(tmp_path))
+    for rank, steps in ((0, 0), (1, 1)):
+        world = World(rank, 2, 0, torch.device("cpu"), 1, ranks=(0, 2))
+        assert Profile(log, world, run, clock, print)._steps == steps
+
+
 def test_the_flag_is_short_for_five_steps():
     assert parse_fit(["--profile"]).config.log.profile_steps == 5
     assert parse_fit(["--profile", "--log.profile-steps", "2"]).config.log.profile_steps == 2

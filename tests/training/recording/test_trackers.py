@@ -113,6 +113,28 @@ def test_a_run_that_is_restarted_is_one_run_of_weights_and_biases(
     assert b"eval/top1" in eventually(second, b"eval/top1")
 
 
+def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """W&B ignores steps before its newest."""
+    rows: list[tuple[int, dict[str, float]]] = []
+
+    class Run:
+        def log(self, figures: dict[str, float], step: int) -> None:
+            rows.append((step, figures))
+
+        def define_metric(self, name: str, step_metric: str) -> None:
+            assert (name, step_metric) == ("eval/*", "eval/step")
+
+        def finish(self, exit_code: int) -> None: ...
+
+    monkeypatch.setattr("wandb.init", lambda **_: Run())
+    made = config(tmp_path, wandb=True)
+    assert logged(made, [], train(1, 1.0), train(3, 0.5), EVALUATION, train(4, 0.5)) == []
+    assert [step for step, _ in rows] == [1, 3, 3, 4]
+    assert rows[2][1]["eval/step"] == 2
+
+
 def eventually(path: Path, sign: bytes) -> bytes:
     """What is in a file that another process may still write."""
     deadline = time.monotonic() + 10
