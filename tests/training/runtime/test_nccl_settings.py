@@ -97,7 +97,10 @@ def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.Mon
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(None, 1, 2)]))
-    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    store = dist.HashStore()
+    store.set("key", "of the group")
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: store)
+    monkeypatch.setattr(local_session, "require_members", lambda key: given.update(key=key))
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend)
     )
@@ -105,6 +108,7 @@ def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.Mon
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     join_world(ScalingConfig(), nccl=PINNED)
+    assert given["key"] == "of the group"
     if gpus:
         assert (given["backend"], given["set"]) == ("cpu:gloo,cuda:nccl", PINNED)
         assert given["timeout"] == timedelta(hours=1)
