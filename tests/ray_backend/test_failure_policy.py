@@ -619,7 +619,7 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
     assert nodes() == [{"CPU": 1.0}]
     monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: silent())
     time.sleep(0.5)
-    with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. The last committed"):
+    with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. Committed"):
         nodes()
     nodes.close()
 
