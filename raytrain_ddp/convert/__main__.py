@@ -20,7 +20,7 @@ from raytrain_ddp.files import expanded
 from raytrain_ddp.ray_backend.placement import local_resources
 
 if TYPE_CHECKING:
-    from raytrain_ddp.convert.process_pool import TaskRunner
+    from raytrain_ddp.convert.task_runners import TaskRunner
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         others = sorted(given_flags(argv) - {"verify", "workers"})
         if others:
             raise ConfigError(f"--{others[0].replace('_', '-')} has no effect with --verify.")
-        from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
+        from raytrain_ddp.convert.destination import read_dataset_file, verify
 
         folder = expanded(args.verify)
         rows = read_dataset_file(folder).get("rows")
@@ -85,11 +85,11 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.convert.conversion import convert
 
     if args.address is None:
-        from raytrain_ddp.convert.process_pool import ProcessPool
+        from raytrain_ddp.convert.task_runners import ProcessPool
 
         runner: AbstractContextManager[TaskRunner] = ProcessPool(cpus)
     else:
-        from raytrain_ddp.convert.on_ray import on_cluster
+        from raytrain_ddp.convert.task_runners import on_cluster
 
         runner = on_cluster(args.address, workers)
     try:

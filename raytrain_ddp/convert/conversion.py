@@ -16,17 +16,18 @@ import numpy as np
 import PIL
 import pyarrow as pa
 
-from raytrain_ddp.convert.dataset_file import FORMAT, read_dataset_file
 from raytrain_ddp.convert.destination import (
+    FORMAT,
+    Stage,
     check_dest,
     content_of,
+    read_dataset_file,
     require_same,
     require_up_to_date,
     shaping,
 )
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, shrink_image
-from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import (
     MIB,
     Phase,
@@ -39,7 +40,7 @@ from raytrain_ddp.convert.shard_writer import (
 )
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.convert.spool import SpoolListing
-from raytrain_ddp.convert.staging import Stage
+from raytrain_ddp.convert.task_runners import TaskRunner
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.permutation import sorted_permutation

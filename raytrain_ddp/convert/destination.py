@@ -1,18 +1,39 @@
-"""Whether a folder is, or may become, what a conversion makes: its source, options and files."""
+"""The folder that a conversion makes: whether it may, how it is built, and its ``dataset.json``.
+
+It is built in a hidden staging folder next to it:
+
+    .NAME.converting/            becomes NAME by one rename
+      train-00000-of-00004.parquet.part     a shard, under a name that no reader accepts
+      state/plan.json            what is being converted, and how: compared on resume
+      state/train-00000-of-00004.json       a shard's record; written when the shard is complete
+      state/spool/               images of sources without random access
+
+Worker processes write into it only by `replace_with` and `write_json`: a file is complete or does
+not exist, even if two processes write the same one."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from raytrain_ddp.convert.options import ConvertConfig
+from raytrain_ddp.convert.shard_writer import PART
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError
-from raytrain_ddp.files import different, expanded
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RunLockedError
+from raytrain_ddp.files import different, expanded, fsync, read_json, sha256_of, write_json
+
+FORMAT = {"format": "raytrain_ddp", "version": 1}
 
 
 def shaping(config: ConvertConfig) -> dict[str, Any]:
@@ -83,3 +104,162 @@ def require_up_to_date(
             f"{source} has changed since it was converted into {place} "
             f"({', '.join(changed) or 'other splits'}): use another folder, or delete it."
         )
+
+
+# ------------------------------------------------------------------ staging
+
+
+class Stage:
+    """The folder in which `dest` is built. Nothing is written before `held`."""
+
+    def __init__(self, dest: Path) -> None:
+        self.dest = dest
+        self.folder = dest.parent / f".{dest.name}.converting"
+        self.state = self.folder / "state"
+        self.spool = self.state / "spool"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Locks the folder for one process.
+
+        Raises:
+            RunLockedError: another process holds the lock.
+        """
+        self.spool.mkdir(parents=True, exist_ok=True)
+        with (self.state / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RunLockedError(
+                    f"{self.dest}: another process is converting into it: wait for it, or stop it."
+                ) from None
+            yield
+
+    def begin(self, plan: Mapping[str, Any]) -> None:
+        """Records what is being converted, or compares it with an earlier conversion here.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        before = read_json(self.state / "plan.json")
+        if before is None or not self._has_work():
+            write_json(self.state / "plan.json", plan, self.state)
+        elif differences := different(before, plan):
+            raise ConfigError(
+                f"{self.dest}: a conversion was started here with other input: "
+                f"{'; '.join(differences)}. Use the same input, or delete {self.folder}."
+            )
+
+    def _has_work(self) -> bool:
+        done = (self.folder.glob(f"*{PART}"), self.folder.glob("*.parquet"))
+        return any(True for paths in (*done, self.spool.glob("*.json")) for _ in paths)
+
+    def size_bytes(self, split: str) -> int:
+        """The size of the files of a split that exist already."""
+        parts = (self.spool.glob(f"{split}-*.bin"), self.folder.glob(f"{split}-*{PART}"))
+        return sum(path.stat().st_size for paths in parts for path in paths)
+
+    def part(self, name: str) -> Path:
+        """The path of a complete shard: as part, or under its final name."""
+        final = self.folder / name
+        return final if final.exists() else self.folder / f"{name}{PART}"
+
+    def finish(self, names: list[str], dataset: Mapping[str, Any]) -> None:
+        """Turns the folder into `dest`: renames all shards; the last step is one rename."""
+        for name in names:
+            if not (self.folder / name).exists():
+                os.replace(self.folder / f"{name}{PART}", self.folder / name)
+        write_json(self.folder / DATASET_FILE, dataset, self.state)
+        self.give_name()
+
+    def give_name(self) -> None:
+        """The last step, after `dataset.json` is written."""
+        shutil.rmtree(self.state)
+        fsync(self.folder)
+        os.replace(self.folder, self.dest)
+        fsync(self.dest.parent)
+
+
+# ------------------------------------------------------------------ dataset.json
+
+
+def read_dataset_file(folder: Path) -> dict[str, Any]:
+    """The content of a folder's ``dataset.json``.
+
+    Raises:
+        DataError: the file is missing, or this version cannot read it.
+    """
+    path = folder / DATASET_FILE
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}.") from error
+    if content is None:
+        raise DataError(f"{path}: not found: this is not a complete data set made by `convert`.")
+    if not isinstance(content, dict) or not FORMAT.items() <= content.items():
+        raise DataError(f"{path}: not of format 'raytrain_ddp', version {FORMAT['version']}.")
+    return content
+
+
+def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict[str, Any]:
+    """Reads every byte of a converted data set and compares it with its ``dataset.json``.
+
+    Raises:
+        DataError: lists each file that is missing, damaged or unexpected.
+    """
+    content = read_dataset_file(folder)
+    try:
+        files = {str(file["path"]): file for file in content["files"]}
+        rows = dict.fromkeys(content["rows"], 0)
+        for file in files.values():
+            rows[file["split"]] += file["rows"]
+        wrong = [] if rows == content["rows"] else [f"{DATASET_FILE}: rows do not add up"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / DATASET_FILE}: {error} is missing or wrong.") from error
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.parquet")}
+    with ThreadPoolExecutor(threads) as pool:
+        for problems in pool.map(lambda file: list(_problems(folder, file, tell)), files.values()):
+            wrong += problems
+    wrong += [f"{name}: not in {DATASET_FILE}" for name in sorted(found - files.keys())]
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise DataError(f"{folder}: {len(wrong)} problem{'s' * (len(wrong) > 1)}:\n{lines}")
+    return content
+
+
+def _problems(
+    folder: Path, file: Mapping[str, Any], tell: Callable[[int, int], None]
+) -> Iterator[str]:
+    name = str(file["path"])
+    path = folder / name
+    if Path(name).name != name or not path.is_file():
+        yield f"{name}: missing"
+        return
+    size = path.stat().st_size
+    if size != file["bytes"]:
+        yield f"{name}: {size} bytes, not {file['bytes']}"
+    elif sha256_of(path) != file["sha256"]:
+        yield f"{name}: content differs from what was written (sha256)"
+    yield from _parquet_problems(path, name, int(file["rows"]))
+    tell(int(file["rows"]), size)
+
+
+def _parquet_problems(path: Path, name: str, rows: int) -> Iterator[str]:
+    """Checks the footer and the page checksums, to locate damage in a file."""
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        yield f"{name}: footer cannot be read: {_line(error)}"
+        return
+    with file:
+        if file.metadata.num_rows != rows:
+            yield f"{name}: {file.metadata.num_rows} rows, not {rows}"
+        for group in range(file.metadata.num_row_groups):
+            try:
+                file.read_row_group(group, use_threads=False)
+            except (OSError, pa.ArrowException) as error:
+                yield f"{name}, row group {group}: cannot be read: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

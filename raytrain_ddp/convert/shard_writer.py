@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, decode_image, shrink_image
-from raytrain_ddp.convert.staging import PART
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.pixels.decoding import reason_for
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import fsync, replace_with, sha256_of, write_json
 
 MIB = 2**20
+PART = ".part"  # ends the name of a shard until the whole data set is complete
 _PAGE_BYTES = MIB  # covered by one checksum
 _READ_BYTES = 8 * MIB
 

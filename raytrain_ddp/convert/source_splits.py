@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.process_pool import TaskRunner
 from raytrain_ddp.convert.shard_writer import Phase
 from raytrain_ddp.convert.spool import (
     SpoolListing,
@@ -23,11 +22,14 @@ from raytrain_ddp.convert.spool import (
     spool_chunk,
     spool_images,
 )
-from raytrain_ddp.convert.staging import Stage
+from raytrain_ddp.convert.task_runners import TaskRunner
 from raytrain_ddp.data.discovery.data_check import Located, locate_all, role_of
 from raytrain_ddp.data.discovery.discovery import Kind
 from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.splits import open_images, unused_fields
+
+if TYPE_CHECKING:  # it opens splits
+    from raytrain_ddp.convert.destination import Stage
 
 
 @dataclass(frozen=True)

@@ -30,15 +30,14 @@ from processes import run_cli
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.convert import staging as stage_module
+from raytrain_ddp.convert import destination as stage_module
 from raytrain_ddp.convert.__main__ import fit_command, main
 from raytrain_ddp.convert.conversion import Converted, convert
-from raytrain_ddp.convert.dataset_file import read_dataset_file, verify
+from raytrain_ddp.convert.destination import Stage, read_dataset_file, verify
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.pixels import PixelCounts, decode_image, encode_png, shrink_image
-from raytrain_ddp.convert.process_pool import ProcessPool
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
-from raytrain_ddp.convert.staging import Stage
+from raytrain_ddp.convert.task_runners import ProcessPool
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.display.work_meter import Meter
 from raytrain_ddp.errors import (
@@ -1067,7 +1066,7 @@ def test_on_ray_the_bytes_are_the_same(
 ):
     import ray
 
-    from raytrain_ddp.convert.on_ray import on_cluster
+    from raytrain_ddp.convert.task_runners import on_cluster
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:

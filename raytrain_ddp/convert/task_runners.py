@@ -1,4 +1,4 @@
-"""A process pool whose processes always end with this process, however it ends."""
+"""Runs the tasks of `convert` in processes or as Ray tasks; the shards are the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +32,8 @@ class TaskRunner(Protocol):
 
 
 class ProcessPool:
-    """Runs tasks in processes, started when first needed; with 1 worker, in this process.
+    """Runs tasks in processes, started when first needed; with 1 worker, in this process. They end
+    with this process, however it ends.
 
     Processes are spawned, not forked: a fork would copy locks held by this process's threads.
     """
@@ -114,3 +116,69 @@ def _call(function: Callable[[Task, Tell], Result], task: Task) -> Result:
             _shared[1] += size
 
     return function(task, tell)
+
+
+# ------------------------------------------------------------------ Ray
+
+
+@contextmanager
+def on_cluster(address: str, workers: int | None) -> Iterator[TaskRunner]:
+    """Runs tasks on the cluster at `address`, or on the Ray that this process is connected to.
+
+    Args:
+        workers: maximum number of concurrent tasks; None: one per CPU.
+
+    Raises:
+        PreflightError: there is no Ray at the address.
+        RaytrainError: a task failed repeatedly.
+    """
+    # Here: the processes of a pool, which import this file, do without it.
+    from raytrain_ddp.ray_backend.cluster import ray_connection
+
+    with ray_connection(address, {}, {}, tell=lambda _: None):
+        import ray
+
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        yield partial(_run_on_ray, workers or 2 * cpus)  # some wait in line, for nodes that join
+
+
+def _run_on_ray(
+    at_once: int,
+    function: Callable[[Task, Tell], Result],
+    tasks: Iterable[Task],
+    tell: Tell,
+) -> Iterator[Result]:
+    import ray
+
+    remote = ray.remote(num_cpus=1)(_counted)
+    tasks = iter(tasks)
+    pending: list[Any] = []
+    try:
+        while pending := pending + [
+            remote.remote(function, task) for task in islice(tasks, at_once - len(pending))
+        ]:
+            done, pending = ray.wait(pending)
+            for result, images, size in ray.get(done):
+                tell(images, size)
+                yield result
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)  # the exception of the function
+        if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
+            raise cause from None
+        reason = str(error).partition("\n")[0]
+        raise RaytrainError(f"Ray lost a task: {reason}. Run the same command again.") from error
+    finally:
+        for ref in pending:
+            ray.cancel(ref, force=True)
+
+
+def _counted(function: Callable[[Task, Tell], Result], task: Task) -> tuple[Result, int, int]:
+    """The result, and the numbers of images and bytes that `function` reported."""
+    images = size = 0
+
+    def tell(more_images: int, more_bytes: int) -> None:
+        nonlocal images, size
+        images += more_images
+        size += more_bytes
+
+    return function(task, tell), images, size
