@@ -48,14 +48,12 @@ class Format:
     Args:
         file: that has the model.
         needs: packages to install.
-        normalizes: whether the file takes uint8 images; else float ones, which are normalized.
         write: (model, example of two images, facts, folder).
         use: how to load it in Python, from the folder.
     """
 
     file: str
     needs: tuple[str, ...]
-    normalizes: bool
     write: Callable[[LoadedModel, Tensor, Mapping[str, str], Path], None]
     use: str
 
@@ -204,12 +202,12 @@ import torch
 facts = json.load(open("preprocessing.json"))
 mean, std = (torch.tensor(facts[name]).view(3, 1, 1) * 255 for name in ("mean", "std"))
 inputs = (images.float() - mean) / std  # images: uint8 (n, 3, height, width)
+logits = model.eval()(inputs)
 """
 FORMATS = {
     "onnx": Format(
         "model.onnx",
         ("onnx", "onnxscript", "onnxruntime"),
-        True,
         _onnx,
         "import onnxruntime\n\n"
         'session = onnxruntime.InferenceSession("model.onnx")\n'
@@ -218,7 +216,6 @@ FORMATS = {
     "torch-export": Format(
         "model.pt2",
         (),
-        True,
         _torch_export,
         "import torch\n\n"
         'model = torch.export.load("model.pt2").module()\n'
@@ -227,7 +224,6 @@ FORMATS = {
     "torchscript": Format(
         "model.ts",
         (),
-        True,
         _torchscript,
         "import torch\n\n"
         'model = torch.jit.load("model.ts")\n'
@@ -236,32 +232,27 @@ FORMATS = {
     "safetensors": Format(
         "model.safetensors",
         (),
-        False,
         _safetensors,
         "from safetensors.torch import load_file\n\n"
         'model.load_state_dict(load_file("model.safetensors"))  # the model as you build it\n\n'
-        + _NORMALIZE
-        + "logits = model.eval()(inputs)\n",
+        + _NORMALIZE,
     ),
     "timm": Format(
         "model.safetensors",
         (),
-        False,
         _timm,
         "import timm\n\n"
         "model = timm.create_model(\n"
         '    "{architecture}", num_classes={classes}, checkpoint_path="model.safetensors"\n'
-        ")\n\n" + _NORMALIZE + "logits = model.eval()(inputs)\n",
+        ")\n\n" + _NORMALIZE,
     ),
     "hf": Format(
         "model.safetensors",
         (),
-        False,
         _timm,
         "import timm\n\n"
         'model = timm.create_model("hf-hub:OWNER/NAME", pretrained=True)  # or local-dir:FOLDER\n\n'
-        + _NORMALIZE
-        + "logits = model.eval()(inputs)\n",
+        + _NORMALIZE,
     ),
 }
 

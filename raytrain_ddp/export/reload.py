@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 from raytrain_ddp.errors import RaytrainError
 
 _TIMEOUT_S = 600.0
+
+Compute = Callable[[Any], Any]  # uint8 images -> their logits, float32
 
 
 def logits_of_export(folder: Path, request: dict[str, Any], images: Any) -> tuple[Any, str]:
@@ -62,39 +65,35 @@ def computed(folder: Path) -> str:
     """Computes the logits in the folder; returns the name and version of what computed them."""
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     images = np.load(folder / "images.npy")
-    logits = [
-        _LOADERS[request["format"]](folder, request, part) for part in (images[:1], images[1:])
-    ]
-    np.save(folder / "logits.npy", np.concatenate([each for each in logits if len(each)]))
+    compute = _LOADERS[request["format"]](folder, request)
+    parts = [part for part in (images[:1], images[1:]) if len(part)]
+    np.save(folder / "logits.npy", np.concatenate([compute(part) for part in parts]))
     package = {"onnx": "onnxruntime", "timm": "timm", "hf": "timm"}.get(request["format"], "torch")
     return f"{package} {sys.modules[package].__version__}"
 
 
-def _onnx(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _onnx(folder: Path, request: dict[str, Any]) -> Compute:
     import onnxruntime
 
-    if not len(images):
-        return images
     session = onnxruntime.InferenceSession(
         str(folder / request["file"]), providers=["CPUExecutionProvider"]
     )
-    return session.run(None, {"images": images})[0]
+    return lambda images: session.run(None, {"images": images})[0]
 
 
-def _torch_export(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _torch_export(folder: Path, request: dict[str, Any]) -> Compute:
     import torch
 
-    return _computed(torch.export.load(folder / request["file"]).module(), torch.from_numpy(images))
+    return _computing(torch.export.load(folder / request["file"]).module())
 
 
-def _torchscript(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _torchscript(folder: Path, request: dict[str, Any]) -> Compute:
     import torch
 
-    model = torch.jit.load(str(folder / request["file"]))
-    return _computed(model, torch.from_numpy(images))
+    return _computing(torch.jit.load(str(folder / request["file"])))
 
 
-def _safetensors(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _safetensors(folder: Path, request: dict[str, Any]) -> Compute:
     from safetensors.torch import load_file
 
     from raytrain_ddp.config.recipe import from_dict
@@ -102,10 +101,10 @@ def _safetensors(folder: Path, request: dict[str, Any], images: Any) -> Any:
 
     model = build(from_dict(request["config"], where="export").model, request["classes"])
     model.load_state_dict(load_file(folder / request["file"]))
-    return _computed(model.eval(), _normalized(folder, images))
+    return _of_normalized(folder, model)
 
 
-def _timm(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _timm(folder: Path, request: dict[str, Any]) -> Compute:
     import timm
 
     model = timm.create_model(
@@ -114,31 +113,32 @@ def _timm(folder: Path, request: dict[str, Any], images: Any) -> Any:
         checkpoint_path=str(folder / request["file"]),
         **request["model_args"],
     )
-    return _computed(model.eval(), _normalized(folder, images))
+    return _of_normalized(folder, model)
 
 
-def _hf(folder: Path, request: dict[str, Any], images: Any) -> Any:
+def _hf(folder: Path, request: dict[str, Any]) -> Compute:
     import timm
 
-    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    return _computed(model.eval(), _normalized(folder, images))
+    return _of_normalized(folder, timm.create_model(f"local-dir:{folder}", pretrained=True))
 
 
-def _normalized(folder: Path, images: Any) -> Any:
+def _of_normalized(folder: Path, model: Any) -> Compute:
     import torch
 
     facts = json.loads((folder / "preprocessing.json").read_text(encoding="utf-8"))
     mean, std = (torch.tensor(facts[name]).view(3, 1, 1) * 255 for name in ("mean", "std"))
-    return (torch.from_numpy(images).float() - mean) / std
+    model.eval()
+    return _computing(lambda images: model((images.float() - mean) / std))
 
 
-def _computed(model: Any, inputs: Any) -> Any:
+def _computing(model: Any) -> Compute:
     import torch
 
-    if not len(inputs):
-        return inputs.numpy()
-    with torch.no_grad():
-        return model(inputs).float().numpy()
+    def compute(images: Any) -> Any:
+        with torch.no_grad():
+            return model(torch.from_numpy(images)).float().numpy()
+
+    return compute
 
 
 _LOADERS = {
