@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -82,7 +82,7 @@ class Criterion:
         return (-torch.expm1(-loss)) ** self._config.gamma * loss
 
     def metrics(self, targets: int) -> dict[str, Metric]:
-        """The metrics of this many targets, besides the loss; each is updated with `compared`."""
+        """The metrics of this many targets, besides the loss."""
         from torchmetrics import MeanAbsoluteError, R2Score  # takes seconds to import
         from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
 
@@ -117,7 +117,15 @@ class Criterion:
             return MultilabelStatScores(classes, average=None, validate_args=False)
         return ClassCounts(classes)
 
-    def compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, metrics: Mapping[str, Metric], logits: Tensor, labels: Tensor) -> None:
+        """Adds samples to metrics: "loss", and those of classes or of targets."""
+        for name, metric in metrics.items():
+            if name == "loss":
+                metric.update(self.each(logits, labels))
+            else:
+                metric.update(*self._compared(logits, labels))
+
+    def _compared(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """What a metric is updated with: probabilities and labels, or numbers."""
         if not self.of_targets:
             return outputs, targets

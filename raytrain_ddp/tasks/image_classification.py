@@ -64,13 +64,12 @@ class ImageClassification(Task):
         model, weights_note = begun_model(config, len(names), self.pretrained, names)
         data = self._config.data
         expects = normalization_note(model, data.mean, data.std) if weights_note else ""
-        frozen = Frozen(model, config.freeze)
-        frozen_note = frozen.note
         if config.unfreeze_epoch:
             self.frozen_at_first = config.freeze
+            frozen_note = Frozen(model, config.freeze).note
             frozen_note += f" All are trained from epoch {config.unfreeze_epoch + 1} on."
         else:
-            freeze(model, config.freeze)
+            frozen_note = freeze(model, config.freeze)
         self.notes = [*filter(None, (weights_note, expects, frozen_note))]
         return model
 
@@ -107,11 +106,7 @@ class ImageClassification(Task):
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         logits, labels = self.logits(model, batch).float(), batch["label"]
-        for name, metric in metrics.items():
-            if name == "loss":
-                metric.update(self._criterion.each(logits, labels))
-            else:
-                metric.update(*self._criterion.compared(logits, labels))
+        self._criterion.update(metrics, logits, labels)
 
     def predict(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         return self._criterion.predicted(self.logits(model, batch).float())

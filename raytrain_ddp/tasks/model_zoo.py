@@ -128,8 +128,7 @@ def build(config: ModelConfig, classes: int, options: dict[str, Any] | None = No
     make = builder(config)
     given = {**(options or {}), **arguments(config)}
     if not config.name.startswith(TIMM) and ":" in config.name:
-        _require_taken(config, make, {"classes": classes, **given})
-        return made_by_user(config, _called_by_user(config, make, {"classes": classes, **given}))
+        return _made_by_user(config, make, {"classes": classes, **given})
     count = "classes" if config.name == DIGITS else "num_classes"
     try:
         model: nn.Module = make(**{count: classes}, **given)
@@ -187,7 +186,16 @@ def _literal(value: str | bool | int | float) -> Any:
     return value
 
 
-def _require_taken(config: ModelConfig, make: Callable[..., Any], given: dict[str, Any]) -> None:
+def _made_by_user(
+    config: ModelConfig, make: Callable[..., Any], given: dict[str, Any]
+) -> nn.Module:
+    """What the user's own function returns.
+
+    Raises:
+        ConfigError: it does not take `given`, fails with `config.args`, or returns no module.
+    """
+    from torch import nn
+
     try:
         inspect.signature(make).bind(**given)
     except TypeError as error:
@@ -195,12 +203,8 @@ def _require_taken(config: ModelConfig, make: Callable[..., Any], given: dict[st
             f"model.name = {config.name!r}: it is called with ({', '.join(given)}) as keywords, "
             f"that is classes and model.args: {error}."
         ) from None
-
-
-def _called_by_user(config: ModelConfig, make: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Raises ConfigError if the user's own function fails with `config.args`."""
     try:
-        return make(**given)
+        model = make(**given)
     except Exception as error:
         if not config.args:
             raise
@@ -210,11 +214,6 @@ def _called_by_user(config: ModelConfig, make: Callable[..., Any], given: dict[s
             f"model.args = {config.args}: {config.name} fails with them: {type(error).__name__}: "
             f"{reason} ({at.filename}:{at.lineno})."
         ) from error
-
-
-def made_by_user(config: ModelConfig, model: Any) -> nn.Module:
-    from torch import nn
-
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.name = {config.name!r}: it returned a {type(model).__name__}; expected a "

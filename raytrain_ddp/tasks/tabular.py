@@ -121,14 +121,10 @@ class Tabular(Task):
     def evaluate(
         self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Metric]
     ) -> None:
-        logits = model(batch["x"]).float()
-        for name, metric in metrics.items():
-            if name == "loss":
-                metric.update(self._criterion.each(logits, batch["y"]))
-            elif name == "auroc":
-                metric.update(logits.softmax(1), batch["y"])
-            else:
-                metric.update(*self._criterion.compared(logits, batch["y"]))
+        logits, others = model(batch["x"]).float(), {**metrics}
+        if "auroc" in others:
+            others.pop("auroc").update(logits.softmax(1), batch["y"])
+        self._criterion.update(others, logits, batch["y"])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._criterion.predicted(model(batch["x"]).float())
