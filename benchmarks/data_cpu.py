@@ -170,7 +170,7 @@ def split(folder: Path, form: str) -> dict[str, float]:
             data_decode.decode_into_mirrored(outs[place], chosen)
 
     def numbers_of(draws: Draws) -> Any:
-        device_augmentation(loader.data.collate._augment, draws, (SIZE, SIZE))  # type: ignore[attr-defined]
+        device_augmentation(loader.data.collate.augment, draws, (SIZE, SIZE))  # type: ignore[attr-defined]
         return draws.uniform(22, 0).tolist()
 
     def step(number: int) -> None:

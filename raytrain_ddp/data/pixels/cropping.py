@@ -47,24 +47,12 @@ def place_image(
     Raises:
         ValueError, OSError: the image is damaged.
     """
-    if augment.crop == "random":
-        random_into(out, picture, augment.scale, draws, jpeg_scaling, mode)
+    if augment.crop != "random":
+        centre_into(out, picture, jpeg_scaling, mode, share)
+        if augment.crop == "shift":
+            out.copy_(shifted(out, draws))
         return
-    centre_into(out, picture, jpeg_scaling, mode, share)
-    if augment.crop == "shift":
-        out.copy_(shifted(out, draws))
-
-
-def random_into(
-    out: Tensor,
-    picture: EncodedImage,
-    scale: tuple[float, float],
-    draws: Sequence[float],
-    jpeg_scaling: bool,
-    mode: Mode = "bilinear",
-) -> None:
-    """A random part of the image, resized to the size of `out`."""
-    top, left, height, width = random_box(picture.height, picture.width, scale, draws)
+    top, left, height, width = random_box(picture.height, picture.width, augment.scale, draws)
     shrink = shrink_for((height, width), (out.shape[-2], out.shape[-1]))
     top, left = top // shrink * shrink, left // shrink * shrink  # aligned to its pixels
     by = shrink if jpeg_scaling and picture.jpeg else 1

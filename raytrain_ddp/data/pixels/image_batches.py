@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -94,27 +94,20 @@ def side_in(config: DataConfig, epoch: int) -> int:
     return config.start_size + grown // _GROWS_BY * _GROWS_BY
 
 
+@dataclass(eq=False, repr=False)
 class _Collate:
-    def __init__(
-        self,
-        source: ImageSource,
-        config: DataConfig,
-        augment: AugmentConfig,
-        classes: int,
-        share: float = CENTRE_SHARE,
-        on_bad: OnBad | None = None,
-    ) -> None:
-        self._on_bad = on_bad
-        self._source, self._config, self._augment = source, config, augment
-        self._share = share
-        self._classes = classes
-        self._reported: set[int] = set()  # rows already reported
-        self._policy_draws = policy_draws(augment)
-        self._memory = BatchMemory()
+    source: ImageSource
+    config: DataConfig
+    augment: AugmentConfig
+    classes: int
+    share: float = CENTRE_SHARE
+    on_bad: OnBad | None = None
+    _reported: set[int] = field(default_factory=set, init=False)  # rows already reported
+    _memory: BatchMemory = field(default_factory=BatchMemory, init=False)
 
     def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
-        crops = draws.uniform(crop_draws(self._augment), _CROP).tolist()
-        policies = draws.uniform(self._policy_draws, _POLICY).tolist()
+        crops = draws.uniform(crop_draws(self.augment), _CROP).tolist()
+        policies = draws.uniform(policy_draws(self.augment), _POLICY).tolist()
         images = torch.empty((0, 3, 1, 1), dtype=torch.uint8)
         outs: Sequence[torch.Tensor] = ()  # of one image each
         kept: list[int] = []
@@ -126,20 +119,20 @@ class _Collate:
                 outs = images.split(1)
             elif own != size:
                 sizes = f"{size} and {own}"
-                flag = "--image-size" if self._on_bad else "--data.image-size"
+                flag = "--image-size" if self.on_bad else "--data.image-size"
                 raise DataError(f"images of unequal size, {sizes}: set {flag}.")
             out = outs[len(kept)]
             try:
-                scaling, mode = self._config.jpeg_scaling, self._config.interpolation
-                place_image(out, picture, self._augment, crops[place], scaling, mode, self._share)
+                scaling, mode = self.config.jpeg_scaling, self.config.interpolation
+                place_image(out, picture, self.augment, crops[place], scaling, mode, self.share)
             except Exception as error:  # decoders raise any type
                 self._refuse(int(draws.rows[place]), error)
                 continue
-            if self._policy_draws:
-                out[0] = apply_policy(out[0], self._augment, policies[place])
+            if policies[place]:
+                out[0] = apply_policy(out[0], self.augment, policies[place])
             kept.append(place)
         labels = _stacked([records[place][1] for place in kept])
-        made = device_augmentation(self._augment, draws.of(kept), size)
+        made = device_augmentation(self.augment, draws.of(kept), size)
         return {"image": images[: len(kept)], "label": labels, **made}
 
     def _pictures(
@@ -149,14 +142,14 @@ class _Collate:
         row."""
         before, picture, once = -1, None, len(set(rows)) == len(rows)
         for place, (row, (image, label)) in enumerate(zip(rows, records, strict=True)):
-            if isinstance(label, int) and not 0 <= label < self._classes:
-                where = self._source.where(row)
+            if isinstance(label, int) and not 0 <= label < self.classes:
+                where = self.source.where(row)
                 raise DataError(
-                    f"{where}: label {label} is not in the range 0 to {self._classes - 1}."
+                    f"{where}: label {label} is not in the range 0 to {self.classes - 1}."
                 )
             try:
                 if row != before or picture is None:
-                    picture = open_encoded_image(image, self._config.exif_orientation, once)
+                    picture = open_encoded_image(image, self.config.exif_orientation, once)
             except Exception as error:
                 self._refuse(row, error)
                 picture = None
@@ -166,17 +159,17 @@ class _Collate:
 
     def _size(self, picture: EncodedImage, epoch: int) -> tuple[int, int]:
         """(height, width) of the model's input."""
-        side = side_in(self._config, epoch)
-        if side or self._augment.crop == "random":
+        side = side_in(self.config, epoch)
+        if side or self.augment.crop == "random":
             return side or picture.width, side or picture.width
         return picture.height, picture.width
 
     def _refuse(self, row: int, reason: Exception) -> None:
-        if self._on_bad is not None:
-            self._on_bad(row, reason_for(reason))
+        if self.on_bad is not None:
+            self.on_bad(row, reason_for(reason))
             return
-        line = f"{self._source.where(row)}: not a readable image: {reason_for(reason)}"
-        if self._config.bad_records == "error":
+        line = f"{self.source.where(row)}: not a readable image: {reason_for(reason)}"
+        if self.config.bad_records == "error":
             remedy = "Repair or remove it, or set --data.bad-records skip."
             raise DataError(f"{line}. {remedy}") from None
         if row not in self._reported:
