@@ -23,7 +23,7 @@ from raytrain_ddp.convert.spool import (
     spool_images,
 )
 from raytrain_ddp.convert.task_runners import TaskRunner
-from raytrain_ddp.data.discovery.data_check import Located, locate_all, role_of
+from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
 from raytrain_ddp.data.discovery.discovery import Kind
 from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.splits import open_images, unused_fields
@@ -111,11 +111,11 @@ def open_source_splits(
         label_column=config.label_column,
         bad_records=config.bad_records,
     )
-    found, more = locate_all(data)
+    found = locate(data, more=True)
     splits = [_open("train", found.train, data, None)]
     unused = unused_fields(splits[0].source, data)
     notes = [*found.notes, *(f"--{name.replace('_', '-')} {why}" for name, why in unused)]
-    for part in (found.eval, *more):
+    for part in (found.eval, *found.more):
         if part is not None:
             try:
                 splits.append(_open(_name_of_shards(part), part, data, splits[0].class_names))

@@ -1,6 +1,5 @@
 """Finds and checks a run's training and evaluation data before anything starts, without torch.
 
-
 discovery.py finds the splits of a source; this module chooses which ones to use.
 """
 
@@ -43,16 +42,21 @@ class Found:
         eval_from: where the evaluation split comes from, such as "the validation split of
             data.source"; "" without one.
         notes: sentences about existing data that is not used.
+        more: other validation and test splits of the source, if asked for.
     """
 
     train: Located
     eval: Located | None = None
     eval_from: str = ""
     notes: tuple[str, ...] = ()
+    more: tuple[Located, ...] = ()
 
 
-def locate(config: DataConfig) -> Found:
+def locate(config: DataConfig, more: bool = False) -> Found:
     """Finds the training split and the evaluation split.
+
+    Args:
+        more: also the other validation and test splits, unless that to evaluate on is given.
 
     Raises:
         DataError: there is nothing, nothing readable as images, or an incomplete data set; or it is
@@ -60,29 +64,6 @@ def locate(config: DataConfig) -> Found:
         ConfigError: flags contradict each other, or the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
-    return _find(config, keep=False)[0]
-
-
-def locate_evaluation(config: DataConfig) -> Located:
-    """Finds the split of `eval_source` to evaluate on; the training data need not be there.
-
-    Raises:
-        DataError, ConfigError, PreflightError: like `locate`.
-    """
-    assert config.eval_source is not None
-    source = _open_other(config.eval_source, config)
-    chosen = _to_evaluate_on(source, config.eval_split, None)
-    assert chosen is not None
-    return _located(source, chosen, "eval")
-
-
-def locate_all(config: DataConfig) -> tuple[Found, list[Located]]:
-    """Like `locate`, but also returns the validation and test splits of the source that the run
-    does not use, unless the evaluation split is given explicitly."""
-    return _find(config, keep=True)
-
-
-def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
     source = open_data_set(config.source, "data.source", config)
     train = _to_train_on(source, config.train_split)
     other, chosen = source, None
@@ -97,11 +78,11 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
         other = _open_other(config.eval_source, config)
         chosen = _to_evaluate_on(other, config.eval_split, None)
     used: set[str | None] = {train, chosen} if other is source else {train}
-    more = []
-    if keep and config.eval_source is None and config.eval_split == "auto":
+    kept: list[str] = []
+    if more and config.eval_source is None and config.eval_split == "auto":
         for_it = [name for name in source.splits if role_of(name) in ("validation", "test")]
-        more = [name for name in for_it if name not in used]
-    notes = [*source.notes, *_unused(source, used | {*more}, other, chosen)]
+        kept = [name for name in for_it if name not in used]
+    notes = [*source.notes, *_unused(source, used | {*kept}, other, chosen)]
     if other is not source:
         notes += [*other.notes, *_unused(other, {chosen}, other, chosen)]
     found = Found(
@@ -112,7 +93,21 @@ def _find(config: DataConfig, keep: bool) -> tuple[Found, list[Located]]:
     if found.eval == replace(found.train, split="eval") and (train or source.splits):
         notes.append("the run is evaluated on its training data")
     sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
-    return replace(found, notes=sentences), [_located(source, name, "eval") for name in more]
+    others = tuple(_located(source, name, "eval") for name in kept)
+    return replace(found, notes=sentences, more=others)
+
+
+def locate_evaluation(config: DataConfig) -> Located:
+    """Finds the split of `eval_source` to evaluate on; the training data need not be there.
+
+    Raises:
+        DataError, ConfigError, PreflightError: like `locate`.
+    """
+    assert config.eval_source is not None
+    source = _open_other(config.eval_source, config)
+    chosen = _to_evaluate_on(source, config.eval_split, None)
+    assert chosen is not None
+    return _located(source, chosen, "eval")
 
 
 def role_of(split: str) -> Role | None:

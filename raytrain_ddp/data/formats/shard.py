@@ -148,7 +148,7 @@ class Shard(ABC):
             DataError: like `read`.
         """
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
-        return rows_in(self._answered(groups, columns, ""), columns)
+        return rows_in(self._answered(groups, columns, ""), columns) if groups else []
 
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""

@@ -139,8 +139,8 @@ class ShardImages:
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
         numbers: list[Any] = []
-        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        for shard, values in zip(shards, all_values(shards, self._columns.labels), strict=True):
+        columns = self._columns.labels
+        for shard, values in zip(self._shards, all_values(self._shards, columns), strict=True):
             numbers += self._numbers(shard, values, len(numbers))
         return np.array(numbers, np.float32 if self._columns.targets else np.int64)
 
@@ -189,8 +189,7 @@ class ShardImages:
         """The path of each row's image, if all files are lists; otherwise none."""
         if not all(map(self._has_paths_only, self._shards)):
             return []
-        shards = [shard for shard in self._shards if any(group.rows for group in shard.groups)]
-        values = zip(shards, all_values(shards, [self._columns.image]), strict=True)
+        values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
         return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
 
     def place(self, row: int) -> tuple[str, int]:

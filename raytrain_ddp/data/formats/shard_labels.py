@@ -54,8 +54,7 @@ def _target_names(
         files = join_some([shard.name for shard in shards], 2)
         raise DataError(f"{files}: {columns.targets[0]!r} is a column of lists in some files only.")
     if shards[0].kind == "list":
-        used = [shard for shard in shards if any(listed.rows for listed in shard.groups)]
-        rows = [row for values in all_values(used, columns.targets) for row in values]
+        rows = [row for values in all_values(shards, columns.targets) for row in values]
         return names_in_lists(rows) if classes is None else list(classes)
     if classes is not None and tuple(classes) != columns.targets:
         raise DataError(
@@ -128,10 +127,9 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
         listed = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
         raise DataError(f"column {column!r} has labels of several types: {listed}.")
     kind = shards[0].kind
-    used = [shard for shard in shards if any(listed.rows for listed in shard.groups)]
     good: set[Any] = set()
     bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
-    for shard, values in zip(used, all_values(used, [column]), strict=True):
+    for shard, values in zip(shards, all_values(shards, [column]), strict=True):
         for value in set(values):
             if is_class_value(value, kind):
                 good.add(value)
