@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -25,6 +24,7 @@ from raytrain_ddp.convert.spool import (
 from raytrain_ddp.convert.task_runners import TaskRunner
 from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
 from raytrain_ddp.data.discovery.discovery import Kind
+from raytrain_ddp.data.formats.image_folder import stats_of
 from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.splits import open_images, unused_fields
 
@@ -70,9 +70,9 @@ class SourceSplit:
         kind = "parquet" if self.kind == "files" else self.kind  # as earlier versions wrote it
         digest = sha256(f"{kind} {self.content}".encode())
         files = self.paths if self.files is None else [path for path, _ in self.files]
-        with ThreadPoolExecutor(16) as threads:  # for NFS
-            for seen in threads.map(_size_and_time, files, chunksize=256):
-                digest.update(f"{seen}\n".encode())
+        for seen in stats_of(files):  # a URI's files are identified by their footers
+            known = None if isinstance(seen, OSError) else (seen.st_size, seen.st_mtime_ns)
+            digest.update(f"{known}\n".encode())
         return digest.hexdigest()
 
     def list_rows(self, stage: Stage, run: TaskRunner, phase: Phase) -> SpoolListing:
@@ -140,12 +140,3 @@ def _name_of_shards(part: Located) -> str:
     """The split's name if it is for evaluation; else test."""
     name = part.name.lower()
     return name if role_of(name) in ("validation", "test") else "test"
-
-
-def _size_and_time(path: str) -> tuple[int, int] | None:
-    """None for anything but a local file: a URI's files are identified by their footers."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns

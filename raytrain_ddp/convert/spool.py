@@ -21,7 +21,7 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
-from raytrain_ddp.data.formats.image_folder import LOST_LINK
+from raytrain_ddp.data.formats.image_folder import LOST_LINK, stats_of
 from raytrain_ddp.data.formats.shard_formats import open_shard
 from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.loading.sources import BadRecord
@@ -162,19 +162,23 @@ def listing_of_spool(spool: Path, names: Iterable[str]) -> SpoolListing:
 
 
 def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
-    """The listing of images in files of their own. Reads the sizes in many threads, for NFS."""
+    """The listing of images in files of their own."""
     paths = [path for path, _ in files]
-    with ThreadPoolExecutor(16) as threads:
-        found = list(threads.map(_size, paths, chunksize=256))
-    rows, sizes = len(files), [-1 if isinstance(size, str) else size for size in found]
+    sizes = np.full(len(files), -1, np.int64)
+    bad: dict[int, str] = {}
+    for row, (path, seen) in enumerate(zip(paths, stats_of(paths), strict=True)):
+        if isinstance(seen, OSError):
+            bad[row] = _why_lost(path, seen)
+        else:
+            sizes[row] = seen.st_size
     return SpoolListing(
         paths,
-        np.arange(rows),
-        np.zeros(rows, np.int64),
-        np.array(sizes, np.int64),
+        np.arange(len(files)),
+        np.zeros_like(sizes),
+        sizes,
         np.array([label for _, label in files], np.int64),
         [path.removeprefix(root).lstrip("/") for path in paths],
-        {row: size for row, size in enumerate(found) if isinstance(size, str)},
+        bad,
     )
 
 
@@ -221,13 +225,9 @@ def _read_one(source: Any, row: int) -> tuple[Any, int]:
     return image, label
 
 
-def _size(path: str) -> int | str:
-    """The size, or why a broken link cannot be read."""
-    try:
-        return os.path.getsize(path)
-    except OSError as error:
-        if os.path.islink(path):
-            return LOST_LINK
-        if isinstance(error, FileNotFoundError | NotADirectoryError):  # named by a list
-            return "no such file"
-        raise DataError(f"{path}: cannot be read: {error.strerror}.") from error
+def _why_lost(path: str, error: OSError) -> str:
+    if os.path.islink(path):
+        return LOST_LINK
+    if isinstance(error, FileNotFoundError | NotADirectoryError):  # named by a list
+        return "no such file"
+    raise DataError(f"{path}: cannot be read: {error.strerror}.") from error

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from raytrain_ddp.data.formats.image_folder import content_of, sizes_of
-from raytrain_ddp.data.formats.shard import with_retries
+from raytrain_ddp.data.formats.shard import read_file, with_retries
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -70,8 +70,7 @@ def _opened(image: Any) -> Any:
 def _in_store(uri: str) -> bytes | BadRecord:
     def ask() -> bytes:
         fs, path = open_uri(uri)
-        with fs.open_input_stream(path, compression=None) as stream:
-            return bytes(stream.read())
+        return read_file(fs, path)
 
     outcome = with_retries(ask, is_local=False)
     if isinstance(outcome, FileNotFoundError):

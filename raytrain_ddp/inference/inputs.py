@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.discovery.file_listing import is_image
 from raytrain_ddp.data.discovery.store_listing import list_in_store
-from raytrain_ddp.data.formats.image_folder import is_hidden
+from raytrain_ddp.data.formats.image_folder import files_below, is_image
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
@@ -198,15 +197,8 @@ def _on_disk(word: str) -> list[str]:
 
 def _below(folder: str) -> list[str]:
     """Files at any depth, sorted; hidden ones are omitted."""
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
-
-    found: list[str] = []
-    for place, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not is_hidden(name)]
-        found += [os.path.join(place, name) for name in names if not is_hidden(name)]
-    return sorted(found)
+    found = files_below(folder, follow_links=False)
+    return sorted(os.path.join(place, name) for place, names in found for name in names)
 
 
 def _nothing(word: str, files: Sequence[str]) -> DataError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_hidden
+from raytrain_ddp.data.formats.image_folder import is_hidden, is_image
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import expanded
 
@@ -71,10 +71,6 @@ class FileListing:
             content=lambda name: self.content(start + name),
             size_of=lambda name: self.size_of(start + name),
         )
-
-
-def is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS)
 
 
 # ------------------------------------------------------------------ disks

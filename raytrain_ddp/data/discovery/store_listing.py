@@ -14,6 +14,7 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.formats.image_folder import is_hidden
+from raytrain_ddp.data.formats.shard import read_file
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
@@ -71,7 +72,7 @@ def list_in_store(source: str, shown: str) -> FileListing:
         return source if info.is_file else uri_beside(folder, f"{root}/{name}")
 
     def content(name: str) -> bytes:
-        return _answered(attempt(lambda: _content(fs, f"{root}/{name}")), source, shown)
+        return _answered(attempt(lambda: read_file(fs, f"{root}/{name}")), source, shown)
 
     return FileListing(
         shown=shown,
@@ -100,11 +101,6 @@ def _files_below(fs: Any, path: str) -> dict[str, int]:
     infos = fs.get_file_info(pafs.FileSelector(path, recursive=True))
     files = {info.path.removeprefix(path).lstrip("/"): info.size for info in infos if info.is_file}
     return dict(sorted(files.items()))
-
-
-def _content(fs: Any, path: str) -> bytes:
-    with fs.open_input_stream(path, compression=None) as stream:
-        return bytes(stream.read())
 
 
 def _answered(outcome: T | Exception, source: str, shown: str) -> T:

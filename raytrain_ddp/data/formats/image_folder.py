@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
@@ -20,7 +20,7 @@ from raytrain_ddp.errors import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LOST_LINK = "a broken link"
 _ROWS_PER_BLOCK = 256
-_STAT_THREADS = 16  # for NFS
+_STAT_THREADS = 16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
@@ -101,10 +101,10 @@ class FolderImages:
         for entry in entries:
             if entry.is_dir():
                 folders.append(entry.name)
-            elif not os.path.exists(entry.path) and not _is_image(entry.name):
+            elif not os.path.exists(entry.path) and not is_image(entry.name):
                 raise DataError(f"{entry.path}: a broken link: repair or remove it.")
             else:
-                images += _is_image(entry.name)
+                images += is_image(entry.name)
                 self.ignored[_kind(entry.name)] += 1
         if not folders and images:
             raise NoLabelsError(
@@ -115,22 +115,29 @@ class FolderImages:
         return sorted(folders)
 
     def _images_below(self, folder: str) -> list[str]:
-        places: list[tuple[str, list[str]]] = []
-        for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
-            folders[:] = [name for name in folders if not is_hidden(name)]
-            places.append((place, [name for name in names if not is_hidden(name)]))
         found = []
-        for place, names in sorted(places):
-            found += [os.path.join(place, name) for name in sorted(names) if _is_image(name)]
-            self.ignored.update(_kind(name) for name in names if not _is_image(name))
+        for place, names in sorted(files_below(folder, follow_links=True)):
+            found += [os.path.join(place, name) for name in sorted(names) if is_image(name)]
+            self.ignored.update(_kind(name) for name in names if not is_image(name))
         return found
 
 
-def _refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
-    raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+def files_below(folder: str, follow_links: bool) -> Iterator[tuple[str, list[str]]]:
+    """A folder and each one below it, with the names of the files in it; hidden ones are omitted.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=follow_links):
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        yield place, [name for name in names if not is_hidden(name)]
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
 
@@ -152,12 +159,17 @@ def content_of(path: str) -> bytes | BadRecord:
 
 def sizes_of(paths: Sequence[str]) -> list[int]:
     """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
+    return [-1 if isinstance(seen, OSError) else seen.st_size for seen in stats_of(paths)]
+
+
+def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
+    """What is known of each file, or why nothing is; asked in many threads, for NFS."""
+
+    def ask(path: str) -> os.stat_result | OSError:
+        try:
+            return os.stat(path)
+        except OSError as error:
+            return error
+
     with ThreadPoolExecutor(_STAT_THREADS) as threads:
-        return list(threads.map(_size, paths, chunksize=256))
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
+        yield from threads.map(ask, paths)

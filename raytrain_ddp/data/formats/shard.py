@@ -181,6 +181,12 @@ def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
     return values[0] if len(values) == 1 else list(zip(*values, strict=True))
 
 
+def read_file(fs: Any, path: str) -> bytes:
+    """The bytes as they are, whatever the name ends with."""
+    with fs.open_input_stream(path, compression=None) as stream:
+        return bytes(stream.read())
+
+
 def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
@@ -276,11 +282,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
         return BadRecord(f"{path} is not in the folder of its images or below it")
     place = os.path.join(shard.at.image_root, path)
 
-    def ask() -> bytes:
-        with shard.at.image_fs.open_input_stream(place, compression=None) as stream:
-            return bytes(stream.read())
-
-    outcome = with_retries(ask, shard.is_local)
+    outcome = with_retries(lambda: read_file(shard.at.image_fs, place), shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return BadRecord(f"{path}: no such file")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
