@@ -103,17 +103,11 @@ class PixelCounts:
         return means, deviations
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "images": self.images,
-            "values": self.values.tolist(),
-            "height": list(self.height),
-            "width": list(self.width),
-        }
+        return {**vars(self), "values": self.values.tolist()}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> PixelCounts:
-        values = np.array(record["values"], np.int64)
-        return cls(record["images"], values, tuple(record["height"]), tuple(record["width"]))
+        return cls(**{**record, "values": np.array(record["values"], np.int64)})
 
 
 def _hull(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
