@@ -19,7 +19,7 @@ survives pickling on its way from a worker to the driver.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 _LAST_STATUS = 125  # shells reserve higher numbers
@@ -77,6 +77,12 @@ class RemoteTraceback(Exception):
 def first_line(error: BaseException) -> str:
     """The first line of the error's message, without the final period."""
     return next(iter(str(error).splitlines()), "").rstrip(".")
+
+
+def first_names(names: Sequence[str], most: int = 10, last: str = " and ", by: str = ", ") -> str:
+    """``a, b and 3 more``: the first names, and the number of the others."""
+    more = f"{last}{len(names) - most} more" if len(names) > most else ""
+    return by.join(names[:most]) + more
 
 
 def status_of(error: RaytrainError) -> int:

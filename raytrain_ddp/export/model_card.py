@@ -11,13 +11,13 @@ import yaml
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.errors import first_names
 from raytrain_ddp.events import Eval
 from raytrain_ddp.inference.loaded_model import LoadedModel
 from raytrain_ddp.records import log_records
 from raytrain_ddp.training.runtime.world import software_versions
 
 _SHARES = ("top1", "top5")  # of the samples, which give counts
-_NAMED = 10
 
 
 def model_card(
@@ -86,9 +86,8 @@ def _predicted(facts: Mapping[str, Any]) -> str:
     names, activation = facts["class_names"], facts["activation"]
     if activation == "softmax":
         return f"{len(names)} classes"
-    listed = ", ".join(f"`{name}`" for name in names[:_NAMED])
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"the {'labels' if activation == 'sigmoid' else 'numbers'} {listed}{more}"
+    listed = first_names([f"`{name}`" for name in names])
+    return f"the {'labels' if activation == 'sigmoid' else 'numbers'} {listed}"
 
 
 def _resized(facts: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.sections import ModelConfig
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError, did_you_mean, first_names
 from raytrain_ddp.files import expanded
 from raytrain_ddp.tasks.model_zoo import (
     TIMM,
@@ -196,5 +196,4 @@ def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> 
 
 
 def _some(names: list[str]) -> str:
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return first_names(names, _NAMED, ", and ")

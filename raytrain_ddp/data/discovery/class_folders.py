@@ -11,10 +11,9 @@ from raytrain_ddp.data.discovery.file_listing import FileListing
 from raytrain_ddp.data.discovery.split_names import (
     NoSuchConfigError,
     SplitName,
-    first_names,
     split_name,
 )
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, first_names
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.discovery import DataSet, Kind, open_data_set
-from raytrain_ddp.data.discovery.split_names import ROLE_OF, NoSuchConfigError, Role, first_names
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.data.discovery.split_names import ROLE_OF, NoSuchConfigError, Role
+from raytrain_ddp.errors import ConfigError, DataError, first_names
 
 Use = Literal["train", "eval"]
 

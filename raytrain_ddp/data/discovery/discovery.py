@@ -28,13 +28,12 @@ from raytrain_ddp.data.discovery.split_names import (
     NoSuchConfigError,
     Splits,
     configs_of,
-    first_names,
     merged,
     require_all_shards,
 )
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, PARQUET
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, first_names
 from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
@@ -281,10 +280,10 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
             wrong.append(f"{name} {found}")
         of_split.setdefault(split, []).append(name)
     if wrong:
-        more = f", and {len(wrong) - _ERRORS_SHOWN} more" * (len(wrong) > _ERRORS_SHOWN)
+        listed = first_names(wrong, _ERRORS_SHOWN, ", and ")
         raise DataError(
-            f"{shown}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: "
-            f"{', '.join(wrong[:_ERRORS_SHOWN])}{more}. Copy them again, or rerun the conversion."
+            f"{shown}: {len(wrong)} of {len(files)} files do not match {DATASET_FILE}: {listed}. "
+            "Copy them again, or rerun the conversion."
         )
     return of_split
 

@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
-from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, first_names
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
+from raytrain_ddp.errors import DataError, first_names
 
 _README = "README.md"
 _RULE = "---"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, first_names
 
 Role = Literal["train", "validation", "test"]
 Splits = Mapping[str, Sequence[str]]  # name -> files
@@ -32,7 +32,6 @@ _SHARD = re.compile(
     re.IGNORECASE,
 )
 _IN_DATA = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*", re.IGNORECASE)
-_NAMES_SHOWN = 10
 
 
 class NoSuchConfigError(DataError):
@@ -246,12 +245,6 @@ def _require_all(
             f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
             "Download or copy them again."
         )
-
-
-def first_names(names: Sequence[str]) -> str:
-    """The first names, and the number of the remaining ones."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _stem(name: str) -> str:

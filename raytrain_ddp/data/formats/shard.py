@@ -18,7 +18,7 @@ from pyarrow import fs as pafs
 from raytrain_ddp.data.formats.labels import Kind, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean
+from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names
 from raytrain_ddp.uri import attempt, open_uri, reason_of
 
 T = TypeVar("T")
@@ -290,6 +290,5 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     return outcome
 
 
-def join_some(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
-    return separator.join(names[:most]) + more
+def join_some(names: Sequence[str], most: int = 5) -> str:
+    return first_names(names, most, ", and ")

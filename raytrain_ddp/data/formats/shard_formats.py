@@ -7,17 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_ddp.data.formats.parquet_shard import open_parquet
-from raytrain_ddp.data.formats.shard import (
-    Columns,
-    Opened,
-    Shard,
-    join_some,
-    opened_at,
-    with_retries,
-)
+from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, opened_at, with_retries
 from raytrain_ddp.data.formats.table_shard import open_arrow, open_list
 from raytrain_ddp.data.formats.tar_shard import open_tar
-from raytrain_ddp.errors import DataError, RaytrainError
+from raytrain_ddp.errors import DataError, RaytrainError, first_names
 from raytrain_ddp.uri import attempt, reason_of, without_secrets
 
 _OPENERS = 16
@@ -75,6 +68,7 @@ def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
         if len(errors) == 1 or not isinstance(error, DataError):
             raise error
     if errors:
-        listed = join_some([str(error).rstrip(".") for error in errors], _ERRORS_SHOWN, "; ")
+        texts = [str(error).rstrip(".") for error in errors]
+        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
         raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
     return [result for result in opened if isinstance(result, Shard)]

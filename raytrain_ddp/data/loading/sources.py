@@ -16,7 +16,7 @@ import numpy as np
 
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, first_names
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
@@ -167,8 +167,7 @@ def _takes_draws(collate: Callable[..., Batch]) -> bool:
 
 def _described(draws: Draws) -> str:
     rows = [*dict.fromkeys(draws.rows.tolist())]
-    more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
-    return f"rows {', '.join(map(str, rows[:_MOST_NAMED]))}{more}"
+    return f"rows {first_names([*map(str, rows)], _MOST_NAMED)}"
 
 
 class ArraySource:
