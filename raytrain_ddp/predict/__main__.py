@@ -149,7 +149,7 @@ def _print(totals: Totals, maker: PartMaker, parts: OutputParts, seconds: float)
     if totals.labeled:
         share = totals.right / totals.labeled
         print(f"  class is the label in {totals.right:,} of {totals.labeled:,} ({share:.6f})")
-    print(f"{parts.out}: {parts.size_bytes() / 1000:,.0f} kB")
+    print(f"{parts.out}: {parts.out.stat().st_size / 1000:,.0f} kB")
 
 
 if __name__ == "__main__":

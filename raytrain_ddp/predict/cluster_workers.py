@@ -43,10 +43,6 @@ class Places:
     cpus: float
     gpus: float
 
-    @property
-    def threads(self) -> int:
-        return max(1, int(self.cpus))
-
     def __str__(self) -> str:
         """``4 workers, each with a GPU``"""
         each = "a GPU" if self.gpus else plural(int(self.cpus), "CPU")
@@ -126,10 +122,8 @@ class _PartActor:
         try:
             maker = PartMaker(given.job, choose_device(given.device), given.threads)
         except RaytrainError as error:
-            text = (
-                f"{where}: {error} All nodes must see the same files: use a shared folder or URIs."
-            )
-            raise type(error)(text) from None
+            remedy = "All nodes must see the same files: use a shared folder or URIs."
+            raise type(error)(f"{where}: {error} {remedy}") from None
         changes = different(given.plan, maker.plan(given.device))
         if changes:
             raise DataError(
@@ -181,8 +175,8 @@ def working(
         RaytrainError: the job cannot be done, or workers die again and again; also when the
             function is used.
     """
-    here, paths = str(Path.cwd()), import_paths(config)
-    team = _Team(_Given(job, plan, places.device, places.threads, here, paths), places)
+    threads, here = max(1, int(places.cpus)), str(Path.cwd())
+    team = _Team(_Given(job, plan, places.device, threads, here, import_paths(config)), places)
     try:
         team.begin(min(places.count, parts))
         yield lambda wanted: team.made(deque(wanted))

@@ -10,7 +10,6 @@ often the command was killed."""
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -139,9 +138,6 @@ class OutputParts:
             fsync(self.out.parent)
             shutil.rmtree(self.folder)
         return totals
-
-    def size_bytes(self) -> int:
-        return os.path.getsize(self.out)
 
 
 def _added(totals: Totals, table: Any) -> Totals:

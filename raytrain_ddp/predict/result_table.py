@@ -112,10 +112,9 @@ def whole(schemas: Sequence[Any]) -> Any:
     Raises:
         TaskError: a column has values of types that have none in common.
     """
+    widest_first = sorted(schemas, key=len, reverse=True)
     try:
-        return pa.unify_schemas(
-            sorted(schemas, key=len, reverse=True), promote_options="permissive"
-        )
+        return pa.unify_schemas(widest_first, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise TaskError(f"the outputs cannot be columns: {error}.") from None
 
@@ -166,12 +165,10 @@ def _csv(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[str, str
     from pyarrow import csv
 
     widths: dict[str, list[str]] = {}
-    head = True
     with path.open("wb") as file:
-        for table in tables:
-            flat = _flattened(table, widths)
-            csv.write_csv(flat, file, csv.WriteOptions(include_header=head))
-            head = False
+        for number, table in enumerate(tables):
+            options = csv.WriteOptions(include_header=number == 0)
+            csv.write_csv(_flattened(table, widths), file, options)
 
 
 def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
