@@ -25,10 +25,6 @@ _JITTER_DRAWS = 5  # the order, and a factor for each of four
 _CHAINS, _DEPTH, _SEVERITY = 3, 3, 3  # AugMix: chains, operations in the longest, levels in use
 _CHAIN_DRAWS = 1 + 3 * _DEPTH
 _ORDERS = tuple(permutations(range(4)))
-_NAMES = (  # in the order that random numbers choose from
-    *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color"),
-    *("Contrast", "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize"),
-)
 
 _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whether -magnitude too
 
@@ -111,18 +107,37 @@ def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> t
 @lru_cache(maxsize=64)
 def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
     """The operations that a policy chooses from, with equal probability."""
-    from torchvision.transforms import v2  # as in `_kernels`
+    levels = 10 if policy == "augmix" else 31
 
-    of = {"randaugment": v2.RandAugment, "trivial": v2.TrivialAugmentWide, "augmix": v2.AugMix}
-    levels, theirs = 10 if policy == "augmix" else 31, of[policy]._AUGMENTATION_SPACE
-    space: list[_Operation] = []
-    for name in _NAMES:
-        if name in theirs:  # AugMix has no Identity
-            magnitudes, signed = theirs[name]
-            found = magnitudes(levels, height, width)
-            values = [0.0] * levels if found is None else found.float().tolist()
-            space.append((name, values, signed))
-    return space
+    def to(most: float, least: float = 0.0) -> list[float]:
+        return torch.linspace(least, most, levels).tolist()  # float32, as torchvision's
+
+    if policy == "trivial":
+        shear, across, down, angle, color = 0.99, 32.0, 32.0, 135.0, 0.99
+        bits = 8 - torch.arange(levels) / ((levels - 1) / 6)
+    elif policy == "randaugment":
+        shear, across, down, angle, color = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
+        bits = 8 - torch.arange(levels) / ((levels - 1) / 4)
+    else:
+        shear, across, down, angle, color = 0.3, width / 3, height / 3, 30.0, 0.9
+        bits = 4 - torch.arange(levels) / ((levels - 1) / 4)
+    same = [] if policy == "augmix" else [("Identity", [0.0] * levels, False)]
+    return [
+        *same,
+        ("ShearX", to(shear), True),
+        ("ShearY", to(shear), True),
+        ("TranslateX", to(across), True),
+        ("TranslateY", to(down), True),
+        ("Rotate", to(angle), True),
+        ("Brightness", to(color), True),
+        ("Color", to(color), True),
+        ("Contrast", to(color), True),
+        ("Sharpness", to(color), True),
+        ("Posterize", bits.round().tolist(), False),
+        ("Solarize", to(0.0, 1.0), False),
+        ("AutoContrast", [0.0] * levels, False),
+        ("Equalize", [0.0] * levels, False),
+    ]
 
 
 def _operate(image: Tensor, name: str, magnitude: float, mode: str = "nearest") -> Tensor:
