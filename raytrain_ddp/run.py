@@ -61,13 +61,11 @@ def main(argv: Sequence[str]) -> int:
     order = parse(argv, os.environ)
     for note in order.notes:
         print(f"run: {note}", file=sys.stderr)
+    from raytrain_ddp.launcher.script_launch import preview, run_script
+
     if order.flags.dry_run:
-        from raytrain_ddp.launcher.preview import preview_here
-
-        print(preview_here(order))
+        print(preview(order))
         return 0
-    from raytrain_ddp.launcher.script_launch import run_script
-
     return run_script(order)
 
 

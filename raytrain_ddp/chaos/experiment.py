@@ -16,11 +16,24 @@ from pathlib import Path
 from random import Random
 
 from raytrain_ddp.chaos.comparison import RunResults, results_of
-from raytrain_ddp.chaos.drive import DriveResult, Watcher, drive
 from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults
-from raytrain_ddp.chaos.killable_nodes import KillableNodes
-from raytrain_ddp.chaos.observation import FaultMonitor, LogFollower, tag, tagged
-from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Runner, Zygote, with_failpoints
+from raytrain_ddp.chaos.observation import (
+    DriveResult,
+    FaultMonitor,
+    LogFollower,
+    Watcher,
+    drive,
+    tag,
+    tagged,
+)
+from raytrain_ddp.chaos.runners import (
+    KillableNodes,
+    LocalRunner,
+    RayRunner,
+    Runner,
+    Zygote,
+    with_failpoints,
+)
 from raytrain_ddp.checkpoint.run_folder import (
     EVENTS_FILE,
     METRICS_FILE,

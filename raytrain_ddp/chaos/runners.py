@@ -6,6 +6,7 @@ Both start the same command repeatedly, as a person or a scheduler would.
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from typing import Any, Protocol
 
 from raytrain_ddp import failpoints
 from raytrain_ddp.chaos.fault_plan import Fault, armed
-from raytrain_ddp.chaos.killable_nodes import KillableNodes
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.ray_backend.auth_token import use_token
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 _POLL_S = 0.02
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -131,6 +133,42 @@ class LocalRunner:
 
     def close(self) -> None:
         """Nothing to do: the zygote ends them when its input ends."""
+
+
+class KillableNodes:
+    """A head without CPUs and `count` nodes with `cpus` each; their processes get `environment`."""
+
+    def __init__(self, count: int, cpus: int, environment: Mapping[str, str]) -> None:
+        self._before, self._cpus = dict(os.environ), cpus
+        self._cluster: Any = None
+        os.environ.update(SETTINGS | dict(environment))  # inherited by Ray's processes
+        try:
+            use_token(embedded=False)
+            from ray.cluster_utils import Cluster
+
+            head = {"num_cpus": 0, "include_dashboard": False}
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            self._nodes = [self._cluster.add_node(num_cpus=cpus) for _ in range(count)]
+        except BaseException:
+            self.__exit__()
+            raise
+        self.address = str(self._cluster.address)
+
+    def __enter__(self) -> KillableNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cluster is not None:
+            self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._before)
+
+    def replace_dead(self) -> None:
+        """Adds a new node for each whose raylet has died, and ends the rest of the old one."""
+        for place, node in enumerate(self._nodes):
+            if node.dead_processes():
+                self._cluster.remove_node(node, allow_graceful=False)
+                self._nodes[place] = self._cluster.add_node(num_cpus=self._cpus)
 
 
 class RayRunner:

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from raytrain_ddp.chaos.drive import Watcher
 from raytrain_ddp.chaos.experiment import ChaosOutcome
 from raytrain_ddp.chaos.fault_plan import DRIVER
-from raytrain_ddp.chaos.observation import FiredFault
+from raytrain_ddp.chaos.observation import FiredFault, Watcher
 from raytrain_ddp.display.formatting import format_seconds, plural
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"

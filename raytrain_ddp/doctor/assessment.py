@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raytrain_ddp.doctor.machine_rows import machine_rows
+from raytrain_ddp.doctor.machine_rows import machine_rows, version_rows
 from raytrain_ddp.doctor.network_rows import network_rows
 from raytrain_ddp.doctor.rows import (
     Note,
@@ -23,7 +23,6 @@ from raytrain_ddp.doctor.rows import (
     grouped,
     nodes_of,
 )
-from raytrain_ddp.doctor.version_rows import version_rows
 
 _SHOWN = 3
 

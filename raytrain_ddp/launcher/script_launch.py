@@ -1,16 +1,17 @@
-"""Runs a script on the cluster's workers, with restarts, and reports how it ended."""
+"""Runs a script on the cluster's workers and reports how it ended; or previews it."""
 
 from __future__ import annotations
 
 import os
 import queue
+import shlex
 import signal
 import stat
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from string import Template
@@ -22,10 +23,25 @@ from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
 from raytrain_ddp.launcher.exit_report import failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import Worker, not_passed_on
+from raytrain_ddp.launcher.rank_environment import (
+    Placement,
+    RankedGroup,
+    Worker,
+    assign_ranks,
+    base_environment,
+    not_passed_on,
+    placeholder_values,
+    rank_variables,
+    rendezvous_address,
+)
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
 from raytrain_ddp.ray_backend.cluster import LiveNodes
+from raytrain_ddp.ray_backend.placement import local_resources
+
+_NOTE = """\
+# Shown as if all workers ran on this machine; Ray decides the placement. MASTER_PORT is chosen
+# at the start. Variables that are the same in this shell are omitted."""
 
 
 def run_script(options: RunOptions) -> int:
@@ -47,6 +63,42 @@ def run_script(options: RunOptions) -> int:
     # Ray installs its own handler, so ours is installed again.
     with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
         return _attempts(options, driver, stops)
+
+
+def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
+    """Each worker's environment and command for a shell, without Ray.
+
+    Raises:
+        ConfigError, PreflightError: as in a real run, as far as this machine can tell.
+    """
+    options.require_script(Path.cwd())
+    flags = options.flags
+    layout = layout_for(flags, [local_resources()])
+    gpus = int(layout.per_worker.get("GPU", 0))
+    seats = []
+    for n in range(layout.least):
+        node, first = divmod(n, layout.each) if layout.apart else (0, n)
+        seats.append(
+            Placement(
+                number=n,
+                node=f"node-{node}",
+                ip=f"NODE{node}" if layout.apart else "127.0.0.1",
+                host="",
+                gpus=[str(gpu + first * gpus) for gpu in range(gpus)],
+            )
+        )
+    workers = assign_ranks(seats)
+    group = RankedGroup(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
+    base = base_environment(driver, {}, local=True)
+    lines = [_NOTE]
+    for worker in workers:
+        env = rank_variables(flags, group, worker, base, error_file="error.json")
+        added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
+        command = options.command(sys.executable, placeholder_values(group, worker))
+        lines += ["", f"# rank {worker.rank}"]
+        lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
+        lines.append(shlex.join(command))
+    return "\n".join(lines)
 
 
 def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> int:

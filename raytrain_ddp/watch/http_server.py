@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from raytrain_ddp.errors import ConfigError, PreflightError, first_line
 from raytrain_ddp.report.predictions import Predictor
-from raytrain_ddp.watch import live_pages, stop_run
-from raytrain_ddp.watch.watched_runs import WatchedRuns
+from raytrain_ddp.watch import live_pages
+from raytrain_ddp.watch.watched_runs import WatchedRuns, stop_run
 
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; "
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         origin = urlsplit(self.headers.get("Origin", "")).netloc
         _, action, name = (*self.path.split("/", 2), "", "")[:3]
         is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == action
-        act = {"stop": stop_run.stop, "predict": self.server.predictor.start}.get(action)
+        act = {"stop": stop_run, "predict": self.server.predictor.start}.get(action)
         run = self.server.runs.runs.get(unquote(name))
         if not (is_own and self._has_token()):
             self._refuse(HTTPStatus.FORBIDDEN, "Open the link that watch printed, with its token.")

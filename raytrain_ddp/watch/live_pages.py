@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cached_property
 from html import escape
 from urllib.parse import quote
 
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
+from raytrain_ddp.config.recipe import from_dict, parse
 from raytrain_ddp.display.axes import sampled, smoothed, thinned
 from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.driver.config_flags import command_of_run
+from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.report.history import RunHistory, speed_text
 from raytrain_ddp.report.page import sections_of_run, sections_of_runs
-from raytrain_ddp.report.run_commands import commands_of
 from raytrain_ddp.report.svg_panel import sparkline
-from raytrain_ddp.watch.stop_run import can_stop
+from raytrain_ddp.watch.watched_runs import can_stop
 
 _STATES = ("running", "failed", "interrupted", "gone", "finished")  # in the order of the list
 _SPARK_POINTS = 100
@@ -127,6 +132,29 @@ def run_content(history: RunHistory, may_act: bool, predictions: str | None) -> 
         "<p class=note>Of a long log, the lowest and highest loss of each stretch are shown; "
         "<code>report</code> reads all of it.</p>"
     )
+
+
+def commands_of(history: RunHistory) -> list[tuple[str, str]]:
+    """(what it is for, command) of the commands that made a run, continue it and use it."""
+    files, found = history.files, []
+    word = shlex.quote(files.place.address)
+    with suppress(RaytrainError, OSError, ValueError):  # of another version, or damaged
+        text = files.place.read(CONFIG_FILE).decode("utf-8", errors="replace")
+        found.append(("made it", command_of_run(from_dict(parse(text)))))
+    if files.place.is_local and history.state != "finished":
+        found.append(("continues it", f"python -m raytrain_ddp.fit {word}/{CONFIG_FILE}"))
+    if history.state == "running":
+        found.append(("is it making progress?", f"python -m raytrain_ddp.doctor --run {word}"))
+    if files.kept:
+        found.append(("evaluates it", f"python -m raytrain_ddp.evaluate {word}"))
+        out = "--out predictions.parquet"
+        found.append(("predicts", f"python -m raytrain_ddp.predict {word} {out}"))
+    found.append(("this page as a file", f"python -m raytrain_ddp.report {word}"))
+    if files.owner is not None:
+        stop = f"kill -TERM {files.owner.pid}"
+        here = "" if files.owner.is_here() else f", on {files.owner.host}"
+        found.append((f"stops it with a checkpoint{here}", stop))
+    return found
 
 
 def runs_content(histories: Sequence[RunHistory]) -> str:

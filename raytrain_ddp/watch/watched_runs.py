@@ -1,11 +1,14 @@
-"""All runs of a storage: a thread reads what is new, and each request finds it done."""
+"""All runs of a storage: a thread reads what is new, each request finds it done; stops a run."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from pyarrow import fs as pafs
@@ -19,7 +22,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     other_runs,
 )
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
-from raytrain_ddp.errors import ConfigError, first_line
+from raytrain_ddp.errors import ConfigError, PreflightError, first_line
 from raytrain_ddp.report.history import RunHistory, history_of
 from raytrain_ddp.report.run_files import RunFiles, claims_in, config_of, kept_in, owner_of
 from raytrain_ddp.uri import without_secrets
@@ -186,3 +189,35 @@ class WatchedRuns:
 
 def _is_run(folder: Storage) -> bool:
     return any(folder.stamp(name) for name in (EVENTS_FILE, METRICS_FILE, CONFIG_FILE))
+
+
+def can_stop(owner: Owner | None) -> bool:
+    """Whether it is a live process of this machine and this user."""
+    if owner is None or not owner.is_here() or owner.is_dead() or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        return Path(f"/proc/{owner.pid}").stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def stop_run(history: RunHistory) -> str:
+    """Asks the process that drives a run to end after the current step, with a checkpoint.
+
+    Returns:
+        What happens now.
+
+    Raises:
+        PreflightError: it is not, or no longer, a process of this machine and user.
+    """
+    owner = history.files.owner
+    if owner is not None and can_stop(owner):
+        with suppress(OSError):
+            process = os.pidfd_open(owner.pid)
+            try:
+                if not owner.is_dead():  # from here on, its number cannot become another's
+                    signal.pidfd_send_signal(process, signal.SIGTERM)
+                    return "It ends after the current step, with a checkpoint."
+            finally:
+                os.close(process)
+    raise PreflightError("no process of this machine and user drives this run now.")

@@ -19,10 +19,18 @@ from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
 
 from raytrain_ddp.chaos.__main__ import parse
 from raytrain_ddp.chaos.comparison import results_of
-from raytrain_ddp.chaos.drive import Watcher, drive
 from raytrain_ddp.chaos.experiment import ChaosOptions, ChaosOutcome, chaos
 from raytrain_ddp.chaos.fault_plan import DRIVER, Fault, RunShape, armed, draw_faults
-from raytrain_ddp.chaos.observation import TAG, FaultMonitor, FiredFault, LogFollower, tag, tagged
+from raytrain_ddp.chaos.observation import (
+    TAG,
+    FaultMonitor,
+    FiredFault,
+    LogFollower,
+    Watcher,
+    drive,
+    tag,
+    tagged,
+)
 from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Zygote
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
@@ -249,7 +257,7 @@ class Frozen(Scripted):
 def test_a_run_in_which_nothing_happens_is_killed_and_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.chaos.drive.STUCK_S", 0.1)
+    monkeypatch.setattr("raytrain_ddp.chaos.observation.STUCK_S", 0.1)
     faults = FaultMonitor([], tmp_path / "fired")
     runner = Frozen([(0, "")], tmp_path / "fired")
     ran = drive(runner, LogFollower(tmp_path / METRICS_FILE), faults, Watcher())

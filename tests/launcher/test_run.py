@@ -29,7 +29,6 @@ from raytrain_ddp.launcher.agent import Agent
 from raytrain_ddp.launcher.capacity import connected, layout_for, missing_capacity
 from raytrain_ddp.launcher.exit_report import RankExit, failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.preview import preview
 from raytrain_ddp.launcher.rank_environment import (
     Placement,
     RankedGroup,
@@ -41,7 +40,7 @@ from raytrain_ddp.launcher.rank_environment import (
     rendezvous_address,
 )
 from raytrain_ddp.launcher.run_options import PLACEHOLDERS, RunFlags, RunOptions, fill
-from raytrain_ddp.launcher.script_launch import run_script
+from raytrain_ddp.launcher.script_launch import preview, run_script
 from raytrain_ddp.launcher.worker_group import WorkerGroup, agent_by_value
 from raytrain_ddp.launcher.working_folder import provide_folders
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS

@@ -36,10 +36,9 @@ from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.predictions import Predictor
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE
-from raytrain_ddp.watch import stop_run
 from raytrain_ddp.watch.http_server import WatchServer
 from raytrain_ddp.watch.live_log import LiveLog, picked
-from raytrain_ddp.watch.watched_runs import WatchedRuns
+from raytrain_ddp.watch.watched_runs import WatchedRuns, can_stop, stop_run
 
 NASTY = "<script>alert(1)</script>&\"'><img src=x onerror=alert(1)>"
 
@@ -372,12 +371,12 @@ def test_no_other_process_is_stopped(place: Path, driver: subprocess.Popen[bytes
     """Of another machine, or one that has the number of one that has ended."""
     owner = Owner.parse((place / "live" / LEASE_FILE).read_bytes())
     assert owner is not None
-    assert stop_run.can_stop(owner)
+    assert can_stop(owner)
     other = Owner(**{**vars(owner), field: 7 if field == "born" else "other"})
-    assert not stop_run.can_stop(other)
+    assert not can_stop(other)
     (place / "live" / LEASE_FILE).write_text(json.dumps(vars(other)))
     with pytest.raises(PreflightError, match="no process of this machine"):
-        stop_run.stop(history_of(read_run(str(place / "live"))))
+        stop_run(history_of(read_run(str(place / "live"))))
     assert driver.poll() is None
 
 
