@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raytrain_ddp import failpoints
 from raytrain_ddp.chaos.fault_plan import Fault, armed
@@ -24,31 +24,6 @@ from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 _POLL_S = 0.02
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-
-
-class Runner(Protocol):
-    """A run that can be started, polled, and killed.
-
-    Attributes:
-        sizes: the number of workers of each start, if known.
-    """
-
-    sizes: list[int]
-
-    def start(self) -> None:
-        """Starts the run, or resumes it."""
-
-    def ended(self) -> Sequence[int] | None:
-        """The exit statuses of its processes once all have ended; waits briefly for that."""
-
-    def kill(self) -> None:
-        """Sends SIGKILL to what drives the run."""
-
-    def words(self) -> str:
-        """The last thing it printed."""
-
-    def close(self) -> None:
-        """Ends it if it has not ended."""
 
 
 class Zygote:
@@ -96,6 +71,9 @@ class LocalRunner:
 
     Args:
         size: the number of workers of a start, counted from 1.
+
+    Attributes:
+        sizes: the number of workers of each start, if known.
     """
 
     def __init__(
@@ -117,18 +95,22 @@ class LocalRunner:
         }
 
     def start(self) -> None:
+        """Starts the run, or resumes it."""
         self.sizes.append(self._size(len(self.sizes) + 1))
         rendezvous = str(self._folder / f"rendezvous-{self._name}-{len(self.sizes)}")
         self._zygote.order({**self._order, "size": self.sizes[-1], "rendezvous": rendezvous})
 
     def ended(self) -> Sequence[int] | None:
+        """The exit statuses of its processes once all have ended; waits briefly for that."""
         statuses: Sequence[int] | None = self._zygote.answer(_POLL_S)
         return statuses
 
     def kill(self) -> None:
+        """Sends SIGKILL to what drives the run."""
         self._zygote.order("kill")
 
     def words(self) -> str:
+        """The last thing it printed."""
         return _last_error(self._folder.glob("rank-*.log"))
 
     def close(self) -> None:
@@ -220,6 +202,9 @@ class RayRunner:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+
+Runner = LocalRunner | RayRunner
 
 
 def with_failpoints(

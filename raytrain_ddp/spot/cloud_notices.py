@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 ANSWER_S = 2.0  # a metadata service that takes longer is asked again
@@ -31,16 +31,6 @@ class Notice(NamedTuple):
 
     text: str
     left_s: float | None
-
-
-class Cloud(Protocol):
-    """One look at a metadata service.
-
-    Raises:
-        OSError, HTTPException, ValueError: there is no answer, or one that cannot be read.
-    """
-
-    def look(self) -> list[Notice]: ...
 
 
 class Metadata:
@@ -200,4 +190,6 @@ class Gcp:
         return text.strip()
 
 
-CLOUDS: dict[str, type[Aws | Azure | Gcp]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
+# `look` raises OSError, HTTPException or ValueError: no answer, or one that cannot be read.
+Cloud = Aws | Azure | Gcp
+CLOUDS: dict[str, type[Cloud]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
