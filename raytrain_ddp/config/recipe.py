@@ -32,24 +32,33 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], where: str = "config") -> TrainConfig:
     """Raises ConfigError that lists every unknown field and every wrong type in `values`."""
-    wrong = list(_unknown_fields(values, TrainConfig()))
-    config: TrainConfig = _built(TrainConfig, values, wrong)
-    if wrong:
-        raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
+    config: TrainConfig = _read(TrainConfig, values, where)
     return config
 
 
-def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str]) -> Any:
+def _read(section: type[Section], values: Mapping[str, Any], where: str, prefix: str = "") -> Any:
+    wrong: list[str] = []
+    built = _built(section, values, wrong, prefix)
+    if wrong:
+        raise ConfigError("\n".join(f"{where}: {line}" for line in wrong))
+    return built
+
+
+def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], prefix: str) -> Any:
     """A section of what is known of `values`, or None; `wrong` receives a line for each error."""
-    kinds, before = section.kinds(), len(wrong)
-    given = {name: value for name, value in values.items() if name in kinds}
-    for name, value in given.items():
-        if dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
-            inner = _built(kinds[name], value, wrong)
+    kinds, given, is_right = section.kinds(), dict[str, Any](), True
+    for name, value in values.items():
+        if name not in kinds:
+            wrong.append(f"there is no field {prefix}{name}.{did_you_mean(name, kinds)}")
+        elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
+            inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
+            is_right &= inner is not None
             given[name] = kinds[name]() if inner is None else inner
+        else:
+            given[name] = value
     fitting, refused = checked(section, given)
     wrong += refused
-    if len(wrong) > before:
+    if refused or not is_right:
         return None  # sections are compared only once each is right
     try:
         return section(**fitting)
@@ -80,7 +89,10 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    info = RecipeInfo.of(values.pop("recipe", {}), where=str(path))
+    about = values.pop("recipe", {})
+    if not isinstance(about, dict):
+        raise ConfigError(f"{path}: recipe = {about!r}: must be a table [recipe].")
+    info: RecipeInfo = _read(RecipeInfo, about, str(path), "recipe.")
     return from_dict(values, where=str(path)), info
 
 
@@ -206,12 +218,3 @@ def _free_fields(section: Any, prefix: str) -> Iterator[str]:
             yield prefix + f.name
         elif dataclasses.is_dataclass(getattr(section, f.name)):
             yield from _free_fields(getattr(section, f.name), f"{prefix}{f.name}.")
-
-
-def _unknown_fields(values: Mapping[str, Any], section: Any, prefix: str = "") -> Iterator[str]:
-    known = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
-    for key, value in values.items():
-        if key not in known:
-            yield f"there is no field {prefix}{key}.{did_you_mean(key, known)}"
-        elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
-            yield from _unknown_fields(value, known[key], f"{prefix}{key}.")

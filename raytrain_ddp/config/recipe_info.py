@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from dataclasses import dataclass, field
-from typing import Any
 
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.config.field_types import Section
 
 _WIDTH = 100
 
 
 @dataclass(frozen=True)
-class RecipeInfo:
+class RecipeInfo(Section, name="recipe"):
     """Where a recipe comes from and what it reaches, in words.
 
     Args:
@@ -31,27 +29,6 @@ class RecipeInfo:
     gpu_hours: str = ""
     reached: str = ""
     differs: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def of(table: Any, where: str) -> RecipeInfo:
-        """Raises ConfigError for a field that does not exist, or that is not a text."""
-        known = {f.name for f in dataclasses.fields(RecipeInfo)}
-        if not isinstance(table, dict):
-            raise ConfigError(f"{where}: recipe = {table!r}: must be a table [recipe].")
-        wrong = [
-            f"{where}: there is no field recipe.{name}.{did_you_mean(name, known)}"
-            for name in table
-            if name not in known
-        ]
-        for name in sorted(known & {*table}):
-            value, rule = table[name], "a table of texts" if name == "differs" else "a text"
-            parts = value.values() if name == "differs" and isinstance(value, dict) else [value]
-            is_text = all(isinstance(part, str) for part in parts)
-            if not is_text or (name == "differs" and not isinstance(value, dict)):
-                wrong.append(f"{where}: recipe.{name} = {value!r}: must be {rule}.")
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-        return RecipeInfo(**table)
 
     def page(self, name: str) -> str:
         """All of it, as lines for a terminal."""

@@ -75,12 +75,15 @@ def test_your_own_recipe_may_describe_itself(tmp_path: Path):
     [
         ("recipe = 3", r"mine\.toml: recipe = 3: must be a table"),
         ("[recipe]\nabot = 'x'", r"there is no field recipe\.abot\. Did you mean 'about'"),
-        ("[recipe]\nexpected = 76.1", r"recipe\.expected = 76\.1: must be a text"),
+        ("[recipe]\nexpected = 76.1", r"recipe\.expected = 76\.1: must be text"),
         (
             "[recipe.differs]\namp = true",
-            r"recipe\.differs = \{'amp': True\}: must be a table of texts",
+            r"recipe\.differs = \{'amp': True\}: must be a table whose values are text",
         ),
-        ("[recipe]\ndiffers = 'amp'", r"recipe\.differs = 'amp': must be a table of texts"),
+        (
+            "[recipe]\ndiffers = 'amp'",
+            r"recipe\.differs = 'amp': must be a table whose values are text",
+        ),
     ],
 )
 def test_a_wrong_description_is_refused(table: str, reported: str, tmp_path: Path):
