@@ -19,6 +19,7 @@ survives pickling on its way from a worker to the driver.
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -93,6 +94,11 @@ def status_of(error: RaytrainError) -> int:
         return own
     base: type[RaytrainError] = next(k for k in type(error).__mro__ if k.__module__ == __name__)
     return base.exit_status
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; the number if it has no name."""
+    return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

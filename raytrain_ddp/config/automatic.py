@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.train_config import AUTO_FIELDS, TrainConfig
 
 _BEFORE = {"compute.precision": "fp32", "compute.channels_last": False}  # defaults, once
@@ -18,7 +19,7 @@ _CPU_MICRO_BATCH = 32
 
 def unsettled(config: TrainConfig) -> list[str]:
     """The fields that still say auto."""
-    return [name for name in AUTO_FIELDS if _value_of(config, name) == "auto"]
+    return [name for name in AUTO_FIELDS if value_of(config, name) == "auto"]
 
 
 def settled_as(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -62,11 +63,6 @@ def _with(config: TrainConfig, values: Mapping[str, Any], names: tuple[str, ...]
         compute=dataclasses.replace(config.compute, **below),
         settled=names,
     )
-
-
-def _value_of(config: TrainConfig, name: str) -> Any:
-    section, _, last = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, last)
 
 
 def _below(tables: Mapping[str, Any], name: str) -> Any:

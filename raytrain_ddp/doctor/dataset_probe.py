@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.recipe import from_dict
@@ -14,6 +11,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.loading.sources import Source
 from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.ray_backend.worker_process import enter_folder
 from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.uri import attempt, reason_of
@@ -33,11 +31,7 @@ def probe_data(
         train, eval: [rows, fingerprint] (None: there is no evaluation set). seconds. error: the
         error, without secrets, if any.
     """
-    if Path(folder).is_dir():
-        os.chdir(folder)
-    for path in reversed(import_paths):
-        if path not in sys.path and Path(path).is_dir():
-            sys.path.insert(0, path)
+    enter_folder(folder, import_paths)
     parsed = from_dict(dict(config))
     began = time.perf_counter()
     found = attempt(lambda: _open_data(parsed))

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from raytrain_ddp.launcher.exit_report import RankExit, format_ranks, signal_name
+from raytrain_ddp.errors import signal_name
+from raytrain_ddp.launcher.exit_report import RankExit, format_ranks
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.worker_group import WorkerGroup
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.errors import RetriesExhausted, signal_name
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Worker
 from raytrain_ddp.launcher.tracebacks import is_peer_error
@@ -173,14 +173,6 @@ def _hints(end: RankExit, last: Sequence[str]) -> list[str]:
     if end.status is not None and end.status < 0 and not end.asked:
         hints += [hint for number, hint in _BY_SIGNAL.items() if -end.status == number]
     return hints
-
-
-def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; the number if it has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,6 +16,7 @@ from raytrain_ddp.display.formatting import (
     format_seconds,
     plural,
 )
+from raytrain_ddp.errors import signal_name
 from raytrain_ddp.events import (
     Checkpoint,
     CheckpointFailed,
@@ -166,10 +166,7 @@ def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> s
 
 
 def _signal(status: int) -> str:
-    try:
-        name = signal.Signals(status - 128).name
-    except ValueError:
-        name = f"signal {status - 128}"
+    name = signal_name(status - 128)
     return f"Ctrl-C ({name})" if name == "SIGINT" else name
 
 

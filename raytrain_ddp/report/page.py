@@ -182,18 +182,7 @@ def _cards(history: RunHistory) -> str:
     limit = history.limit
     if limit:
         cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
-    inner = "".join(
-        f"<div{' class=long' if len(value) > 40 or name == 'What limits it' else ''}>"
-        f"<dt>{escape(name)}</dt><dd>{_whole(value)}"
-        f"{f'<small>{_whole(besides)}</small>' if besides else ''}</dd></div>"
-        for name, value, besides in cards
-    )
-    return f'<dl class="cards">{inner}</dl>' if cards else ""
-
-
-def _whole(text: str) -> str:
-    """Escaped text with non-breaking spaces before percent signs."""
-    return escape(text.replace(" %", "\u00a0%"))
+    return tables.cards(cards)
 
 
 def _flops(per_s: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,17 +20,12 @@ from raytrain_ddp.checkpoint.run_folder import (
     read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.recipe import fields_of, flat
+from raytrain_ddp.config.recipe import fields_of, flat, parse
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.curves import RunCurves
 from raytrain_ddp.errors import CheckpointError, PreflightError
 from raytrain_ddp.events import Eval, Plan, Train
 from raytrain_ddp.records import Timed
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Record = Mapping[str, Any]
 
@@ -122,8 +116,8 @@ def config_of(storage: Storage) -> dict[str, Any]:
         return {}
     text = storage.read(CONFIG_FILE).decode("utf-8", errors="replace")
     try:
-        return dict(fields_of(tomllib.loads(text)))
-    except tomllib.TOMLDecodeError:
+        return dict(fields_of(parse(text)))
+    except ValueError:
         return {}
 
 

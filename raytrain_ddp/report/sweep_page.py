@@ -167,13 +167,8 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
     if len(same) > 1:
         cards.append((f"Mean of {len(same)} seeds", spread(sweep.monitor, same), ""))
     cards += [(name, value_text(v), "") for name, v in best.point.items()]
-    inner = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}"
-        f"{f'<small>{escape(besides)}</small>' if besides else ''}</dd></div>"
-        for name, text, besides in cards
-    )
     lines = "\n".join(f"# {what}\n{text}" for what, text in commands)
-    return f'<dl class="cards">{inner}</dl><pre>{escape(lines)}</pre>'
+    return f"{tables.cards(cards)}<pre>{escape(lines)}</pre>"
 
 
 def _coordinates(sweep: Sweep, ranked: Sequence[Trial]) -> Panel:

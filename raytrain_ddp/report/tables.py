@@ -44,6 +44,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
     return f'<div class="wide"><table class="{css}">{top}<tbody>{lines}</tbody></table></div>'
 
 
+def cards(rows: Iterable[tuple[str, str, str]]) -> str:
+    """Name, value, and what is said besides, of each."""
+    inner = "".join(
+        f"<div{' class=long' if len(text) > 40 or name == 'What limits it' else ''}>"
+        f"<dt>{escape(name)}</dt><dd>{_whole(text)}"
+        f"{f'<small>{_whole(besides)}</small>' if besides else ''}</dd></div>"
+        for name, text, besides in rows
+    )
+    return f'<dl class="cards">{inner}</dl>' if inner else ""
+
+
+def _whole(text: str) -> str:
+    """Escaped text with non-breaking spaces before percent signs."""
+    return escape(text.replace(" %", "\u00a0%"))
+
+
 def happenings(history: RunHistory) -> str:
     """What happened, in chronological order."""
     entries = list(history.happenings)
