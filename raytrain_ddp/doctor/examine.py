@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +19,7 @@ from raytrain_ddp.doctor.cluster_probe import Answer, Node, NodeTasks
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.cluster import cluster, import_paths, live_node_resources
+from raytrain_ddp.ray_backend.cluster import cluster, import_paths, live_node_resources, starts_ray
 from raytrain_ddp.ray_backend.dashboard import dashboard_address
 from raytrain_ddp.ray_backend.placement import (
     Layout,
@@ -48,8 +46,7 @@ def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
         PreflightError: there is no Ray at the address.
     """
     config = _resolved(config)
-    connected = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-    embedded = not (connected or address or os.environ.get("RAY_ADDRESS"))
+    embedded = starts_ray(address)
     with cluster(_minimal_config(config), address, False, tell):
         return assess(_findings(config, embedded, tell))
 
