@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags, value_of
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import require, require_least
 
 _DECIDED = {
     *("name", "scaling.num_workers", "checkpoint.every_s"),
@@ -75,11 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def parse(argv: Sequence[str]) -> ChaosArgs:
     """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
     args = parse_with_recipe(argv, COMMAND)
-    counts = ("kills", 0), ("drivers", 0), ("workers", 1), ("nodes", 0), ("node_kills", 0)
-    for name, least in counts:
-        value = getattr(args, name)
-        flag = f"--{name.replace('_', '-')}"
-        require(value is None or value >= least, flag, value, f"must be {least} or more")
+    require_least(args, kills=0, drivers=0, workers=1, nodes=0, node_kills=0)
     require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
     require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: remove --local")
     if args.resize:

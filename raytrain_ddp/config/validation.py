@@ -25,6 +25,13 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
         raise ConfigError(f"{field} = {value!r}: {rule}.")
 
 
+def require_least(args: object, **least: float) -> None:
+    """Requires that the flags of these names have this value or more, where they are given."""
+    for name, number in least.items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        require(value is None or value >= number, flag, value, f"must be {number:g} or more")
+
+
 def seconds_of(text: str) -> float:
     """Of a length of time such as 90s, 15m, 2.5h or 1d; nan if it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require, require_least
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 # Names that are replaced within the arguments of a script; all other braces stay unchanged.
@@ -113,11 +113,7 @@ class RunFlags:
     """Print environment and command of each worker."""
 
     def __post_init__(self) -> None:
-        _from(1, "--num-workers", self.num_workers)
-        _from(1, "--gpus-per-worker", self.gpus_per_worker)
-        _from(0, "--max-restarts", self.max_restarts)
-        _from(0, "--grace-s", self.grace_s)
-        _from(0, "--wait-s", self.wait_s)
+        require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
         cpus = self.cpus_per_worker
         require(cpus is None or cpus > 0, "--cpus-per-worker", cpus, "must be above 0")
         counted = self.nproc_per_node is not None
@@ -258,10 +254,6 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     for name in (*PLACEHOLDERS, INIT_METHOD):
         text = text.replace(f"{{{name}}}", values[name])
     return text
-
-
-def _from(least: float, flag: str, value: float | None) -> None:
-    require(value is None or value >= least, flag, value, f"must be {least:g} or more")
 
 
 def _ranks(text: str) -> set[int] | None:

@@ -10,7 +10,7 @@ from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, ru
 from raytrain_ddp.config.effects import given_flags
 from raytrain_ddp.config.recipe import default_name
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require, require_least
 from raytrain_ddp.errors import ConfigError
 
 _TRIALS = 20
@@ -136,11 +136,7 @@ def parse(argv: Sequence[str]) -> SweepArgs:
     require(last < 2**63, "--seeds", args.seeds, f"the last seed, {last}, must be below 2**63")
     if sum(word.partition("=")[0] == "--space" for word in argv) > 1:
         raise ConfigError("--space is given twice: list all fields after one --space.")
-    least = {"trials": 1, "seeds": 1, "first_rung": 1, "factor": 2, "parallel": 0}
-    for name, number in least.items():
-        value = getattr(args, name)
-        flag = f"--{name.replace('_', '-')}"
-        require(value is None or value >= number, flag, value, f"must be {number} or more")
+    require_least(args, trials=1, seeds=1, first_rung=1, factor=2, parallel=0)
     if args.search == "grid" and args.trials is not None:
         raise ConfigError("--trials has no effect with --search grid, which tries all: remove it.")
     require(
