@@ -51,7 +51,8 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        device = torch.device("cpu" if "nccl" not in backend and not _has_gpu() else "cuda:0")
+        has_gpu = torch.cuda.is_available()  # Ray hides those of others
+        device = torch.device("cuda:0" if "nccl" in backend or has_gpu else "cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         before = network_facts.connections()
@@ -111,13 +112,6 @@ def _seconds(tensor: torch.Tensor) -> float:
     run(1)  # makes connections, allocates memory
     calls = math.floor(_FOR_EACH_S / max(run(1), 1e-9))
     return run(min(max(calls, _LEAST_CALLS), _MOST_CALLS))
-
-
-def _has_gpu() -> bool:
-    """Whether this actor has a GPU: Ray hides all others."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _nccl() -> str:

@@ -84,18 +84,13 @@ def connections() -> set[tuple[Endpoint, Endpoint]]:
 
 def address_of(digits: str) -> str:
     """``0100007F`` is 127.0.0.1: words of 4 bytes, each in the machine's order."""
-    raw = bytes.fromhex(digits)
-    words = struct.unpack(f"={len(raw) // 4}I", raw)
-    swapped = struct.pack(f"!{len(words)}I", *words) if _little() else raw
-    if len(raw) == 4:
-        return socket.inet_ntoa(swapped)
-    if swapped[:12] == bytes(10) + b"\xff\xff":
-        return socket.inet_ntoa(swapped[12:])
-    return socket.inet_ntop(socket.AF_INET6, swapped)
-
-
-def _little() -> bool:
-    return struct.pack("=H", 1) == b"\x01\x00"
+    count = len(digits) // 8
+    raw = struct.pack(f"!{count}I", *struct.unpack(f"={count}I", bytes.fromhex(digits)))
+    if count == 1:
+        return socket.inet_ntoa(raw)
+    if raw[:12] == bytes(10) + b"\xff\xff":
+        return socket.inet_ntoa(raw[12:])
+    return socket.inet_ntop(socket.AF_INET6, raw)
 
 
 def _sockets(folder: str, state: str) -> Iterator[tuple[Endpoint, Endpoint, str]]:

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from raytrain_ddp.errors import RetriesExhausted, signal_name
@@ -177,12 +178,8 @@ def _hints(end: RankExit, last: Sequence[str]) -> list[str]:
 
 def format_ranks(ranks: Iterable[int]) -> str:
     """``ranks 0-2, 5`` for [0, 1, 2, 5]."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    placed = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])  # alike in a run
+    runs = [[rank for _, rank in run] for _, run in placed]
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {shown}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from raytrain_ddp.launcher.run_options import RunFlags
 
@@ -247,12 +248,7 @@ def _slurm(group: RankedGroup, worker: Worker, env: Mapping[str, str]) -> dict[s
 
 def _counted(counts: Sequence[int]) -> str:
     """``2(x3),1`` for [2, 2, 2, 1], as Slurm writes it."""
-    runs: list[tuple[int, int]] = []
-    for count in counts:
-        if runs and runs[-1][0] == count:
-            runs[-1] = (count, runs[-1][1] + 1)
-        else:
-            runs.append((count, 1))
+    runs = [(count, len([*same])) for count, same in groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,7 +174,6 @@ def _reserve(
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
     group = placement_group(layout.bundles, strategy=strategy)
     began = time.monotonic()
-    lacks = missing_capacity(layout, live_node_resources())
     reported = False
     try:
         while not group.wait(_POLL_S):
@@ -230,7 +228,7 @@ def _agents(group: Any, layout: GroupedLayout) -> list[Any]:
 
 def _seat(number: int, fact: Mapping[str, Any]) -> Placement:
     named = {name: fact[name] for name in ("node", "ip", "host", "node_has_gpus")}
-    return replace(Placement(number, gpus=(), **named), gpus=[str(gpu) for gpu in fact["gpus"]])
+    return Placement(number, gpus=[str(gpu) for gpu in fact["gpus"]], **named)
 
 
 def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ()) -> list[Any]:
