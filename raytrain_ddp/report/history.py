@@ -52,15 +52,13 @@ class RunHistory:
     Args:
         state: "running", "finished", "interrupted", "failed", or "gone": ended without an event.
         summary: the state in a sentence.
-        cause: the first line of the failure; "" unless failed.
-        detail: its other lines.
+        cause: the failure in a line; "" unless failed.
     """
 
     files: RunFiles
     state: Literal["running", "finished", "interrupted", "failed", "gone"]
     summary: str
     cause: str
-    detail: str
     timeline: Timeline
     happenings: Sequence[HistoryEntry]
 
@@ -95,7 +93,7 @@ def history_of(files: RunFiles) -> RunHistory:
     end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
     running = files.owner is not None and (end is None or _later(files.owner.since, ends[-1].time))
     timeline = timeline_of(files, running)
-    cause = detail = ""
+    cause = ""
     state: Literal["running", "finished", "interrupted", "failed", "gone"]
     if running:
         state = "running"
@@ -113,7 +111,7 @@ def history_of(files: RunFiles) -> RunHistory:
             cause += f" on {end.node}" if end.node else ""
             cause += f", step {end.step})" if end.step else ")"
     summary = _summary(files, state, timeline, end)
-    return RunHistory(files, state, summary, cause, detail, timeline, list(_happenings(files)))
+    return RunHistory(files, state, summary, cause, timeline, list(_happenings(files)))
 
 
 def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:

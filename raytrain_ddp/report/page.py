@@ -194,10 +194,7 @@ def _what_went_wrong(history: RunHistory) -> str:
     if history.state != "failed":
         return ""
     cause = history.cause[0].upper() + history.cause[1:]
-    return (
-        f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}'
-        f"{tables.detail(history.detail, is_open=True)}</div>"
-    )
+    return f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}</div>'
 
 
 def _phases(history: RunHistory) -> str:

@@ -80,7 +80,7 @@ def happenings(history: RunHistory) -> str:
     return table(("when (UTC)", ">step", "what"), rows, "happenings") + note
 
 
-def detail(text: str, is_open: bool = False) -> str:
+def detail(text: str) -> str:
     """Short text after the line; long text in a collapsible element."""
     text = text.strip()
     if not text:
@@ -88,7 +88,7 @@ def detail(text: str, is_open: bool = False) -> str:
     if "\n" not in text and len(text) < 120:
         return f" <small>{escape(text)}</small>"
     shown = escape(text[-_MOST_DETAIL:])
-    return f"<details{' open' * is_open}><summary>more</summary><pre>{shown}</pre></details>"
+    return f"<details><summary>more</summary><pre>{shown}</pre></details>"
 
 
 def full_metrics(history: RunHistory) -> str:
