@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,17 @@ _READ_BYTES = 2**20
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """With the home folder for ``~`` or ``~user``. Raises ConfigError if there is no such user."""
+    """With the home folder for ``~`` or ``~user``.
+
+    Raises:
+        ConfigError: there is no such user, or it is a URI.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", os.fspath(path))
+    if scheme is not None:
+        raise ConfigError(
+            f"{path}: must be a path on this machine. "
+            f"(A URI begins with {scheme[1].lower()}://, and is not possible everywhere.)"
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -25,7 +25,7 @@ from raytrain_ddp.checkpoint.streams import (
     write_hashed,
 )
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.files import fsync, walk
+from raytrain_ddp.files import expanded, fsync, walk
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
     answer_within,
@@ -287,7 +287,7 @@ def open_storage(uri: str) -> Storage:
     def connect() -> Any:  # for S3, open_uri already looks up the bucket's region
         if not uri:
             raise ValueError("it is empty")
-        place = uri if "://" in uri else os.path.abspath(os.path.expanduser(uri))
+        place = uri if "://" in uri else str(expanded(uri).absolute())
         fs, path = open_uri(place)
         return fs, path, fs.get_file_info(path)
 

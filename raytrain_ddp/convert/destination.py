@@ -51,7 +51,7 @@ def check_dest(source: str, dest: str) -> Path:
     if "://" in dest:
         raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
     folder = expanded(dest).resolve()
-    origin = expanded(source).resolve()
+    origin = Path(source) if "://" in source else expanded(source).resolve()
     if origin.is_dir() and (folder == origin or origin in folder.parents):
         raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")
     if folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
@@ -12,6 +13,7 @@ from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError
 
+_log = logging.getLogger(__name__)
 _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
@@ -46,7 +48,13 @@ class IterableSource:
             raise DataError(
                 f"{type(dataset).__name__} has no length: give the number of its items as rows=."
             )
+        if type(dataset).__module__ in ("builtins", "itertools") and iter(dataset) is dataset:
+            raise DataError(
+                f"a {type(dataset).__name__} can be iterated only once, and an epoch begins at the "
+                "first item: give an object whose __iter__ does."
+            )
         self.dataset, self.shared = dataset, shared
+        self._may_be_longer = rows is None
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
         self._pickled: bytes | None = None
         self._waiting: dict[tuple[int, int], Iterator[Any]] = {}  # epoch, offset of the next item
@@ -75,6 +83,14 @@ class IterableSource:
                 f"{int(self.blocks.sum())} were expected. It must yield all items on each worker, "
                 "because IterableSource divides them."
             )
+        if stop == self.blocks.sum() and self._may_be_longer:
+            self._may_be_longer = False  # once
+            if [*islice(items, 1)]:
+                _log.warning(
+                    "%s yields more than the %d items of its len: the others are not used",
+                    *(type(self.dataset).__name__, stop),
+                )
+            return records
         self._waiting[self._epoch(draws), stop] = items
         while len(self._waiting) > _MOST_ITERATORS:
             self._waiting.pop(next(iter(self._waiting)))

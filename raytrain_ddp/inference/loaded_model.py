@@ -191,8 +191,10 @@ def load(
 
     Raises:
         CheckpointError: there is none, it is damaged, or a newer version wrote it.
-        ConfigError: the task cannot be built here.
+        ConfigError: the task cannot be built here, or `checkpoint` is something else.
     """
+    if checkpoint not in ("best", "last", None):
+        raise ConfigError(f"checkpoint = {checkpoint!r}: must be best or last.")
     found = find_checkpoint(os.fspath(run), checkpoint)
     config = from_dict(dict(found.manifest.config), where=str(found))
     return loaded(found, config, choose_device(device))

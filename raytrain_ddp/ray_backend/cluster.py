@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import RetriesExhausted
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.ray_backend.auth_token import use_token
 from raytrain_ddp.ray_backend.capacity_watch import AwakeClock
 from raytrain_ddp.ray_backend.failure_policy import KEPT
@@ -48,6 +48,7 @@ _ASK_EVERY_S = 2.0
 _SHUTDOWN_S = 30.0
 # Of a job's runtime environment: its processes are not started by the Python of this one.
 _OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
+_in_use = threading.Lock()  # the connection to Ray, of which a process has one
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
@@ -128,12 +129,18 @@ def cluster(
         The workers that this cluster can place.
 
     Raises:
-        PreflightError: there is no Ray at the address, or the cluster is too small; for an
-            embedded Ray this is checked before it is started.
+        PreflightError: there is no Ray at the address, the cluster is too small (for an embedded
+            Ray this is checked before it is started), or another thread of this process trains.
     """
+    if not _in_use.acquire(blocking=False):
+        raise PreflightError(
+            "another thread of this process is training on Ray, and a process has one connection "
+            "to Ray: wait for it, or start each run in a process of its own."
+        )
     address, embedded = address or os.environ.get("RAY_ADDRESS"), starts_ray(address)
     layout: Layout | None = None
     with ExitStack() as stack:
+        stack.callback(_in_use.release)
         if embedded:
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None

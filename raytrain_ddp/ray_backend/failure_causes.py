@@ -39,7 +39,8 @@ def cause_of(error: BaseException) -> Cause:
 
     text = str(error)
     if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
-        return "peer"  # Ray's collectives, torch's, or shut down from outside
+        # Ray's collectives, torch's, or shut down from outside.
+        return "error" if _is_own_exit(error) else "peer"
     if _is_of_collectives(error):
         return "peer"
     # A failing device or driver (ECC, Xid): a new worker may get a working one.
@@ -55,6 +56,12 @@ def cause_of(error: BaseException) -> Cause:
         return "outside" if error.errno in _PASSING or of_store else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
+
+
+def _is_own_exit(error: BaseException) -> bool:
+    """Whether the user's code has called sys.exit(); Ray ends workers in this way as well."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
+    return bool(frames) and "/ray/" not in frames[-1].filename
 
 
 def failure_event(error: Exception) -> End:

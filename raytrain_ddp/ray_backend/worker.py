@@ -102,6 +102,10 @@ def train_as(given: WorkerSettings, rank: int) -> None:
         start = place.seat.generation if place else _start()
         torn_down = grouped and not dist.is_initialized()
         report_failure(given, rank, step, error, torn_down, start)
+        if isinstance(error, SystemExit):  # Ray would not take it for a failure
+            raise RuntimeError(
+                f"the code of the task has called sys.exit({error.code!r})"
+            ) from error
         raise
 
 

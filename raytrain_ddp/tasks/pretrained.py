@@ -51,7 +51,7 @@ def check_weights(
     name, weights = config.name, config.weights
     if weights is None or weights.startswith(HUB) or is_named(config):
         return config
-    place = expanded(weights)
+    place = Path(weights) if "://" in weights else expanded(weights)
     if weights.endswith(FILES):
         if not place.is_file() and not is_begun():
             raise ConfigError(f"model.weights = {weights!r}: there is no such file.")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from event_records import event as made
 from event_records import record, to
 from processes import Group, Raised
 
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
@@ -26,7 +28,7 @@ from raytrain_ddp.messages import Alive, ControllerStarted, Died, Joined
 from raytrain_ddp.ray_backend import cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
-from raytrain_ddp.ray_backend.ray_output import _LazyFile
+from raytrain_ddp.ray_backend.ray_output import _LazyFile, ray_output_to_file
 from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.training_launch import _signals
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
@@ -854,6 +856,39 @@ def test_fault_08_rays_words_on_a_full_disk_are_lost_and_no_more(tmp_path: Path)
     with _LazyFile(tmp_path / "driver.log") as log:
         assert log.write("a line\n") == 7
         assert log.write("another\n") == 8
+
+
+def test_what_other_threads_print_is_not_rays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    began, ended = threading.Event(), threading.Event()
+
+    def users() -> None:
+        began.wait(20)
+        print("the user's")
+        print("also the user's", file=sys.stderr)
+        ended.set()
+
+    thread = threading.Thread(target=users)
+    thread.start()
+    with ray_output_to_file(open_storage(str(tmp_path))):
+        began.set()
+        assert ended.wait(20)
+        print("from Ray")
+        late = threading.Thread(target=print, args=("from a thread of Ray",))
+        late.start()
+        late.join()
+    thread.join()
+    assert capsys.readouterr() == ("the user's\n", "also the user's\n")
+    assert (tmp_path / "logs/driver.log").read_text() == "from Ray\nfrom a thread of Ray\n"
+
+
+def test_a_second_run_on_ray_in_another_thread_is_refused():
+    with (
+        cluster._in_use,
+        pytest.raises(PreflightError, match="another thread of this process"),
+        cluster.cluster(TrainConfig(), None, False, print),
+    ):
+        pass
+    assert not cluster._in_use.locked()
 
 
 # ------------------------------------------------------------------ the tests' own workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 
 import pytest
 import torch
@@ -55,6 +56,12 @@ def because(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
 def test_a_failure_is_the_tasks_own_a_peers_or_from_outside(error: BaseException, cause: str):
     assert cause_of(error) == cause
+
+
+def test_an_exit_by_the_users_code_would_happen_again():
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(5)
+    assert cause_of(caught.value) == "error"
 
 
 def users_code() -> None:

@@ -121,7 +121,8 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if not listing.is_local:
         raise DataError(
             f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
-            f"files are supported on local disks only).{hint}"
+            "files are read from local disks only: convert them there, and upload the result)."
+            f"{hint}"
         )
     if listing.pattern:
         raise DataError(

@@ -25,6 +25,7 @@ from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
@@ -190,7 +191,10 @@ class ShardImages:
         if not all(map(self._has_paths_only, self._shards)):
             return []
         values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
-        return [os.path.join(s.at.image_root, path or "") for s, own in values for path in own]
+        found = (
+            (s, os.path.join(s.at.image_root, path or "")) for s, own in values for path in own
+        )
+        return [uri_beside(s.name, path) if "://" in s.name else path for s, path in found]
 
     def place(self, row: int) -> tuple[str, int]:
         """The name of the file, and the row in it, from 0."""
