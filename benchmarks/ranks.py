@@ -45,7 +45,7 @@ from raytrain_ddp.training.metrics.metric_states import TreeMetrics
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.hang_diagnosis import RankStatus
 from raytrain_ddp.training.monitoring.phase_clock import EXCHANGING, PHASES
-from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.monitoring.watchdog import ask_s
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World

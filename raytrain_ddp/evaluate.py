@@ -76,7 +76,7 @@ COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
-    from raytrain_ddp.checkpoint.lookup import find_checkpoint
+    from raytrain_ddp.checkpoint.run_folder import find_checkpoint
     from raytrain_ddp.config.recipe import from_dict
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
@@ -147,7 +147,7 @@ def _opened(
 
     Training data that are not evaluated need not be there: the checkpoint has recorded the classes.
     """
-    from raytrain_ddp.checkpoint.lookup import recorded_classes
+    from raytrain_ddp.checkpoint.run_folder import recorded_classes
     from raytrain_ddp.data.pixels.image_batches import image_data
     from raytrain_ddp.data.splits import open_evaluation
     from raytrain_ddp.tasks.image_classification import ImageClassification

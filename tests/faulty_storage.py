@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.claims import Claim
+from raytrain_ddp.checkpoint.listing import Claim
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import (
     Storage,

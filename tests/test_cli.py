@@ -21,8 +21,7 @@ from processes import ENVIRONMENT, Answer, run_cli
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.lookup import find_checkpoint
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, find_checkpoint, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.command_line import parse_fit

@@ -5,7 +5,7 @@ clocks of two machines are never compared: the age of a lease is measured by the
 clock, which dates both the lease and a probe file. Before an old lease is taken over, it is
 watched for longer than its owner needs to renew it.
 
-Writes of a process that does not know yet that it lost the lease are fenced off by claims.py.
+Writes of a process that does not know yet that it lost the lease are fenced off by listing.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commit protocol: payload files first, ``manifest.json`` last, and nothing else decides.
 
-    <storage>/claim-a0001-9f1c02ab.json                                      see claims.py
+    <storage>/claim-a0001-9f1c02ab.json                                      see listing.py
     <storage>/step-00000120-a0001/model.safetensors, ..., manifest.json      committed
     <storage>/step-00000140-a0001/model.safetensors                          left by a killed run
     <storage>/damaged-step-00000100-a0001/                                   set aside (local)
@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from raytrain_ddp.checkpoint.claims import Claim, ContendedError
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.evaluation_file import read_evaluation
 from raytrain_ddp.checkpoint.listing import (
@@ -33,6 +32,8 @@ from raytrain_ddp.checkpoint.listing import (
     MANIFEST_FILE,
     RESERVED,
     CheckpointListing,
+    Claim,
+    ContendedError,
 )
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name

@@ -11,6 +11,9 @@ from functools import partial
 
 from raytrain_ddp.display.axes import (
     MOST_POINTS,
+    Line,
+    Mark,
+    Panel,
     Point,
     Scale,
     linear_scale,
@@ -21,7 +24,6 @@ from raytrain_ddp.display.axes import (
     tick_percent,
 )
 from raytrain_ddp.display.formatting import format_count, format_metric, format_number
-from raytrain_ddp.display.panel import Line, Mark, Panel
 from raytrain_ddp.events import Eval, Train
 
 COLORS = 8

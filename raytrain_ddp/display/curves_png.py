@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from raytrain_ddp.display.axes import Panel
 from raytrain_ddp.display.curves import RunCurves, curve_panels, steps_per_epoch
-from raytrain_ddp.display.panel import Panel
 from raytrain_ddp.events import Eval, LogRecord, Train
 
 if TYPE_CHECKING:

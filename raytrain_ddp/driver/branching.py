@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.committed import Checkpoint
-from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.manifest import RENEWED
-from raytrain_ddp.checkpoint.run_folder import STATE_FILE, checkpoint_store, is_name_below
+from raytrain_ddp.checkpoint.run_folder import (
+    STATE_FILE,
+    checkpoint_store,
+    find_checkpoint,
+    is_name_below,
+)
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.automatic import settled_as_begun

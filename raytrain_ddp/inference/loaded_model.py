@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.lookup import find_checkpoint, recorded_classes
+from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded_classes
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
@@ -26,7 +26,7 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.training.runtime.world import choose_device
-from raytrain_ddp.training.state.model_weights import load_model
+from raytrain_ddp.training.state.shared_checkpoint import load_model
 from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:

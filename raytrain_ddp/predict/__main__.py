@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
-    from raytrain_ddp.checkpoint.lookup import find_checkpoint
+    from raytrain_ddp.checkpoint.run_folder import find_checkpoint
     from raytrain_ddp.config.recipe import from_dict
 
     found = find_checkpoint(args.run, args.checkpoint)

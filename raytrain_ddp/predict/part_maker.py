@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from raytrain_ddp.checkpoint.lookup import find_checkpoint
+from raytrain_ddp.checkpoint.run_folder import find_checkpoint
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError

@@ -1,14 +1,15 @@
-"""Makes Ray Train replace a worker that dies, and only that one; the others keep their state.
+"""Process groups of Ray Train's; or none, so that only a worker that dies is replaced.
 
-Ray Train 2.60 does this for a `Backend` with `has_replica_groups`: the new worker gets the rank and
-the placement of the dead one. It makes no process group then; the workers do, by generation, see
-training/membership/generations.py.
+The others keep their state. Ray Train 2.60 does this for a `Backend` with `has_replica_groups`: the
+new worker gets the rank and the placement of the dead one. It makes no process group then; the
+workers do, by generation, see training/membership/generations.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
@@ -23,6 +24,7 @@ from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.worker import WorkerSettings
 from raytrain_ddp.training.membership.generations import Place
 from raytrain_ddp.training.membership.roster import Member, Seat
+from raytrain_ddp.training.runtime.nccl_settings import set_missing
 
 
 class _ReplacingBackend(Backend):  # type: ignore[misc]
@@ -111,3 +113,25 @@ class _Remote:
 
     def is_over(self, member: Member) -> bool:
         return bool(ray.get(self._mailbox.is_over.remote(member)))
+
+
+@dataclass
+class NcclConfig(TorchConfig):  # type: ignore[misc]
+    """Sets environment variables that the worker's node has not set, before the group is made.
+
+    Args:
+        settings: the variables.
+    """
+
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        base: type[Any] = super().backend_cls
+
+        class WithSettings(base):  # type: ignore[misc]
+            def on_start(self, worker_group: Any, backend_config: NcclConfig) -> None:
+                worker_group.execute(set_missing, backend_config.settings)
+                super().on_start(worker_group, backend_config)
+
+        return WithSettings

@@ -105,8 +105,7 @@ def worker_settings(
 def _torch_config(config: TrainConfig, layout: Layout, replaces: bool) -> Any:
     from ray.train.torch import TorchConfig
 
-    from raytrain_ddp.ray_backend.nccl_config import NcclConfig
-    from raytrain_ddp.ray_backend.replacing import ReplacingConfig
+    from raytrain_ddp.ray_backend.replacing import NcclConfig, ReplacingConfig
 
     if replaces:  # the workers make their process groups
         return ReplacingConfig(backend=layout.backend)

@@ -78,7 +78,7 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.runtime.world import choose_device
-    from raytrain_ddp.training.state.model_weights import load_model
+    from raytrain_ddp.training.state.shared_checkpoint import load_model
 
     free = not is_running  # training has the GPU to itself
     on = choose_device(device, free)

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from raytrain_ddp.checkpoint.manifest import package_version
+from raytrain_ddp.display.axes import Panel
 from raytrain_ddp.display.curves import color, curve_panels
 from raytrain_ddp.display.formatting import (
     format_bytes,
@@ -19,7 +20,6 @@ from raytrain_ddp.display.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.display.panel import Panel
 from raytrain_ddp.report import step_phases, tables
 from raytrain_ddp.report.history import RunHistory, speed_text, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from statistics import median
 
-from raytrain_ddp.display.axes import Point, Scale, linear_scale
+from raytrain_ddp.display.axes import Area, Line, Panel, Point, Scale, linear_scale
 from raytrain_ddp.display.formatting import plural
-from raytrain_ddp.display.panel import Area, Line, Panel
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory

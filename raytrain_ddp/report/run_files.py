@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raytrain_ddp.checkpoint.claims import Claim
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
+from raytrain_ddp.checkpoint.listing import Claim
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,

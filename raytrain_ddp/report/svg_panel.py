@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from raytrain_ddp.display.axes import Point
-from raytrain_ddp.display.panel import Area, Line, Panel
+from raytrain_ddp.display.axes import Area, Line, Panel, Point
 
 _MOST_HOVERS = 400
 

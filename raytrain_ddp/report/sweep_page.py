@@ -14,10 +14,9 @@ from typing import NamedTuple
 from raytrain_ddp.checkpoint.run_folder import path_of_run
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.display.axes import Scale, linear_scale
+from raytrain_ddp.display.axes import Line, Panel, Scale, linear_scale
 from raytrain_ddp.display.curves import color, hovers
 from raytrain_ddp.display.formatting import format_metric, format_seconds, format_share, plural
-from raytrain_ddp.display.panel import Line, Panel
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.report import tables
 from raytrain_ddp.report.page import figures, section, whole_page

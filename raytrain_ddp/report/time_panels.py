@@ -12,6 +12,10 @@ from statistics import median
 
 from raytrain_ddp.display.axes import (
     MOST_POINTS,
+    Area,
+    Line,
+    Mark,
+    Panel,
     Point,
     Scale,
     linear_scale,
@@ -27,7 +31,6 @@ from raytrain_ddp.display.formatting import (
     format_seconds,
     format_share,
 )
-from raytrain_ddp.display.panel import Area, Line, Mark, Panel
 from raytrain_ddp.events import Slowest, Train
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, timed

@@ -113,7 +113,7 @@ def stored_state(weights: str) -> tuple[Mapping[str, Tensor], Sequence[str]]:
     if weights.startswith(HUB):
         return _from_hub(weights), ()
     if not weights.endswith(FILES):
-        from raytrain_ddp.checkpoint.lookup import (
+        from raytrain_ddp.checkpoint.run_folder import (
             NoCheckpointError,
             find_checkpoint,
             recorded_classes,

@@ -29,7 +29,7 @@ from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.runtime.world import World, broadcast
-from raytrain_ddp.training.state.model_weights import load_model
+from raytrain_ddp.training.state.shared_checkpoint import load_model
 from raytrain_ddp.training.steps.device_feed import require_few_bad
 from raytrain_ddp.training.steps.step_decisions import Ballot
 

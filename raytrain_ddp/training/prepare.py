@@ -29,8 +29,7 @@ from raytrain_ddp.training.gradients.reduction import (
 from raytrain_ddp.training.membership.generations import NoStateLeft
 from raytrain_ddp.training.membership.same_nodes import Node, require_same_nodes
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.monitoring.step_timing import peak_flops_per_s
-from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.monitoring.step_timing import Stragglers, peak_flops_per_s
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.optimizer.optimizer_shares import shares_of
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
@@ -45,7 +44,7 @@ from raytrain_ddp.training.state.live_state import LiveCheckpoint
 from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.device_feed import loader_threads, make_feed, plan_of, train_loader
 from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
-from raytrain_ddp.training.steps.nonfinite_repro import handle_nonfinite
+from raytrain_ddp.training.steps.nonfinite import handle_nonfinite
 from raytrain_ddp.training.steps.step import Stepper, make_stepper
 from raytrain_ddp.training.steps.warm_up import Forward, warm_up
 

@@ -27,7 +27,7 @@ from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluate
 from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.monitoring.stragglers import Stragglers
+from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.session import Session, Snapshot
@@ -36,7 +36,7 @@ from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.state.train_state import Gathered, TrainState
 from raytrain_ddp.training.steps.device_feed import Feed, require_few_bad
 from raytrain_ddp.training.steps.early_stop import Patience
-from raytrain_ddp.training.steps.nonfinite_repro import REMEDY
+from raytrain_ddp.training.steps.nonfinite import REMEDY
 from raytrain_ddp.training.steps.step import Stepper
 from raytrain_ddp.training.steps.step_decisions import Abandoned, Cadence, EvaluationWatch
 

@@ -35,8 +35,7 @@ from faulty_storage import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_ddp.checkpoint.claims import Claim, ContendedError
-from raytrain_ddp.checkpoint.listing import CheckpointListing
+from raytrain_ddp.checkpoint.listing import CheckpointListing, Claim, ContendedError
 from raytrain_ddp.checkpoint.storage import (
     Storage,
     is_plain_name,

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.claims import ContendedError
+from raytrain_ddp.checkpoint.listing import ContendedError
 from raytrain_ddp.checkpoint.storage import (
     Storage,
 )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torchvision.transforms import v2
 
 import raytrain_ddp
-from raytrain_ddp.checkpoint.lookup import NoCheckpointError
+from raytrain_ddp.checkpoint.run_folder import NoCheckpointError
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 

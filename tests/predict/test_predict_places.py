@@ -65,7 +65,7 @@ def test_flags_that_do_not_go_together(flags: Sequence[str], message: str, tmp_p
 def test_a_node_that_sees_other_files_is_named(photos: tuple[str, Path], tmp_path: Path):
     import torch
 
-    from raytrain_ddp.checkpoint.lookup import find_checkpoint
+    from raytrain_ddp.checkpoint.run_folder import find_checkpoint
 
     folder = tmp_path / "in"
     shutil.copytree(photos[1], folder)

@@ -45,9 +45,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from warm_python import WarmPython
 
-from raytrain_ddp.checkpoint.lookup import find_checkpoint
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
+from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.input_sections import DataConfig

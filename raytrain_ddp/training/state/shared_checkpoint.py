@@ -1,21 +1,23 @@
-"""One rank reads a checkpoint, and sends it to the other ranks while it reads on."""
+"""The weights of a checkpoint; one rank reads it, and sends it to the others while it reads on."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.state.async_checkpoint import Pause, with_backoff
 
@@ -199,3 +201,35 @@ def failing(storage: Storage, error: OSError) -> CheckpointError:
 
 def _as_tensor(data: memoryview) -> Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Loads the weights of `checkpoint` into `model`.
+
+    Raises:
+        ConfigError: the model has other tensors.
+    """
+    own_memory(model)
+    fill(model, tensors_of(checkpoint, "model.safetensors"))
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies `tensors` into `model`. Raises ConfigError if these are not all that it has."""
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        first, *more = str(error).splitlines()[1:] or [str(error)]
+        others = f" (and {len(more)} more)" if more else ""
+        raise ConfigError(
+            "the model is not the one of the checkpoint, so its code has changed: "
+            f"{first.strip().rstrip('.')}{others}. Restore the code, or train the new model under "
+            "another --name."
+        ) from error
+
+
+def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
+    """Those of a file, in the memory that it was read into."""
+    if isinstance(checkpoint, TensorCheckpoint):
+        return checkpoint.tensors(filename)
+    data = checkpoint.view(filename)
+    return decode_tensors(data) if data.readonly else view_tensors(data)

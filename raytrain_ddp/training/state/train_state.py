@@ -39,7 +39,7 @@ from raytrain_ddp.training.state.checkpoint_parts import (
     divided,
     stems_of,
 )
-from raytrain_ddp.training.state.model_weights import fill, load_model, tensors_of
+from raytrain_ddp.training.state.shared_checkpoint import fill, load_model, tensors_of
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist

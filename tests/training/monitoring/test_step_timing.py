@@ -20,13 +20,13 @@ from raytrain_ddp.events import Slowest
 from raytrain_ddp.training.monitoring.phase_clock import PHASES, Clock
 from raytrain_ddp.training.monitoring.step_timing import (
     Reading,
+    Stragglers,
     by_rank,
     counting_flops,
     in_order,
     peak_flops_per_s,
     summary,
 )
-from raytrain_ddp.training.monitoring.stragglers import Stragglers
 from raytrain_ddp.training.runtime.world import World
 
 CPU = torch.device("cpu")

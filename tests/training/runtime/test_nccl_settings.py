@@ -16,9 +16,8 @@ from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.nccl_config import NcclConfig
 from raytrain_ddp.ray_backend.placement import choose_layout
-from raytrain_ddp.ray_backend.replacing import ReplacingConfig
+from raytrain_ddp.ray_backend.replacing import NcclConfig, ReplacingConfig
 from raytrain_ddp.ray_backend.trainer import _torch_config
 from raytrain_ddp.training.recording import local_session
 from raytrain_ddp.training.recording.local_session import join_world

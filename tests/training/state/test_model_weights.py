@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.state.model_weights import fill
+from raytrain_ddp.training.state.shared_checkpoint import fill
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
-from raytrain_ddp.training.state.model_weights import tensors_of
-from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, tensors_of
 
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:
