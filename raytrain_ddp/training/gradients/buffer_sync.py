@@ -6,10 +6,11 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.gradients.reduction import ExactSum, PlainSum, Sum
+from raytrain_ddp.training.gradients.tree_sum import TreeSum
 from raytrain_ddp.training.runtime.world import World
 
 REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,13 +103,13 @@ class SlotBuffers:
         self._groups = list(by_type.values())
         self._flags = BoolBuffers(model, without=changing)
         self._lengths = [sum(place.tensor().numel() for place in g) for g in self._groups]
-        self._world, self._is_exact = world, bool(exact_slots)
-        self._agrees = with_loss or self._is_exact or bool(self._groups)
+        self._world = world
+        self._agrees = with_loss or bool(exact_slots) or bool(self._groups)
         self._shares = 1 + scalars
-        length = sum(self._lengths) + self._shares
-        self._sum: Sum = PlainSum(length, world)
+        self._length = sum(self._lengths) + self._shares
+        self._tree: TreeSum | None = None
         if exact_slots:
-            self._sum = ExactSum(exact_slots, length, world)
+            self._tree = TreeSum(exact_slots, self._length, torch.float64, world)
         self._is_open = False  # between `begin` and `finish`
 
     def begin(self) -> None:
@@ -117,7 +118,10 @@ class SlotBuffers:
         self._change: list[Tensor] = []
         self._flags.begin()
         self._own = torch.zeros(self._shares, dtype=torch.float64, device=self._world.device)
-        self._sum.begin()
+        if self._tree is not None:
+            self._tree.begin()
+        else:
+            self._total = self._own.new_zeros(self._length)
 
     def rewind(self) -> None:
         for group, start in zip(self._groups, self._start, strict=True):
@@ -144,8 +148,10 @@ class SlotBuffers:
                 parts.append((now.long() - start.long()).double())
         shares = losses.double().view(-1)
         self._own += shares * weight
-        if self._agrees:
-            self._sum.add(slot, torch.cat([*parts, shares]) * weight)
+        if self._tree is not None:
+            self._tree.put(slot, torch.cat([*parts, shares]) * weight)
+        elif self._agrees:
+            self._total += torch.cat([*parts, shares]) * weight
 
     def agree(self) -> tuple[Tensor, Tensor]:
         """All ranks take part.
@@ -157,11 +163,15 @@ class SlotBuffers:
         """
         if not self._agrees:
             return self._own, self._own.new_zeros(())
-        total = self._sum.finish()
-        *self._change, losses = total.split([*self._lengths, self._shares])
-        if self._is_exact:  # one share holds all of it, so that its sum has the same bits, too
+        if self._tree is not None:
+            self._total = self._tree.total()
+        elif self._world.size > 1:
+            dist.all_reduce(self._total)
+        *self._change, losses = self._total.split([*self._lengths, self._shares])
+        if self._tree is not None:
+            # One share holds all of it, so that its sum has the same bits, too.
             self._own = losses if self._world.is_main else torch.zeros_like(losses)
-        return self._own, total[: sum(self._lengths) + 1].sum()
+        return self._own, self._total[: sum(self._lengths) + 1].sum()
 
     def finish(self, refused: Tensor) -> None:
         """Sets the buffers after the step; those before it if `refused`, shape (), is true."""

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -211,57 +210,6 @@ def _divide(model: nn.Module, size_bytes: float) -> list[list[nn.Parameter]]:
             full.append(filling.pop(dtype))
             del filled[dtype]
     return [*full, *filling.values()]
-
-
-class Sum(Protocol):
-    """Sums one vector per slot over all workers."""
-
-    def begin(self) -> None:
-        """Begins a step."""
-
-    def add(self, slot: int, vector: Tensor) -> None:
-        """Adds the vector of one of this worker's slots; slots come in order."""
-
-    def finish(self) -> Tensor:
-        """The sum; all ranks take part."""
-
-
-class PlainSum:
-    """Sums over a worker's slots in order, then by an all-reduce."""
-
-    def __init__(self, length: int, world: World) -> None:
-        self._length, self._world = length, world
-
-    def begin(self) -> None:
-        self._total = torch.zeros(self._length, dtype=torch.float64, device=self._world.device)
-
-    def add(self, slot: int, vector: Tensor) -> None:
-        self._total += vector
-
-    def finish(self) -> Tensor:
-        if self._world.size > 1:
-            dist.all_reduce(self._total)
-        return self._total
-
-
-class ExactSum:
-    """Sums in the order of the tree, like ExactReduction."""
-
-    def __init__(self, slots: int, length: int, world: World) -> None:
-        self._sum = TreeSum(slots, length, torch.float64, world)
-
-    def begin(self) -> None:
-        self._sum.begin()
-
-    def add(self, slot: int, vector: Tensor) -> None:
-        own = self._sum.take()
-        own.copy_(vector)
-        self._sum.add(slot, own)
-
-    def finish(self) -> Tensor:
-        self._sum.start()
-        self._sum.share()
-        return self._sum.finish()
 
 
 def require_same_model(model: nn.Module, world: World) -> None:

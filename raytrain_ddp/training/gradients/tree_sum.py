@@ -96,6 +96,12 @@ class TreeSum:
             self._push(self.take())
         self._push(vector)
 
+    def put(self, slot: int, vector: Tensor) -> None:
+        """As `add`, of a copy."""
+        own = self.take()
+        own.copy_(vector)
+        self.add(slot, own)
+
     def start(self) -> None:
         """Called when all vectors are added: starts sending each rank its part of the subtrees."""
         while self._next < self._mine.stop:
@@ -141,6 +147,12 @@ class TreeSum:
         self._wait()
         (total,) = self._sums
         return total[: self._length]
+
+    def total(self) -> Tensor:
+        """As `start`, `share` and `finish`, with nothing in between."""
+        self.start()
+        self.share()
+        return self.finish()
 
     def _wait(self) -> None:
         for work in self._works:
