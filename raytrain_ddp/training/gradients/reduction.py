@@ -18,7 +18,6 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.tree_sum import TreeSum
-from raytrain_ddp.training.gradients.warm_up_checks import require_gradients
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
@@ -62,7 +61,7 @@ class DdpReduction:
         net = self._net
         is_ddp = isinstance(net, DistributedDataParallel)
         if is_ddp and not net.find_unused_parameters and not net.static_graph:
-            require_gradients(
+            _require_gradients(
                 model, "with several workers", "or set --ddp.find-unused-parameters true"
             )
 
@@ -81,6 +80,14 @@ class DdpReduction:
 
     def finish(self) -> None:
         pass
+
+
+def _require_gradients(model: nn.Module, where: str, more: str) -> None:
+    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        names = ", ".join(unused[:3]) + (" and more" if unused[3:] else "")
+        how = f"freeze parameters that are not trained (requires_grad_(False)), {more}."
+        raise ConfigError(f"{where}: the loss does not depend on {names}: {how}")
 
 
 class ExactReduction:
@@ -107,7 +114,7 @@ class ExactReduction:
 
     @staticmethod
     def require_all(model: nn.Module) -> None:
-        require_gradients(model, "exact = true", "because weight decay would still change them")
+        _require_gradients(model, "exact = true", "because weight decay would still change them")
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged

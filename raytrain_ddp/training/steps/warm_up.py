@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.nested import to_device
@@ -15,11 +18,12 @@ from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
-from raytrain_ddp.training.gradients.warm_up_checks import TOO_SMALL, counting_calls, remedy_of
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.session import WarmUp
+
+_TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def warm_up(
             run(smallest, is_wrapped=False)
             fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
-        remedy = remedy_of(str(error))
+        remedy = _remedy_of(str(error))
         if remedy is None:
             raise
         raise ConfigError(remedy) from error
@@ -110,7 +114,7 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
     try:
         run(single, is_wrapped=False)
     except ValueError as error:
-        if TOO_SMALL not in str(error):
+        if _TOO_SMALL not in str(error):
             raise
         return True
     return False
@@ -118,7 +122,7 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 
 def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> tuple[str, ...]:
     """Returns the names of the scalars with the loss."""
-    with counting_calls(run.net) as calls:
+    with _counting_calls(run.net) as calls:
         loss, scalars = run(batch)
     if not calls and run.net is not run.model:
         raise TaskError(
@@ -132,3 +136,40 @@ def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> 
     require_gradients()
     run.model.zero_grad()
     return (*scalars,)
+
+
+@contextmanager
+def _counting_calls(net: nn.Module) -> Iterator[list[None]]:
+    """An entry for each call of a wrapped model. (One that is not wrapped may be compiled.)"""
+    calls: list[None] = []
+    if not isinstance(net, DistributedDataParallel):
+        yield calls
+        return
+    forward: Callable[..., Any] = net.forward
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(None)
+        return forward(*args, **kwargs)
+
+    net.forward = counted  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        del net.forward
+
+
+def _remedy_of(text: str) -> str | None:
+    """The config-level remedy for an error of torch's, if there is one."""
+    if _TOO_SMALL in text:
+        return (
+            "the last step of an epoch has a micro-batch of one sample, too few for this model's "
+            "batch norm: use another --micro-batch or --batch-size."
+        )
+    if text.startswith("'DistributedDataParallel' object has no attribute"):
+        name = text.rpartition("attribute ")[2].strip("'")
+        return (
+            f"the task's loss uses model.{name}, but with several workers model is wrapped in DDP "
+            "and can only be called. Move this into the model's forward, or use --exact, which "
+            "does not wrap the model."
+        )
+    return None
