@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 class Draining:
     """Nodes of workers that will be taken away; the names are Ray Train's."""
 
-    deadline_ms: int | None
+    deadline_ms: int | None  # since the epoch; None: unknown
     preempted_node_ids: list[str]
     preempted_ranks: list[int]
 

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from raytrain_ddp.events import Note
+from raytrain_ddp.ray_backend.mailbox import Draining
 from raytrain_ddp.training.session import Requests
 
 STOP = 128  # used as a signal number that no signal has
 _UNKNOWN_S = 120.0  # Ray's own limit for a notice without an end
 _LEAST_MARGIN_S = 5.0
-
-
-class Preemption(Protocol):
-    """Nodes that will be taken away, as Ray Train describes it."""
-
-    deadline_ms: int | None
-    """Since the epoch; None: unknown."""
-    preempted_node_ids: list[str]
-    preempted_ranks: list[int]
 
 
 class Notice:
@@ -59,8 +50,8 @@ class Notice:
         look = 0 < self._every_s <= now - self._looked_at
         return Requests(STOP if stop else 0, look=look)
 
-    def look(self, found: Preemption | None) -> None:
-        """Takes the notice that all ranks have found, if there is one."""
+    def look(self, found: Draining | None) -> None:
+        """Takes the notice that all ranks have found, if there is one, or what Ray Train found."""
         self._looked_at = time.monotonic()
         if found is None:
             return

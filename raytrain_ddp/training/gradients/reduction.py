@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,42 +22,22 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
 
-class Reduction(Protocol):
-    """Sums gradients over slots and workers.
+class DdpReduction:
+    """Sums over a worker's slots in the gradients, and over workers by DDP during the last backward
+    pass. DDP divides by the world size; `scale` compensates that unless a hook does (see
+    `compress`).
 
     Attributes:
         scale: the loss is multiplied by it, besides its share of the step, before the backward
             pass.
     """
 
-    scale: float
-
-    def require_all(self, model: nn.Module) -> None:
-        """Raises ConfigError if a parameter that needs a gradient has none after a backward
-        pass."""
-
-    def begin(self) -> None:
-        """Begins a step; there are no gradients yet."""
-
-    def working(self, slots: Sequence[Slot]) -> list[Slot]:
-        """This worker's slots that pass through the model, in order."""
-
-    def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
-        """Context of a slot's forward and backward pass."""
-
-    def finish(self) -> None:
-        """Makes the gradients the sum over all slots; all ranks take part."""
-
-
-class DdpReduction:
-    """Sums over a worker's slots in the gradients, and over workers by DDP during the last backward
-    pass. DDP divides by the world size; `scale` compensates that unless a hook does (see
-    `compress`)."""
-
     def __init__(self, net: nn.Module, scale: float) -> None:
         self._net, self.scale = net, scale
 
     def require_all(self, model: nn.Module) -> None:
+        """Raises ConfigError if a parameter that needs a gradient has none after a backward
+        pass."""
         net = self._net
         is_ddp = isinstance(net, DistributedDataParallel)
         if is_ddp and not net.find_unused_parameters and not net.static_graph:
@@ -66,20 +46,22 @@ class DdpReduction:
             )
 
     def begin(self) -> None:
-        pass
+        """Begins a step; there are no gradients yet."""
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
+        """This worker's slots that pass through the model, in order."""
         # All ranks make a backward pass; one without samples has no effect.
         return [slot for slot in slots if slot.samples] or list(slots[:1])
 
     def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
+        """Context of a slot's forward and backward pass."""
         if is_last or not isinstance(self._net, DistributedDataParallel):
             return nullcontext()
         no_sync: AbstractContextManager[None] = self._net.no_sync()
         return no_sync
 
     def finish(self) -> None:
-        pass
+        """Makes the gradients the sum over all slots; all ranks take part."""
 
 
 def _require_gradients(model: nn.Module, where: str, more: str) -> None:
@@ -91,7 +73,8 @@ def _require_gradients(model: nn.Module, where: str, more: str) -> None:
 
 
 class ExactReduction:
-    """Sums in the order of a tree over all slots: the same bits for any number of workers.
+    """As DdpReduction, but in the order of a tree over all slots: the same bits for any number of
+    workers.
 
     Gradients are exchanged in buckets during the last backward pass: each as soon as its gradients
     are complete and the previous bucket has been sent, so that all ranks use the same order.

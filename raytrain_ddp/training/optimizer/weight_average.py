@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,17 @@ from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_
 from raytrain_ddp.training.optimizer.task_optimizer import averages
 
 
-class Average(Protocol):
-    """Weights that differ from the trained ones, in the same model.
+class OptimizerAverage:
+    """That of an optimizer with `train()` and `eval()`, such as schedule-free ones; it is computed
+    from the weights and the optimizer's state.
 
     Attributes:
         values: its tensors, if they are state of their own, by name; equal on all ranks.
     """
 
-    values: dict[str, Tensor]
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.values: dict[str, Tensor] = {}
 
     def restart(self) -> None:
         """Makes the average that of the model as it is."""
@@ -32,42 +35,9 @@ class Average(Protocol):
     def follow(self, refused: Tensor, step: int) -> None:
         """Follows `step` (from 1), unless it was refused; a GPU is not waited for."""
 
-    def in_place(self) -> AbstractContextManager[None]:
-        """The model has the averaged weights; afterward, its own again, to the bit."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The averaged weights, by all names of the model's `state_dict()`."""
-
-
-def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Average | None:
-    """What is evaluated in place of the model's weights, if anything.
-
-    Raises:
-        ConfigError: there would be two averages, or a trained weight has too few bits.
-    """
-    if not averages(optimizer):
-        return WeightAverage(model, config) if config.decay else None
-    rule = f"the {type(optimizer).__name__} averages the weights itself: remove it"
-    require(not config.decay, "ema.decay", config.decay, rule)
-    return OptimizerAverage(model, optimizer)
-
-
-class OptimizerAverage:
-    """That of an optimizer with `train()` and `eval()`, such as schedule-free ones; it is computed
-    from the weights and the optimizer's state."""
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._model, self._optimizer = model, optimizer
-        self.values: dict[str, Tensor] = {}
-
-    def restart(self) -> None:
-        pass
-
-    def follow(self, refused: Tensor, step: int) -> None:
-        pass
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
+        """The model has the averaged weights; afterward, its own again, to the bit."""
         groups = self._optimizer.param_groups
         parameters = [parameter.data for group in groups for parameter in group["params"]]
         own = [parameter.clone() for parameter in parameters]
@@ -82,6 +52,7 @@ class OptimizerAverage:
                 parameter.data = data
 
     def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, by all names of the model's `state_dict()`."""
         with self.in_place():
             return {name: tensor.clone() for name, tensor in self._model.state_dict().items()}
 
@@ -115,7 +86,6 @@ class WeightAverage:
         return weights | {place.name: place.tensor() for place in self._buffers}
 
     def restart(self) -> None:
-        """Makes the average that of the model as it is."""
         now = self._tensors()
         self.values = {name: tensor.clone() for name, tensor in now.items()}
         self._moving = [name for name, tensor in now.items() if tensor.is_floating_point()]
@@ -128,7 +98,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self, refused: Tensor, step: int) -> None:
-        """Moves toward the model after `step`, unless it was refused; a GPU is not waited for."""
+        """Moves toward the model after `step`."""
         now, weight = self._tensors(), 1 - self.decay(step)
         means = [self.values[name] for name in self._moving]
         targets = [now[name] for name in self._moving]
@@ -144,7 +114,6 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the averaged weights; afterward, its own again, to the bit."""
         now = self._tensors()
         own = {name: tensor.clone() for name, tensor in now.items()}
         with torch.no_grad():
@@ -157,11 +126,28 @@ class WeightAverage:
                 torch._foreach_copy_([*now.values()], [own[name] for name in now])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By all names of the model's `state_dict()`, also those of tied weights."""
+        """Also by the names of tied weights."""
         stored = self._model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self._parameters}
         names |= {id(_of(place)): place.name for place in self._buffers}
         return {name: self.values[names[id(tensor)]] for name, tensor in stored.items()}
+
+
+Average = OptimizerAverage | WeightAverage
+"""Weights that differ from the trained ones, in the same model."""
+
+
+def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Average | None:
+    """What is evaluated in place of the model's weights, if anything.
+
+    Raises:
+        ConfigError: there would be two averages, or a trained weight has too few bits.
+    """
+    if not averages(optimizer):
+        return WeightAverage(model, config) if config.decay else None
+    rule = f"the {type(optimizer).__name__} averages the weights itself: remove it"
+    require(not config.decay, "ema.decay", config.decay, rule)
+    return OptimizerAverage(model, optimizer)
 
 
 def _of(place: BufferLocation) -> Tensor:

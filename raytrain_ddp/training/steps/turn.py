@@ -17,11 +17,7 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, refused
 from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
-from raytrain_ddp.training.gradients.reduction import (
-    DdpReduction,
-    ExactReduction,
-    Reduction,
-)
+from raytrain_ddp.training.gradients.reduction import DdpReduction, ExactReduction
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.task_optimizer import skips_on_device
 from raytrain_ddp.training.runtime.seeding import seed_slot
@@ -64,10 +60,12 @@ class Turn:
         self._clock, self._optimizer = clock, optimizer
         self._world, self._confirm = world, session.confirm
         is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
-        self._reduction: Reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
+        self._reduction: DdpReduction | ExactReduction
         if config.exact:
             bucket_mib = config.ddp.bucket_cap_mb
             self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
+        else:
+            self._reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
         slots = config.slots if config.exact else 0
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
