@@ -33,54 +33,21 @@ class Type:
     memory_gib: int
 
 
-# From small to large; those with a GPU first.
-_AWS = (
-    [
-        Type("g6.xlarge", 4, 16),
-        Type("g6.2xlarge", 8, 32),
-        Type("g6.4xlarge", 16, 64),
-        Type("g6.8xlarge", 32, 128),
-        Type("g6.16xlarge", 64, 256),
-    ],
-    [
-        Type("m7i.large", 2, 8),
-        Type("m7i.xlarge", 4, 16),
-        Type("m7i.2xlarge", 8, 32),
-        Type("m7i.4xlarge", 16, 64),
-        Type("m7i.8xlarge", 32, 128),
-    ],
-)
-_GCP = (
-    [
-        Type("g2-standard-4", 4, 16),
-        Type("g2-standard-8", 8, 32),
-        Type("g2-standard-12", 12, 48),
-        Type("g2-standard-16", 16, 64),
-        Type("g2-standard-32", 32, 128),
-    ],
-    [
-        Type("n2-standard-2", 2, 8),
-        Type("n2-standard-4", 4, 16),
-        Type("n2-standard-8", 8, 32),
-        Type("n2-standard-16", 16, 64),
-        Type("n2-standard-32", 32, 128),
-    ],
-)
-_AZURE = (
-    [
-        Type("Standard_NC4as_T4_v3", 4, 28),
-        Type("Standard_NC8as_T4_v3", 8, 56),
-        Type("Standard_NC16as_T4_v3", 16, 110),
-    ],
-    [
-        Type("Standard_D2s_v5", 2, 8),
-        Type("Standard_D4s_v5", 4, 16),
-        Type("Standard_D8s_v5", 8, 32),
-        Type("Standard_D16s_v5", 16, 64),
-        Type("Standard_D32s_v5", 32, 128),
-    ],
-)
-_TYPES = {"aws": _AWS, "gcp": _GCP, "azure": _AZURE}
+# By cloud, and whether they have a GPU; from small to large: name, CPUs and GiB of memory.
+_TYPES = {
+    ("aws", True): "g6.xlarge 4 16, g6.2xlarge 8 32, g6.4xlarge 16 64, g6.8xlarge 32 128, "
+    "g6.16xlarge 64 256",
+    ("aws", False): "m7i.large 2 8, m7i.xlarge 4 16, m7i.2xlarge 8 32, m7i.4xlarge 16 64, "
+    "m7i.8xlarge 32 128",
+    ("gcp", True): "g2-standard-4 4 16, g2-standard-8 8 32, g2-standard-12 12 48, "
+    "g2-standard-16 16 64, g2-standard-32 32 128",
+    ("gcp", False): "n2-standard-2 2 8, n2-standard-4 4 16, n2-standard-8 8 32, "
+    "n2-standard-16 16 64, n2-standard-32 32 128",
+    ("azure", True): "Standard_NC4as_T4_v3 4 28, Standard_NC8as_T4_v3 8 56, "
+    "Standard_NC16as_T4_v3 16 110",
+    ("azure", False): "Standard_D2s_v5 2 8, Standard_D4s_v5 4 16, Standard_D8s_v5 8 32, "
+    "Standard_D16s_v5 16 64, Standard_D32s_v5 32 128",
+}
 
 
 def machines(config: TrainConfig, most_per_node: int) -> Machines:
@@ -125,7 +92,8 @@ def smallest_type(cloud: str, need: Machines) -> Type:
     Raises:
         ConfigError: there is none.
     """
-    types = _TYPES[cloud][0 if need.gpus else 1]
+    rows = (row.split() for row in _TYPES[cloud, need.gpus > 0].split(","))
+    types = [Type(name, int(cpus), int(memory_gib)) for name, cpus, memory_gib in rows]
     fitting = [t for t in types if t.cpus >= need.cpus and t.memory_gib >= need.memory_gib]
     if need.gpus > 1 or not fitting:
         largest = types[-1]
