@@ -20,12 +20,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raytrain_ddp.warm import fork_child, fork_spares
+    from raytrain_ddp.warm import fork_child
     from raytrain_ddp.warm import fork_client as client
 else:  # of this folder: the package itself is each worker's own
     import fork_child
     import fork_client as client
-    import fork_spares
 
 # What Ray, Ray Train and training import, without Ray itself. Those that fail are left out.
 _MODULES = """
@@ -62,7 +61,7 @@ def main(address: str, owner: int) -> None:
     variables = load()
     children = serve(listener, owner_end, variables if is_fit_to_fork() else None)
     listener.close()
-    if has_ended(owner_end):
+    if select.select([owner_end], [], [], 0)[0]:
         end(children)
     os._exit(0)  # nothing is left to clean up
 
@@ -86,14 +85,11 @@ def load() -> dict[str, str]:
 
 def is_fit_to_fork() -> bool:
     """Whether this process has one thread and no GPU, and has not imported Ray."""
-    opened = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_is(fd)}
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    opened = {os.readlink(file) for file in files if os.path.islink(file)}
     threads = len(os.listdir("/proc/self/task"))
     on_gpu = any(name.startswith("/dev/nvidia") for name in opened)
     return threads == 1 and not on_gpu and "ray" not in sys.modules
-
-
-def fd_is(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
 
 
 def serve(
@@ -108,7 +104,7 @@ def serve(
         The pidfds and pids of the forked processes that live.
     """
     children: dict[int, int] = {}
-    spares = fork_spares.Spares(variables or {})
+    spares = fork_child.Spares(variables or {})
     asked = time.monotonic()
     while True:
         watched = [listener.fileno(), owner_end, *children, *spares.waiting]
@@ -126,7 +122,7 @@ def serve(
                 child = answer(connection, variables, spares)
                 if child:
                     children[os.pidfd_open(child)] = child
-        elif time.monotonic() - asked > fork_spares.QUIET_S:
+        elif time.monotonic() - asked > fork_child.QUIET_S:
             spares.fill()
         idle = not children and time.monotonic() - asked > IDLE_S
         if idle or client.free_memory() < _LEAST_FREE:
@@ -134,7 +130,7 @@ def serve(
 
 
 def answer(
-    connection: socket.socket, variables: dict[str, str] | None, spares: fork_spares.Spares
+    connection: socket.socket, variables: dict[str, str] | None, spares: fork_child.Spares
 ) -> int:
     """Handles one request; returns the pid of the new process, or 0."""
     if not client.is_own(connection):
@@ -168,10 +164,6 @@ def hides_modules(path: bytes) -> bool:
             if folder and loaded & {name.partition(".")[0] for name in os.listdir(folder)}:
                 return True
     return False
-
-
-def has_ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
 
 
 def end(children: dict[int, int]) -> None:

@@ -80,7 +80,7 @@ class Place:
                 text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
             text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
             changes.setdefault("QUIET_S = 3.0", "QUIET_S = 0.1")
-            ready = "        request, files = child"
+            ready = "        request, files = received"
             changes.setdefault(
                 ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
             )
