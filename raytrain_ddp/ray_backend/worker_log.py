@@ -47,56 +47,35 @@ class WorkerLog:
             _log.info("%s  rank %d: %s", now, self._world.of_run(self._world.rank), text)
 
     def _line(self, event: Event) -> str:
+        line = ""
         match event:
             case Plan():
-                line = self._plan(event)
+                self._total = event.total_steps
+                self._split.begin(event.start_step)
+                line = (
+                    f"one of {self._world.size} on {socket.gethostname()}, {event.device}, process "
+                    f"{os.getpid()}; from step {event.start_step} to {self._total}"
+                )
             case Train():
-                line = self._train(event)
-            case Eval():
-                line = self._eval(event)
-            case Checkpoint():
-                line = self._checkpoint(event)
+                self._split.add(event)
+                if not self._is_too_soon("train"):
+                    limit = f"; {self._split.limit()}" if self._split.is_settled else ""
+                    line = (
+                        f"step {event.step}/{self._total}, loss {format_number(event.loss)}, "
+                        f"{format_count(event.samples_per_s)} samples/s{limit}"
+                    )
+            case Eval() if not self._is_too_soon("eval"):
+                line = f"step {event.step}/{self._total}, evaluation: {_as_text(event.metrics)}"
+            case Checkpoint() if not self._is_too_soon("checkpoint"):
+                size = format_bytes(event.size_bytes or 0)
+                seconds = format_seconds(event.seconds or 0.0)
+                line = f"checkpoint of step {event.step}: {size}, committed in {seconds}"
             case Outcome():
-                line = self._outcome(event)
+                metrics = _as_text(event.metrics)  # of the last evaluation, even if it had no line
+                line = f"ended at step {event.step}" + (metrics and f", evaluation: {metrics}")
             case Note() | Preempted():
                 line = event.text
-            case _:
-                line = ""
         return line
-
-    def _plan(self, event: Plan) -> str:
-        self._total = event.total_steps
-        self._split.begin(event.start_step)
-        return (
-            f"one of {self._world.size} on {socket.gethostname()}, {event.device}, process "
-            f"{os.getpid()}; from step {event.start_step} to {self._total}"
-        )
-
-    def _train(self, event: Train) -> str:
-        self._split.add(event)
-        if self._is_too_soon("train"):
-            return ""
-        limit = f"; {self._split.limit()}" if self._split.is_settled else ""
-        return (
-            f"step {event.step}/{self._total}, loss {format_number(event.loss)}, "
-            f"{format_count(event.samples_per_s)} samples/s{limit}"
-        )
-
-    def _eval(self, event: Eval) -> str:
-        if self._is_too_soon("eval"):
-            return ""
-        values = _as_text(event.metrics)
-        return f"step {event.step}/{self._total}, evaluation: {values}"
-
-    def _checkpoint(self, event: Checkpoint) -> str:
-        if self._is_too_soon("checkpoint"):
-            return ""
-        size, seconds = format_bytes(event.size_bytes or 0), format_seconds(event.seconds or 0.0)
-        return f"checkpoint of step {event.step}: {size}, committed in {seconds}"
-
-    def _outcome(self, event: Outcome) -> str:
-        metrics = _as_text(event.metrics)  # of the last evaluation, even if it had no line
-        return f"ended at step {event.step}" + (f", evaluation: {metrics}" if metrics else "")
 
     def _is_too_soon(self, kind: str) -> bool:
         """Whether another line of this kind is too early; if not, it is logged now."""
