@@ -44,12 +44,14 @@ class AwakeClock:
 
 
 class CapacityWatch:
-    """Watches the cluster's nodes, and how long workers take to start.
+    """Watches the cluster's nodes, and how long workers take to start; reports what a start is
+    waiting for, as nothing else watches the workers until they train.
 
     Args:
         wait_s: how long room for the minimum number of workers may be missing.
         nodes: the resources of each live node.
         changed: called when the set of nodes has changed.
+        stopped: returns the workers on this machine that are stopped.
 
     Attributes:
         least_left: workers that continue without those that there is no room for; 0: none.
@@ -62,46 +64,56 @@ class CapacityWatch:
         nodes: Callable[[], Sequence[Mapping[str, float]]],
         changed: Callable[[], None],
         show: Callable[[Event], None],
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float],
+        stopped: Callable[[], list[str]],
     ) -> None:
         self._layout, self._wait_s, self._nodes, self._changed = layout, wait_s, nodes, changed
-        self._show, self._now = show, now
+        self._show, self._now, self._stopped = show, now, stopped
         self._before = len(nodes())
-        self._since: float | None = now()
         self._lacking_since: float | None = None
         self._looked_at = now()
         self.least_left, self._alive = 0, 0
+        self.lost()
 
     def lost(self) -> None:
         """The workers are gone, and Ray starts looking for room for new ones."""
-        self._since = self._now()
+        self._since = self._reported_at = self._now()
+        self._is_training = False
+        self._start, self._ranks = "", set[int]()  # those that have started
 
     def take(self, event: Event) -> None:
-        if isinstance(event, Joined):
-            self._since = None
-        elif isinstance(event, Alive):
-            self._alive = event.count
-
-    def _goes_on(self) -> bool:
-        return 0 < self.least_left <= self._alive
+        match event:
+            case Plan():
+                self._is_training = True
+            case Joined():
+                if event.start != self._start:
+                    self._start, self._ranks = event.start, set()
+                self._ranks.add(event.rank)
+            case Alive():
+                self._alive = event.count
 
     def look(self) -> None:
         """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
         now = self._now()
-        if now - self._looked_at < _LOOK_EVERY_S:
-            return
-        self._looked_at = now
+        if now - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = now
+            self._look_for_room(now)
+        if not self._is_training and now - self._reported_at >= _SAY_EVERY_S:
+            self._reported_at = now
+            self._say(now)
+
+    def _look_for_room(self, now: float) -> None:
         wanted, nodes = self._layout.said, self._nodes()
         if len(nodes) != self._before:
             self._before = len(nodes)
             self._changed()
-        if self._goes_on():
+        if 0 < self.least_left <= self._alive:  # the others go on
             self._lacking_since = None
             return
         has = workers_that_fit(self._layout, nodes)
         if has >= self._layout.least:
             self._lacking_since = None
-            if self._since is not None and now - self._since > _STARTED_WITHIN_S:
+            if not self._ranks and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
                     f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
                     "cluster has room: is it busy (`ray status`), or does their start fail (logs/)?"
@@ -119,48 +131,7 @@ class CapacityWatch:
                 "--scaling.num-workers, or MIN:MAX."
             )
 
-
-class StartWatch:
-    """Reports what a start of the workers is waiting for; nothing else watches them until they
-    train.
-
-    Args:
-        nodes: the resources of each live node.
-        stopped: returns the workers on this machine that are stopped.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        nodes: Callable[[], Sequence[Mapping[str, float]]],
-        show: Callable[[Event], None],
-        now: Callable[[], float],
-        stopped: Callable[[], list[str]],
-    ) -> None:
-        self._layout, self._nodes, self._show, self._now = layout, nodes, show, now
-        self._stopped = stopped
-        self.lost()
-
-    def lost(self) -> None:
-        """The workers are gone, and Ray starts new ones."""
-        self._since: float | None = self._now()
-        self._reported_at = self._since
-        self._start, self._ranks = "", set[int]()
-
-    def take(self, event: Event) -> None:
-        if isinstance(event, Plan):
-            self._since = None
-        elif isinstance(event, Joined):
-            if event.start != self._start:
-                self._start, self._ranks = event.start, set()
-            self._ranks.add(event.rank)
-
-    def look(self) -> None:
-        """Cheap to call often."""
-        now = self._now()
-        if self._since is None or now - self._reported_at < _SAY_EVERY_S:
-            return
-        self._reported_at = now
+    def _say(self, now: float) -> None:
         nodes = self._nodes()
         text = f"Ray has not started {self._layout.said} yet"
         if self._ranks:

@@ -27,7 +27,7 @@ from raytrain_ddp.messages import (
     Phase,
     WorkerFailed,
 )
-from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, StartWatch, stopped_workers
+from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, stopped_workers
 from raytrain_ddp.ray_backend.cluster import LiveNodes, notify_node_change
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
@@ -105,17 +105,17 @@ def run_workers(
         metrics.take(event)
         show(event)
 
+    wait_s, awake = config.scaling.wait_s, nodes.awake
     waiting = CapacityWatch(
-        layout, config.scaling.wait_s, nodes, notify_node_change, announce, nodes.awake
+        layout, wait_s, nodes, notify_node_change, announce, awake, stopped_workers
     )
-    starting = StartWatch(layout, nodes, announce, nodes.awake, stopped_workers)
     evaluator = None
-    listener = _Listener(mailbox, failures, (waiting, starting), metrics, announce, nodes.awake)
+    listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with _signals(listener.on_signal):
             if layout.evaluators:
                 given = worker_settings(config, run, layout, mailbox, task)
-                listener.evaluator = evaluator = Evaluator(given, layout, config.scaling.wait_s)
+                listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
             listener.begin(start, layout, config.scaling.replace_workers is True)
             given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
@@ -170,15 +170,14 @@ class _Listener:
         self,
         mailbox: Any,
         failures: FailurePolicy,
-        waiting: tuple[CapacityWatch, StartWatch],
+        waiting: CapacityWatch,
         metrics: PrometheusMetrics,
         show: Callable[[Event], None],
         awake: Callable[[], float],
     ) -> None:
         self._inbox, self._awake = Inbox(), awake
         self._mailbox, self._failures, self._show = mailbox, failures, show
-        self._waiting, self._starting = waiting
-        self._metrics = metrics
+        self._waiting, self._metrics = waiting, metrics
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
@@ -195,7 +194,6 @@ class _Listener:
     def listen(self) -> None:
         for event in self._take():
             self._began = self._began or isinstance(event, Plan)
-            self._starting.take(event)
             self._waiting.take(event)
             stops = not isinstance(event, Died) or self._failures.stops_training(event)
             to_show = self._failures.take(event)
@@ -212,7 +210,6 @@ class _Listener:
             self.single.look(self._began)
         if self.outcome is None:
             self._waiting.look()
-            self._starting.look()
 
     def _pass_on(self, event: Event) -> None:
         match event:
@@ -247,7 +244,6 @@ class _Listener:
     def lost(self) -> None:
         """Workers are gone, and Ray starts new ones."""
         self._waiting.lost()
-        self._starting.lost()
 
     def end_controller(self) -> None:
         """Ends Ray Train, which would keep starting workers as long as this process lives."""
