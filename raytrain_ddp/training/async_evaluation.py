@@ -26,11 +26,9 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of
-from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
+from raytrain_ddp.training.metrics.evaluation import evaluation_of
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.state.shared_checkpoint import load_model
-from raytrain_ddp.training.steps.device_feed import require_few_bad
 from raytrain_ddp.training.steps.step_decisions import Ballot
 
 if TYPE_CHECKING:
@@ -63,23 +61,8 @@ def evaluate_checkpoint(
         model = stored_model(config, task, checkpoint, world.device)
     except (DamagedError, FileNotFoundError) as error:
         return Evaluation(error=str(error))
-    values = evaluate(
-        task,
-        model,
-        data,
-        config.eval_micro_batch,
-        world,
-        LoaderThreads(world.threads),
-        beat=beat,
-        limit=config.limit_eval_batches,
-        precision=config.compute.precision,
-        may_skip=config.data.may_skip,
-    )
-    metrics = scalars(values)
-    skipped = int(metrics.get("skipped", 0))
-    require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
-    require_monitor(task, values)
-    return Evaluation(metrics, tables(values), time.monotonic() - began)
+    threads = LoaderThreads(world.threads)
+    return evaluation_of(config, task, model, data, world, threads, beat, began)
 
 
 def stored_model(

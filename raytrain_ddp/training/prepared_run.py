@@ -23,8 +23,7 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
-from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluate
-from raytrain_ddp.training.metrics.metric_states import require_monitor, scalars, tables
+from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
@@ -34,7 +33,7 @@ from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.checkpoint_parts import Names
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.state.train_state import Gathered, TrainState
-from raytrain_ddp.training.steps.device_feed import Feed, require_few_bad
+from raytrain_ddp.training.steps.device_feed import Feed
 from raytrain_ddp.training.steps.early_stop import Patience
 from raytrain_ddp.training.steps.nonfinite import REMEDY
 from raytrain_ddp.training.steps.step import Stepper
@@ -63,7 +62,7 @@ class PreparedRun:
     stragglers: Stragglers
     flops: float  # of a sample, forward and backward
     peak_flops_per_s: float | None
-    metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation after this step
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the evaluation after this step
     live: LiveCheckpoint | None = None  # that this start went on from
     unlogged_s: float = 0.0  # training time since the last log record, as far as it was measured
 
@@ -130,8 +129,7 @@ class PreparedRun:
             return True, 0
         if stop := take_evaluations(self, wait=True):
             return False, stop
-        limit = self.config.limit_eval_batches
-        chunks = chunks_of(data.rows, self.config.eval_micro_batch, limit)
+        chunks = chunks_of(data.rows, self.config.eval_micro_batch, self.config.limit_eval_batches)
         watch = EvaluationWatch(self.session, len(chunks))
 
         def beat() -> None:
@@ -141,35 +139,26 @@ class PreparedRun:
         failpoint("evaluate", self.session.world.rank, step)
         started = time.monotonic()
         self.session.tell(messages.Evaluating(step))
-        stop = 0
         with self.clock.part("evaluation"), self.state.evaluated():
             try:
-                values = evaluate(
+                evaluation = evaluation_of(
+                    self.config,
                     self.task,
                     self.state.model,
                     data,
-                    self.config.eval_micro_batch,
                     self.session.world,
                     replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
-                    beat=beat,
-                    limit=limit,
-                    precision=self.config.compute.precision,
-                    may_skip=self.config.data.may_skip,
+                    beat,
+                    started,
                 )
             except Abandoned as abandoned:
-                stop = abandoned.stop
-        if stop:
-            return False, stop
-        seconds = time.monotonic() - started
-        self.metrics, self.state.evaluated_step = scalars(values), step
+                return False, abandoned.stop
+        self.metrics, self.state.evaluated_step = evaluation.metrics, step
         if self.patience.see(self.metrics) and not self.cadence.is_over(step):
             self.cadence.total_steps = step
             reason = f"{self.patience.count} evaluations in a row without improvement"
             self.session.tell(events.Note(f"{reason} (stop.patience): the run ends."))
-        skipped = int(self.metrics.get("skipped", 0))
-        require_few_bad(skipped, "in the evaluation set", self.config.data.max_bad)
-        require_monitor(self.task, values)
-        return self.log_evaluation(step, Evaluation(self.metrics, tables(values), seconds)), 0
+        return self.log_evaluation(step, evaluation), 0
 
     def log_evaluation(self, step: int, evaluation: Evaluation) -> bool:
         """Logs the evaluation of the model after `step`; returns whether it is the best so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import require_samples
@@ -18,14 +21,56 @@ from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
-from raytrain_ddp.training.metrics.metric_states import TreeMetrics
+from raytrain_ddp.training.metrics.metric_states import (
+    TreeMetrics,
+    require_monitor,
+    scalars,
+    tables,
+)
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.state.train_state import evaluating
-from raytrain_ddp.training.steps.device_feed import ahead_on_device
+from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few_bad
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
+
+
+def evaluation_of(
+    config: TrainConfig,
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    world: World,
+    threads: LoaderThreads,
+    beat: Callable[[], None],
+    began: float,
+) -> Evaluation:
+    """What the log shows of `evaluate`, as the config has it; all ranks take part.
+
+    Args:
+        began: when, by the monotonic clock.
+
+    Raises:
+        DataError: too many bad records. TaskError: the metrics lack the task's monitor.
+    """
+    values = evaluate(
+        task,
+        model,
+        data,
+        config.eval_micro_batch,
+        world,
+        threads,
+        beat=beat,
+        limit=config.limit_eval_batches,
+        precision=config.compute.precision,
+        may_skip=config.data.may_skip,
+    )
+    metrics = scalars(values)
+    skipped = int(metrics.get("skipped", 0))
+    require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
+    require_monitor(task, values)
+    return Evaluation(metrics, tables(values), time.monotonic() - began)
 
 
 def evaluate(
