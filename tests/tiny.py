@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors, encode_tensors
+from raytrain_ddp.checkpoint.snapshot import encode_tensors
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
@@ -268,6 +269,11 @@ def bits(config: TrainConfig) -> dict[str, str]:
     """Hashes of the tensors in the newest checkpoint."""
     files = newest(config).manifest.files
     return {name: files[name].sha256 for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def decode_tensors(data: bytes) -> dict[str, Tensor]:
+    """Those of a file, as the format's own library reads them."""
+    return safetensors.torch.load(data)
 
 
 def weights(config: TrainConfig) -> dict[str, Tensor]:

@@ -16,11 +16,8 @@ from threading import Thread, main_thread
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.streams import BytesLike
 from raytrain_ddp.errors import CheckpointError
 
 # The dtype names of the safetensors format, https://github.com/huggingface/safetensors#format
@@ -152,18 +149,6 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return TensorFile(head, [each.detach() for _, each in ordered], len(head) + size_bytes)
-
-
-def decode_tensors(data: BytesLike) -> dict[str, Tensor]:
-    """The inverse of `encode_tensors`: contiguous CPU tensors that own their memory.
-
-    Raises:
-        CheckpointError: these bytes are not a complete safetensors file. No code in them is run.
-    """
-    try:
-        return load_safetensors(bytes(data))
-    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"Not a complete safetensors file: {error}") from None
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:

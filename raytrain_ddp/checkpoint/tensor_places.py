@@ -86,10 +86,10 @@ class TensorPlaces:
 
 
 def view_tensors(data: memoryview) -> dict[str, Tensor]:
-    """As `decode_tensors`, but of a file that was verified, and in its memory: nothing is copied.
+    """The inverse of `encode_tensors`, of a file that was verified; it shares its memory.
 
     Raises:
-        CheckpointError: this is not a file in the safetensors format.
+        CheckpointError: this is not a file in the safetensors format. No code in it is run.
     """
     try:
         first = 8 + int.from_bytes(data[:8], "little")

@@ -16,9 +16,8 @@ from typing import Any
 import emulated
 import torch
 import torch.distributed as dist
-from tiny import ScriptedSession, plain, run_tiny, tiny_config
+from tiny import ScriptedSession, decode_tensors, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig

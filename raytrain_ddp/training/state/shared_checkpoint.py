@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
@@ -231,5 +230,4 @@ def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
     if isinstance(checkpoint, TensorCheckpoint):
         return checkpoint.tensors(filename)
-    data = checkpoint.view(filename)
-    return decode_tensors(data) if data.readonly else view_tensors(data)
+    return view_tensors(checkpoint.view(filename))

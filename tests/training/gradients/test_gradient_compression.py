@@ -17,6 +17,7 @@ from tiny import (
     ScriptedSession,
     TinyTask,
     bits,
+    decode_tensors,
     newest,
     plain,
     run_tiny,
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig

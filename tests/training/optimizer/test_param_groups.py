@@ -14,6 +14,7 @@ from tiny import (
     TinyNet,
     TinyTask,
     bits,
+    decode_tensors,
     newest,
     plain,
     run_tiny,
@@ -25,7 +26,7 @@ from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors, flatten_state
+from raytrain_ddp.checkpoint.snapshot import flatten_state
 from raytrain_ddp.config.sections import CheckpointConfig, ScheduleConfig
 from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan

@@ -16,6 +16,7 @@ from tiny import (
     EVAL_ROWS,
     TinyNet,
     TinyTask,
+    decode_tensors,
     newest,
     plain,
     run_tiny,
@@ -29,7 +30,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
@@ -303,7 +303,7 @@ class Stored:
         return self.files[name]
 
     def view(self, name: str) -> memoryview:
-        return memoryview(self.files[name])
+        return memoryview(bytearray(self.files[name]))
 
 
 def test_no_decay_is_refused_that_is_none():

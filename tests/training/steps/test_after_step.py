@@ -18,6 +18,7 @@ from tiny import (
     TinyNet,
     TinyTask,
     bits,
+    decode_tensors,
     newest,
     plain,
     run_tiny,
@@ -27,7 +28,6 @@ from tiny import (
 from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import decode_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch

@@ -653,7 +653,7 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
             return files[name]
 
         def view(self, name: str) -> memoryview:
-            return memoryview(files[name])
+            return memoryview(bytearray(files[name]))
 
     new = small_state()
     new.nonfinite = 9
