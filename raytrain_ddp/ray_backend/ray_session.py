@@ -152,7 +152,7 @@ class RaySession(RecordingSession):
         if self.recorder is None or snapshot is None:
             ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
             return
-        recorder, committed = self.recorder, self.recorder.submit(snapshot)
+        recorder, committed = self.recorder, self.recorder.committer.submit(snapshot)
 
         def registered(_: ray.train.Checkpoint, __: str) -> ray.train.Checkpoint:
             committed.result()

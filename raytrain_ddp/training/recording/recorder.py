@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -44,6 +43,7 @@ class Recorder:
 
     Attributes:
         attempt: the number of this start, after `begin`.
+        timer: of its checkpoints, after `begin`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Recorder:
 
         self._newest = newest = with_backoff(found, self._trying_again)
         self._life = self._life_after(newest)
-        self._timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
+        self.timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
 
     def time_to_save(self) -> bool:
@@ -102,20 +102,12 @@ class Recorder:
             RunLockedError: a later start of this run has taken over.
         """
         self.committer.require()
-        return self._timer.is_due() and not self.committer.postpones()
+        return self.timer.is_due() and not self.committer.postpones()
 
     def drain(self) -> None:
         """Waits until no commit is running."""
         self.committer.wait()
         self.committer.require()
-
-    def submit(self, snapshot: Snapshot) -> Future[None]:
-        """Commits a snapshot in the background; the future never raises."""
-        return self.committer.submit(snapshot)
-
-    def saved(self, stall_s: float) -> None:
-        """Records how long a checkpoint blocked the training."""
-        self._timer.saved(stall_s)
 
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         """Asks for an evaluation of the checkpoints of these steps, as far as they exist."""
@@ -199,7 +191,7 @@ class Recorder:
         if number and name in self.store.names():  # the commit succeeded, but its reply was lost
             checkpoint = self.store.open(name)
         else:
-            life = self._life.document(self.attempt, self._timer.lived_s(), snapshot.last)
+            life = self._life.document(self.attempt, self.timer.lived_s(), snapshot.last)
             documents = {**snapshot.documents, _LIFE: life}
             files = encode(replace(snapshot, documents=documents))
 
@@ -211,7 +203,7 @@ class Recorder:
             checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
         self._newest, self._awaited = checkpoint, snapshot.awaited
         seconds = time.monotonic() - started
-        self._timer.committed(seconds)
+        self.timer.committed(seconds)
         self._tell(
             events.Checkpoint(
                 step=manifest.step,

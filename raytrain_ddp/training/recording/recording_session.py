@@ -211,34 +211,34 @@ class RecordingSession:
         finally:
             self._clock.doing = before
 
+    def _on_main(self, act: Callable[..., T], *given: object) -> T | None:
+        """What rank 0's recorder does while the others may wait for it."""
+        if self.recorder is None:
+            return None
+        with self._doing(WRITING):
+            return act(self.recorder, *given)
+
     def records(self) -> Sequence[LogRecord]:
         return self._records
 
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         if self.recorder is not None and snapshot is not None:
-            self.recorder.submit(snapshot)
+            self.recorder.committer.submit(snapshot)
 
     def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         folder = self._storage.join(str(CheckpointName(step, self._attempt)))
         self._parts.submit(folder, step, files)
 
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
-        if self.recorder is not None:
-            with self._doing(WRITING):
-                self.recorder.ask_for_evaluations(steps)
+        self._on_main(Recorder.ask_for_evaluations, steps)
 
     def evaluations(
         self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
     ) -> list[tuple[int, Evaluation]]:
-        if self.recorder is None:
-            return []
-        with self._doing(WRITING):
-            return self.recorder.evaluations(steps, here)
+        return self._on_main(Recorder.evaluations, steps, here) or []
 
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
-        if self.recorder is not None:
-            with self._doing(WRITING):
-                self.recorder.keep(name, document)
+        self._on_main(Recorder.keep, name, document)
 
     def time_to_save(self) -> bool:
         return self.recorder is not None and self.recorder.time_to_save()
@@ -251,7 +251,7 @@ class RecordingSession:
 
     def saved(self, stall_s: float) -> None:
         if self.recorder is not None:
-            self.recorder.saved(stall_s)
+            self.recorder.timer.saved(stall_s)
 
     def finish(self) -> None:
         self._watch_no_more()

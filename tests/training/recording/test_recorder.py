@@ -429,16 +429,16 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
     config = tiny_config(tmp_path, "zombie")
     first = recorder(config, reported)
     assert first.begin() is None
-    first.submit(snapshot(10))
+    first.committer.submit(snapshot(10))
     first.drain()
     second = recorder(config, reported)
     found = second.begin()
     assert found is not None
     assert str(found.name) == "step-00000010-a0001"
-    first.submit(snapshot(20))  # it was stopped for a while, and knows nothing
+    first.committer.submit(snapshot(20))  # it was stopped for a while, and knows nothing
     with pytest.raises(RunLockedError, match="attempt 2"):
         first.finish()
-    second.submit(snapshot(15))
+    second.committer.submit(snapshot(15))
     second.finish()
     for each in (first, second):
         each.close()
@@ -462,7 +462,7 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
     config = tiny_config(tmp_path, "vanished")
     first = recorder(config, reported)
     first.begin()
-    first.submit(snapshot(20))
+    first.committer.submit(snapshot(20))
     first.finish()
     first.close()
     place = Path(first.store.storage.path)
@@ -511,7 +511,7 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
 def begun(config: TrainConfig) -> None:
     made = recorder(config, [])
     made.begin()
-    made.submit(snapshot(10))
+    made.committer.submit(snapshot(10))
     made.finish()
     made.close()
 
@@ -579,7 +579,7 @@ def test_a_commit_whose_answer_was_lost_is_not_written_twice(
 
     monkeypatch.setattr(made.store, "commit", late)
     made.committer.sleep = lambda _: True
-    made.submit(snapshot(4))
+    made.committer.submit(snapshot(4))
     made.finish()
     made.close()
     assert len(commits) == 1
@@ -597,12 +597,12 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
     prune = made.store.prune
     monkeypatch.setattr(made.store, "prune", lambda *_: (_ for _ in ()).throw(OSError(THROTTLED)))
     for step in (1, 2, 3):
-        made.submit(snapshot(step))
+        made.committer.submit(snapshot(step))
     made.drain()
     assert kept_steps(config) == [1, 2, 3]
     assert sum("could not be updated" in note for note in notes(reported)) == 3
     monkeypatch.setattr(made.store, "prune", prune)
-    made.submit(snapshot(4))
+    made.committer.submit(snapshot(4))
     made.finish()
     made.close()
     assert kept_steps(config) == [3, 4]
@@ -634,8 +634,8 @@ def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, reported:
     time.sleep(0.06)
     assert made.time_to_save()
     weather.slow_s = 0.1
-    made.submit(snapshot(1))
-    made.saved(0.01)
+    made.committer.submit(snapshot(1))
+    made.timer.saved(0.01)
     assert not made.time_to_save()
     time.sleep(0.06)
     assert not made.time_to_save()  # the one before is still being written
@@ -774,7 +774,7 @@ def slow(session: ScriptedSession) -> None:
     if session.recorder is None:
         return
     in_weather(session.recorder).slow_s = 0.05
-    submit = session.recorder.submit
+    submit = session.recorder.committer.submit
 
     def watched(given: Snapshot) -> Any:
         assert session.recorder is not None
@@ -783,7 +783,7 @@ def slow(session: ScriptedSession) -> None:
         session.events.append({"kind": "submitted", "places": places, "busy": busy})
         return submit(given)
 
-    session.recorder.submit = watched  # type: ignore[method-assign]
+    session.recorder.committer.submit = watched  # type: ignore[method-assign]
 
 
 def test_fault_16_a_slow_store_takes_no_time_and_no_memory_from_the_training(
