@@ -91,11 +91,20 @@ class Owner:
         )
 
     def state(self) -> str:
-        """Linux's letter for its state: T stopped, D in the kernel, Z or X dead; "" if unknown."""
-        if self.is_dead():
+        """Linux's letter for its state: T stopped, D in the kernel, X dead; "" if unknown."""
+        if not self.is_here():
+            return ""
+        state = _state(self.pid)
+        if state is not None:
+            is_dead = state[0] in "ZX" or state[1] != self.born  # the pid was reused
+            return "X" if is_dead else state[0]
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
             return "X"
-        state = _state(self.pid) if self.is_here() else None
-        return state[0] if state is not None else ""
+        except OSError:
+            pass  # it belongs to another user and is hidden
+        return ""
 
     def kill(self) -> None:
         """Ends the process, if it is one of this machine."""
@@ -105,18 +114,7 @@ class Owner:
 
     def is_dead(self) -> bool:
         """Whether it was a process of this machine that has died; False if that is unknown."""
-        if not self.is_here():
-            return False
-        state = _state(self.pid)
-        if state is not None:
-            return state[0] in "ZX" or state[1] != self.born  # the pid was reused
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass  # it belongs to another user and is hidden
-        return False
+        return self.state() == "X"
 
 
 class Lease:

@@ -6,7 +6,7 @@ Axes with round ticks; smoothing, and thinning of points beyond what can be dist
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
@@ -121,8 +121,9 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     points = [point for point in points if math.isfinite(point[0] + point[1])]
     if len(points) <= most:
         return points
-    kept: list[Point] = []
-    for stretch in _stretches(points, most // 2):
+    kept, count = list[Point](), most // 2
+    for n in range(count):
+        stretch = points[n * len(points) // count : (n + 1) * len(points) // count]
         ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
         kept += sorted(ends)
     return kept
@@ -154,11 +155,6 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
         known = math.isfinite(values[index])
         means.append((sums[high] - sums[low]) / count if known else math.nan)
     return means
-
-
-def _stretches(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]:
-    for n in range(count):
-        yield points[n * len(points) // count : (n + 1) * len(points) // count]
 
 
 def _round_step(rough: float) -> float:

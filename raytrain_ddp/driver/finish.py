@@ -64,8 +64,8 @@ def already_complete(run: Storage, manifest: Manifest) -> FitResult:
 def is_tidy(run: Storage) -> bool:
     """Whether the last start of a complete run ended normally, and was not killed after its last
     commit."""
-    entries = run.walk()
-    listing = _checkpoints_among(entries)
+    entries, folder = run.walk(), f"{CHECKPOINTS}/"
+    listing = CheckpointListing.of(e[len(folder) :] for e in entries if e.startswith(folder))
     if CURVES_FILE not in entries or listing.leftovers():
         return False
     events = read_events(run)
@@ -95,13 +95,6 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)
     draw_run_curves(config, run)
-
-
-def _checkpoints_among(entries: Sequence[str]) -> CheckpointListing:
-    folder = f"{CHECKPOINTS}/"
-    return CheckpointListing.of(
-        entry[len(folder) :] for entry in entries if entry.startswith(folder)
-    )
 
 
 def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -20,10 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
@@ -37,7 +35,6 @@ from raytrain_ddp.training.recording.recording_session import RecordingSession
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Requests, Snapshot
 from raytrain_ddp.training.state.live_state import LiveState
-from raytrain_ddp.uri import without_secrets
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
@@ -75,11 +72,6 @@ class RaySession(RecordingSession):
         place: Place | None = None,
     ) -> None:
         seat = place.seat if place else None
-        if not run_storage(config).exists(CONFIG_FILE):
-            raise PreflightError(
-                f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does "
-                "not see the run's folder there. Several nodes need a shared folder or a URI."
-            )
         start = seat.generation if seat else start
         self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
         self._events: deque[Event] = deque()  # the committing thread adds to it, too

@@ -237,18 +237,20 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
 
 
 def require_folder(config: TrainConfig, lease: str) -> None:
-    """Checks that this node sees the run's folder with the driver's lease."""
+    """Checks that this node sees the run's folder with the driver's lease, if that is known."""
     from raytrain_ddp.checkpoint.lease import is_seen
-    from raytrain_ddp.checkpoint.run_folder import run_storage
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
     from raytrain_ddp.errors import PreflightError
     from raytrain_ddp.uri import without_secrets
 
-    if lease and not is_seen(run_storage(config), lease):
-        raise PreflightError(
-            f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not "
-            "see the run's folder there, or sees an older local folder. Several nodes need a "
-            "shared folder or a URI."
-        )
+    run = run_storage(config)
+    if is_seen(run, lease) if lease else run.exists(CONFIG_FILE):
+        return
+    other = ", or sees an older local folder" if lease else ""
+    raise PreflightError(
+        f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not see "
+        f"the run's folder there{other}. Several nodes need a shared folder or a URI."
+    )
 
 
 def apply_settings(given: WorkerSettings) -> None:

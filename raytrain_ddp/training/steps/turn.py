@@ -93,10 +93,8 @@ class Turn:
             number: of the turn in its step, from 0; random numbers depend on it.
             gathers: all ranks get the shares of all.
 
-        Returns the workers' shares of the means over the step's `samples`, of the loss and of the
-        scalars with it, on the device, shape (ranks, 1 + scalars): a row per rank if `gathers`,
-        else this worker's. The shares of all workers add up.
-        And whether the turn was refused, shape ().
+        Returns the workers' shares of this turn, see `Stepper.__call__`; and whether it was
+        refused, shape ().
         """
         state, device = self._state, self._world.device
         place = self._world.rank, state.step + 1
