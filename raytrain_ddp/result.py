@@ -40,7 +40,7 @@ class FitResult:
         monitor: the metric that decides which evaluation is the best.
         best: metrics of the best evaluation, with its "step"; empty if there was none.
         last: metrics of the last evaluation, with its "step".
-        path: folder or URI of the run.
+        path: folder or URI of the run, with the options that locate its store.
         best_checkpoint: folder or URI of the best checkpoint that is kept.
         last_checkpoint: folder or URI of the newest checkpoint.
         history: the records of metrics.jsonl.

@@ -63,6 +63,14 @@ def uri_beside(uri: str, path: str) -> str:
     return f"{scheme}://{place}/{quote(path)}" + (f"?{query}" if query else "")
 
 
+def below(place: str, name: str) -> str:
+    """The path or URI of what is called `name` in the folder at a path or URI."""
+    if "://" not in place:
+        return f"{place}/{name}"
+    folder, mark, query = place.partition("?")
+    return f"{folder}/{quote(name)}{mark}{query}"
+
+
 def fsspec_inside(fs: Any) -> Any:
     """The file system of fsspec that a pyarrow file system passes its calls to, or None."""
     from pyarrow import fs as pafs

@@ -34,6 +34,7 @@ from raytrain_ddp.events import End, Eval
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult, Summary
+from raytrain_ddp.uri import below
 
 
 def draw_run_curves(config: TrainConfig, run: Storage) -> None:
@@ -100,7 +101,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
 def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
     """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
     name, place, word = config.name, result.path, shlex.quote(result.path)
-    again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"
+    again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"  # of a local run
     commands = []
     # No command can load an object, or a class from a script, a notebook or a function.
     is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
@@ -118,9 +119,9 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         commands.append(("train longer", f"{again} {more}"))
         commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
     commands.append(("report", f"python -m raytrain_ddp.report {word}"))
-    if config.log.tensorboard:
+    if config.log.tensorboard and "://" not in place:
         commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))
-    paths = {"curves": f"{place}/{CURVES_FILE}", "metrics": f"{place}/{METRICS_FILE}"}
+    paths = {"curves": below(place, CURVES_FILE), "metrics": below(place, METRICS_FILE)}
     if result.best_checkpoint:
         paths["best checkpoint"] = result.best_checkpoint
     if result.last_checkpoint:
@@ -172,7 +173,7 @@ def _result(
         monitor=evaluations[-1].monitor if evaluations else "",
         best=best,
         last=last,
-        path=str(run),
+        path=run.address,
         best_checkpoint=_place(run, at_best),
         last_checkpoint=_place(run, names[0] if names else None),
         history=history,
@@ -182,4 +183,4 @@ def _result(
 
 
 def _place(run: Storage, name: CheckpointName | None) -> str | None:
-    return str(run.join(CHECKPOINTS).join(str(name))) if name else None
+    return run.join(CHECKPOINTS).join(str(name)).address if name else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.storage import Storage
@@ -78,7 +80,8 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
             event_log(event)
 
         try:
-            yield tell
+            with _ended_by_sigterm():
+                yield tell
         except RaytrainError as error:
             cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
             event_log(End(status_of(error), message=str(error), **cause))
@@ -90,6 +93,30 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
         except Exception as error:  # of the user's code, in this process
             event_log(failure_event(error))
             raise
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C, so the lease is given back, until a session handles both."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def stop(number: int, _: object) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except SystemExit as end:  # by the handler that Ray installs when it starts
+        if end.code != signal.SIGTERM:
+            raise
+        raise KeyboardInterrupt(int(signal.SIGTERM)) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

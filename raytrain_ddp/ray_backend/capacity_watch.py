@@ -113,7 +113,8 @@ class CapacityWatch:
         has = workers_that_fit(self._layout, nodes)
         if has >= self._layout.least:
             self._lacking_since = None
-            if not self._ranks and now - self._since > _STARTED_WITHIN_S:
+            has_none = not self._ranks and not self._is_training  # a report may be lost
+            if has_none and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
                     f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
                     "cluster has room: is it busy (`ray status`), or does their start fail (logs/)?"

@@ -25,6 +25,7 @@ from raytrain_ddp.sweep.sweep_display import SweepDisplay
 from raytrain_ddp.sweep.sweep_state import Settings, Sweep, Trial, differences, load_sweep
 from raytrain_ddp.sweep.trial_configs import known_points, require_valid
 from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.uri import below
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,10 @@ def conclusion(
     order: SweepOrder, folder: Storage, sweep: Sweep
 ) -> tuple[Sweep, list[tuple[str, str]]]:
     """What the summary shows: the sweep, and lines of (title, text)."""
-    rows, place = [], str(folder)
+    rows, place = [], folder.address
     ranked = sweep.ranked()
     if ranked:
-        rows.append(("best run", f"{place}/{ranked[0].name}"))
+        rows.append(("best run", below(place, ranked[0].name)))
         if ranked[0].origin:  # its values were others before
             rows.append(("it began as", ranked[0].history))
         else:

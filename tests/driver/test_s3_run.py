@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from processes import Died, Group
-from s3 import S3, s3_server
+from s3 import CREDENTIALS, S3, s3_server
 from tiny import TOTAL_STEPS, bits, newest, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig
+from raytrain_ddp import fit_locally
+from raytrain_ddp.checkpoint.run_folder import (
+    CLOCKS,
+    find_checkpoint,
+    read_history,
+    run_storage,
+)
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.report.run_files import read_run
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +67,24 @@ def test_fault_01_15_a_run_in_a_bucket_that_fails_writes_and_is_killed_is_the_sa
     assert newest(config).name.step == TOTAL_STEPS
     assert bits(config) == bits(whole)
     assert timeless(config) == timeless(whole)
+
+
+def test_what_a_run_in_a_bucket_gives_back_opens_it_without_further_settings(
+    server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    config = tiny_config(tmp_path, "a-run", epochs=1)
+    config = dataclasses.replace(config, storage=server.uri("my runs"), log=LogConfig())
+    result = fit_locally(config)
+    assert result.path.startswith(f"s3://{server.bucket}/my%20runs/a-run?")
+    assert read_run(result.path).train
+    for place in (result.path, result.best_checkpoint, result.last_checkpoint):
+        assert place is not None
+        assert find_checkpoint(place).manifest.step == result.step
+    printed = capsys.readouterr().out
+    word = re.search(r"raytrain_ddp\.report (\S+)", printed)
+    assert word is not None
+    assert shlex.split(word[1]) == [result.path]
+    assert "tensorboard" not in printed  # there is none in a bucket
