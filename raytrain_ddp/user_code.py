@@ -7,8 +7,8 @@ sources of what the task has imported, and of the packages that it belongs to; w
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import importlib.util
 import linecache
 import pkgutil
 import sys
@@ -20,10 +20,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType, NoneType
+from typing import Any
+
+from raytrain_ddp.errors import first_names
 
 _MOST_BYTES = 32 * 2**20
-_OWN = __name__.partition(".")[0]
+_OWN, _PACKAGE = __name__.partition(".")[0], Path(__file__).parent
 _INSTALLED = {"site-packages", "dist-packages"}
 _OF_PYTHON = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
 
@@ -92,6 +95,7 @@ class _Loader(SourceFileLoader):
 
 
 _finder = _Sources()
+_digests: dict[str, tuple[str, str]] = {}
 
 
 def loaded() -> UserCode:
@@ -100,12 +104,79 @@ def loaded() -> UserCode:
     return _limited(_imported())
 
 
-@functools.cache
 def digests() -> dict[str, tuple[str, str]]:
-    """name -> file, and hex SHA-256 of its content, of the modules that are `loaded`. Read once per
-    process, because the files may be edited later."""
-    sources = loaded().sources
-    return {n: (path, hashlib.sha256(source).hexdigest()) for n, (path, source) in sources.items()}
+    """name -> file, and hex SHA-256 of its content when this was first called, as it may be edited
+    later; of the modules that are `loaded`."""
+    for name, (path, source) in loaded().sources.items():
+        if name not in _digests:
+            _digests[name] = path, hashlib.sha256(source).hexdigest()
+    return dict(_digests)
+
+
+def task_digests(name: str, target: Any = None) -> dict[str, str]:
+    """name -> hex SHA-256 of each module of the user that is loaded, and of the task's class if it
+    is of a script or a notebook, whose workers know no file of it.
+
+    Args:
+        name: of the task: without `target`, only its module, which is not imported.
+        target: the class or object.
+    """
+    if target is not None:
+        kind = target if isinstance(target, type) else type(target)
+        found = {module: digest for module, (_, digest) in digests().items()}
+        if any(each.__module__ == "__main__" for each in kind.__mro__):
+            found[f"__main__.{kind.__qualname__}"] = _code_digest(kind)
+        return found
+    place = name.rpartition(":")[0]
+    with suppress(OSError, ImportError, ValueError):
+        spec = None if place.endswith(".py") else importlib.util.find_spec(place)
+        path = Path(place if spec is None else spec.origin or "")
+        own = path.stem if spec is None else place
+        return {own: hashlib.sha256(path.read_bytes()).hexdigest()}
+    return {}
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """``a, b and 2 more``: the modules and classes that are others now; "" if there are none."""
+    return first_names([name for name, code in now.items() if before.get(name, code) != code], 4)
+
+
+def _code_digest(kind: type) -> str:
+    """Of the bytecode of a class, of those that it inherits from, and of the functions that it
+    uses, as far as they are of ``__main__``: it is the same where the class came by pickle."""
+    digest, waiting, seen = hashlib.sha256(), list[Any]([kind]), set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, type | FunctionType):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, CodeType):
+            digest.update(value.co_code + repr(value.co_names).encode())
+        elif isinstance(value, str | bytes | int | float | tuple | NoneType):
+            digest.update(f"{value!r};".encode())
+        waiting += _parts(value)
+    return digest.hexdigest()
+
+
+def _parts(value: Any) -> list[Any]:
+    """What decides what the code of a value does, besides itself."""
+    match value:
+        case staticmethod() | classmethod():
+            return [value.__func__]
+        case property():
+            return [value.fget, value.fset]
+        case FunctionType():
+            used = (value.__globals__.get(name) for name in value.__code__.co_names)
+            of_script = (each for each in used if getattr(each, "__module__", "") == "__main__")
+            return [value.__code__, *of_script]
+        case CodeType():
+            return [*value.co_consts]
+        case type() if value.__module__ == "__main__":
+            named = sorted(vars(value).items())
+            own = (pair for pair in named if pair[0][:2] != "__" or callable(pair[1]))
+            return [*value.__bases__, *(part for pair in own for part in pair)]
+    return []
 
 
 def loaded_packages() -> UserCode:
@@ -129,6 +200,8 @@ def _imported() -> dict[str, tuple[str, bytes]]:
     for name, module in [*sys.modules.items()]:
         place = getattr(module, "__file__", None)
         path = Path(place if isinstance(place, str) else "")
+        if _PACKAGE in path.parents:  # a file that a warm process has loaded alone
+            continue
         if path.suffix != ".py" or name in _OF_PYTHON or name.partition(".")[0] == _OWN:
             continue
         if _INSTALLED.isdisjoint(path.parts) and python not in path.resolve().parents:

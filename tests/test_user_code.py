@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
+from tiny import tiny_config
 
-from raytrain_ddp import user_code
+from raytrain_ddp import fit_locally, user_code
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.errors import ConfigError
@@ -152,3 +156,89 @@ def test_a_task_that_was_received_needs_no_file() -> None:
         check_task_name(task)
     pickle.loads(pickle.dumps(UserCode({"own_task": ("/no/such/folder/own_task.py", b"")})))
     check_task_name(task)
+
+
+# ------------------------------------------------------------------ classes of a script
+
+SCRIPT = """
+class Base:
+    factor = 1
+    def loss(self, x):
+        return helper(x) * self.factor
+
+def helper(x):
+    return x + 1
+
+class Mine(Base):
+    @staticmethod
+    def more():
+        return [n for n in range(3)]
+    @property
+    def size(self):
+        return 5
+"""
+
+
+def of_script(*changes: tuple[str, str]) -> type:
+    text = SCRIPT
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(text, names)
+    made = names["Mine"]
+    assert isinstance(made, type)
+    return made
+
+
+def digest_of(task: Any) -> str:
+    return user_code.task_digests("", task)["__main__.Mine"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("x + 1", "x + 2"),
+        ("factor = 1", "factor = 2"),
+        ("helper(x) *", "helper(x) +"),
+        ("range(3)", "range(4)"),
+        ("return 5", "return 6"),
+        ("def more", "def fewer"),
+    ],
+)
+def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
+    change: tuple[str, str],
+):
+    before = digest_of(of_script())
+    assert digest_of(of_script(change)) != before
+    assert digest_of(of_script(("class Base", "# moved\n\nclass Base"))) == before
+    assert digest_of(cloudpickle.loads(cloudpickle.dumps(of_script()))) == before
+    assert digest_of(of_script()()) == before
+
+
+def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):
+    (tmp_path / "own.py").write_text("raise SystemExit")
+    name = f"{tmp_path}/own.py:Task"
+    before = user_code.task_digests(name)
+    assert before == {"own": hashlib.sha256(b"raise SystemExit").hexdigest()}
+    (tmp_path / "own.py").write_text("1 / 0")
+    assert user_code.changed(before, user_code.task_digests(name)) == "own"
+    assert user_code.changed({}, before) == ""  # not recorded
+    for unknown in ("nothing.at.all:Task", "gone.py:Task", "image-classification"):
+        assert user_code.task_digests(unknown) == {}
+
+
+def test_a_complete_run_whose_code_has_changed_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "own_task.py").write_text("from tiny import TinyTask as Task\n")
+    config = tiny_config(tmp_path, "run", epochs=1, task=f"{tmp_path}/own_task.py:Task")
+    fit_locally(config)
+    fit_locally(config)
+    assert "has changed" not in capsys.readouterr().out
+    with (tmp_path / "own_task.py").open("a") as file:
+        file.write("# edited\n")
+    fit_locally(config)
+    assert "the code of own_task has changed since this run" in " ".join(
+        capsys.readouterr().out.split()
+    )

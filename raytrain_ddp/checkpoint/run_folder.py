@@ -223,10 +223,20 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
 
 def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     """The class names of the data that the run was trained on; empty if it recorded none."""
-    if STATE_FILE not in checkpoint.manifest.files:
-        return []
-    names: list[str] = json.loads(checkpoint.read(STATE_FILE)).get("data", {}).get("classes") or []
+    names: list[str] = _state_of(checkpoint).get("data", {}).get("classes") or []
     return names
+
+
+def recorded_code(checkpoint: Checkpoint) -> dict[str, str]:
+    """The hashes of the user's modules that the run was trained with."""
+    code: dict[str, str] = _state_of(checkpoint).get("code", {})
+    return code
+
+
+def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    has_one = STATE_FILE in checkpoint.manifest.files
+    state: dict[str, Any] = json.loads(checkpoint.read(STATE_FILE)) if has_one else {}
+    return state
 
 
 def _verified(checkpoint: Checkpoint) -> Checkpoint:

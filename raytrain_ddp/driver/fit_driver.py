@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded_code
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -43,6 +44,7 @@ from raytrain_ddp.events import End, Eval, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
+from raytrain_ddp.user_code import changed, task_digests
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession
@@ -278,6 +280,16 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
         show(Note(f"curves.png cannot be drawn: {error}"))
 
 
+def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: Show) -> None:
+    now = task_digests(config.task, getattr(config.task, "target", None))
+    with suppress(RaytrainError, OSError):
+        name = CheckpointName(manifest.step, manifest.attempt)
+        names = changed(recorded_code(checkpoint_store(run).open(name)), now)
+        if names:
+            text = f"the code of {names} has changed since this run was trained"
+            show(Note(f"{text}: give it another --name (config.name) to train with the new code."))
+
+
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
     """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder
@@ -286,4 +298,6 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
         with suppress(RaytrainError, OSError), owned(run, show) as tell:
             tidy(config, folder, manifest)
             tell(End(0, manifest.step))
+    if main:
+        _note_new_code(config, folder, manifest, show)
     return answered(config, lambda: already_complete(folder, manifest))

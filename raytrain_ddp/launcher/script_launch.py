@@ -36,7 +36,7 @@ from raytrain_ddp.launcher.rank_environment import (
 )
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
-from raytrain_ddp.ray_backend.cluster import LiveNodes
+from raytrain_ddp.ray_backend.capacity_watch import LiveNodes
 from raytrain_ddp.ray_backend.placement import local_resources
 
 _NOTE = """\

@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Note, Plan
 from raytrain_ddp.messages import Alive, Event, Joined
+from raytrain_ddp.ray_backend.cluster import live_node_resources
+from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 
+_ASK_EVERY_S = 2.0
+_HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
 _TICK_S, _LONGEST_TICK_S = 0.1, 1.0
@@ -41,6 +45,53 @@ class AwakeClock:
         while not self._closed.wait(_TICK_S):
             before, at = at, time.monotonic()
             self._seconds += min(at - before, _LONGEST_TICK_S)
+
+
+class LiveNodes:
+    """The resources of each live node, queried in a thread because the head may be slow or dead.
+
+    Args:
+        kept: the end of the error message: what is not lost with the head.
+
+    Attributes:
+        awake: the clock used to decide whether the head is lost.
+        is_lost: whether the head is known to be lost.
+    """
+
+    def __init__(self, kept: str = KEPT) -> None:
+        self._kept = kept
+        self.awake = AwakeClock()
+        self.is_lost = False
+        self._living = self._ask()
+        self._at = self.awake()
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
+
+    def __call__(self) -> list[Mapping[str, float]]:
+        """The latest answer.
+
+        Raises:
+            RetriesExhausted: there has been none for so long that the head must be lost.
+        """
+        if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
+            self.is_lost = True
+            silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
+            raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
+        return self._living
+
+    def close(self) -> None:
+        self._closed.set()
+        self.awake.close()
+
+    def _keep_asking(self) -> None:
+        while not self._closed.wait(_ASK_EVERY_S):
+            with suppress(Exception):  # any exception means no answer
+                self._living = self._ask()
+                self._at = self.awake()
+
+    @staticmethod
+    def _ask() -> list[Mapping[str, float]]:
+        return live_node_resources()
 
 
 class CapacityWatch:

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.auth_token import use_token
-from raytrain_ddp.ray_backend.capacity_watch import AwakeClock
-from raytrain_ddp.ray_backend.failure_policy import KEPT
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
@@ -44,12 +42,10 @@ from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
 from raytrain_ddp.warm.warm_start import py_executable, start_early
 
-_ASK_EVERY_S = 2.0
 _SHUTDOWN_S = 30.0
 # Of a job's runtime environment: its processes are not started by the Python of this one.
 _OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
 _in_use = threading.Lock()  # the connection to Ray, of which a process has one
-_HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 
 
 def is_connected() -> bool:
@@ -262,53 +258,6 @@ def live_node_resources() -> list[Mapping[str, float]]:
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-class LiveNodes:
-    """The resources of each live node, queried in a thread because the head may be slow or dead.
-
-    Args:
-        kept: the end of the error message: what is not lost with the head.
-
-    Attributes:
-        awake: the clock used to decide whether the head is lost.
-        is_lost: whether the head is known to be lost.
-    """
-
-    def __init__(self, kept: str = KEPT) -> None:
-        self._kept = kept
-        self.awake = AwakeClock()
-        self.is_lost = False
-        self._living = self._ask()
-        self._at = self.awake()
-        self._closed = threading.Event()
-        threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
-
-    def __call__(self) -> list[Mapping[str, float]]:
-        """The latest answer.
-
-        Raises:
-            RetriesExhausted: there has been none for so long that the head must be lost.
-        """
-        if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
-            self.is_lost = True
-            silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
-            raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
-        return self._living
-
-    def close(self) -> None:
-        self._closed.set()
-        self.awake.close()
-
-    def _keep_asking(self) -> None:
-        while not self._closed.wait(_ASK_EVERY_S):
-            with suppress(Exception):  # any exception means no answer
-                self._living = self._ask()
-                self._at = self.awake()
-
-    @staticmethod
-    def _ask() -> list[Mapping[str, float]]:
-        return live_node_resources()
 
 
 def notify_node_change() -> None:

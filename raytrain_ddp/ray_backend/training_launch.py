@@ -27,8 +27,8 @@ from raytrain_ddp.messages import (
     Phase,
     WorkerFailed,
 )
-from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, stopped_workers
-from raytrain_ddp.ray_backend.cluster import LiveNodes, notify_node_change
+from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes, stopped_workers
+from raytrain_ddp.ray_backend.cluster import notify_node_change
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout

@@ -15,7 +15,6 @@ from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.runtime.world import World, broadcast
 
 _KEY, _CODE = "data", "code"  # in a checkpoint's state.json
-_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class RunIdentity:
             data.rows,
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
-            {name: digest for name, (_, digest) in user_code.digests().items()},
+            user_code.task_digests("", task),
         )
 
     def document(self) -> dict[str, Any]:
@@ -92,18 +91,10 @@ class RunIdentity:
                 f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
                 "--name."
             )
-        return self._code_note(document.get(_CODE, {}), checkpoint)
-
-    def _code_note(self, before: Mapping[str, str], checkpoint: Checkpoint) -> str:
-        changed = [name for name, code in self.code.items() if before.get(name, code) != code]
-        if not changed:
-            return ""
-        names = ", ".join(changed[:_NAMED])
-        names += f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
-        return (
-            f"the code of {names} has changed since {checkpoint.name} was saved. The run continues "
-            "with the new code."
-        )
+        changed = user_code.changed(document.get(_CODE, {}), self.code)
+        new = "The run continues with the new code."
+        since = f"has changed since {checkpoint.name} was saved"
+        return f"the code of {changed} {since}. {new}" if changed else ""
 
 
 def _names(given: Any) -> tuple[str, ...]:

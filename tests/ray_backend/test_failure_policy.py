@@ -25,7 +25,7 @@ from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.messages import Alive, ControllerStarted, Died, Joined
-from raytrain_ddp.ray_backend import cluster, failure_policy
+from raytrain_ddp.ray_backend import capacity_watch, cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, stopped_workers
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_output import _LazyFile, ray_output_to_file
@@ -620,13 +620,13 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
     def silent() -> list[Mapping[str, float]]:
         raise ConnectionError("no GCS")
 
-    monkeypatch.setattr(cluster, "_ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(cluster, "_HEAD_DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: [{"CPU": 1.0}])
-    nodes = cluster.LiveNodes()
+    monkeypatch.setattr(capacity_watch, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(capacity_watch, "_HEAD_DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(capacity_watch.LiveNodes, "_ask", lambda _: [{"CPU": 1.0}])
+    nodes = capacity_watch.LiveNodes()
     time.sleep(0.5)
     assert nodes() == [{"CPU": 1.0}]
-    monkeypatch.setattr(cluster.LiveNodes, "_ask", lambda _: silent())
+    monkeypatch.setattr(capacity_watch.LiveNodes, "_ask", lambda _: silent())
     time.sleep(0.5)
     with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. Committed"):
         nodes()

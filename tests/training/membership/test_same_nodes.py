@@ -14,6 +14,7 @@ from raytrain_ddp import events
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.training.membership import same_nodes
 from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.user_code import UserCode
 
 HOST = {"host": "host-b"}
 
@@ -34,7 +35,7 @@ class Told:
 def compared(rank: int, size: int, others: dict[int, dict[str, Any]]) -> list[str]:
     """The notes of a rank, whose node differs from the usual one in these fields."""
     before = same_nodes.Node.here
-    same_nodes.user_code.digests.cache_clear()  # this process has served other tests
+    same_nodes.user_code._digests.clear()  # this process has served other tests
     usual = replace(before(torch.device("cpu")), host="host-a")
 
     def here(device: torch.device) -> same_nodes.Node:
@@ -86,9 +87,10 @@ def test_other_hardware_is_noted_once(workers: Group) -> None:
     assert ": ranks 5, 7; NVIDIA A100: rank 6)" in note
 
 
-def test_the_code_is_that_which_was_loaded(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    same_nodes.user_code.digests.cache_clear()
+def test_the_code_is_that_which_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    same_nodes.user_code._digests.clear()
     before = same_nodes.Node.here(torch.device("cpu"))
     assert any(path == __file__ for path, _ in before.code.values())
-    monkeypatch.setattr(same_nodes.user_code, "loaded", lambda: 1 / 0)  # not read again
+    sources = {name: (path, b"edited") for name, (path, _) in before.code.items()}
+    monkeypatch.setattr(same_nodes.user_code, "loaded", lambda: UserCode(sources))
     assert same_nodes.Node.here(torch.device("cpu")).code == before.code
