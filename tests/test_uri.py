@@ -30,15 +30,19 @@ from processes import Group
 from pyarrow import fs as pafs
 from s3 import CREDENTIALS, S3, s3_server
 
+from raytrain_ddp import TrainConfig, fit_locally
+from raytrain_ddp.checkpoint.run_folder import find_checkpoint
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.data.discovery import store_listing as listing_module
 from raytrain_ddp.data.formats import shard as shard_module
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.errors import CheckpointError, ConfigError, DataError, PreflightError
+from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
     answer_within,
     attempt,
+    below,
     open_uri,
     reason_of,
     shareable,
@@ -434,3 +438,38 @@ def test_a_folder_in_a_store_has_an_address_that_opens_it_again_and_no_secret(tm
     assert open_uri(storage.address)[1] == "bucket/runs/digits"
     local = open_storage(str(tmp_path)).join("digits")
     assert local.address == str(tmp_path / "digits")
+
+
+# ------------------------------------------------------------------ URIs where paths are expected
+
+
+@pytest.mark.parametrize("place", ["s3:/bucket/runs", "s3://bucket/x", "file:/tmp/x", "GS://b/x"])
+def test_a_uri_is_not_taken_for_a_folder(place: str):
+    with pytest.raises(ConfigError, match="must be a path on this machine"):
+        expanded(place)
+
+
+@pytest.mark.parametrize("place", ["runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x"])
+def test_a_path_stays_a_path(place: str):
+    assert str(expanded(place)).endswith(place.removeprefix("~"))
+
+
+def test_one_slash_too_few_in_storage_is_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(ConfigError, match="A URI begins with s3://"):
+        fit_locally(TrainConfig(storage="s3:/bucket/runs"))
+
+
+def test_where_there_is_no_run_in_a_store_those_that_exist_and_missing_buckets_are_named(s3: S3):
+    s3.put("own/digits/config.toml", b"")
+    s3.put("own/photos/config.toml", b"")
+    for place in ("own/digit", "own"):
+        with pytest.raises(CheckpointError, match=r"own there are: digits, photos"):
+            find_checkpoint(s3.uri(place))
+    gone = s3.uri("own/digit").replace(f"s3://{s3.bucket}/", "s3://nobucket/")
+    with pytest.raises(CheckpointError, match="There is no nobucket in that store"):
+        find_checkpoint(gone)
+
+
+def test_the_address_of_what_is_below_keeps_the_options():
+    assert below("/a/b", "c d") == "/a/b/c d"
+    assert below("s3://b/a?region=x", "c d") == "s3://b/a/c%20d?region=x"

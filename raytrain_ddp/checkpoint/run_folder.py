@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +31,14 @@ from raytrain_ddp.checkpoint.store import (
     MANIFEST_FILE,
     CheckpointStore,
 )
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
+from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.errors import (
+    CheckpointError,
+    ConfigError,
+    RaytrainError,
+    did_you_mean,
+    first_names,
+)
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import Timed, log_records, stored_events
 from raytrain_ddp.uri import without_secrets
@@ -48,6 +55,7 @@ LOGS = "logs"
 PROFILES = "profiles"
 HANGS = "hang"
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep, which holds the runs of its trials
+_LOOKED_AT = 32  # folders of a store, for a hint
 RUNS = "runs"  # the folder of runs, unless --storage is given
 
 CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
@@ -101,10 +109,27 @@ def open_run(place: str) -> Storage:
 
 def other_runs(place: str) -> str:
     """A hint for a place where there is no run: the run of a similar name, or those that exist."""
+    if "://" in place:
+        return _other_runs_in_store(place)
     folder = Path(place if Path(place).is_dir() else RUNS)
     runs = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
-    listed = f" In {folder} there are: {', '.join(runs[:8])}." if runs else ""
+    listed = f" In {folder} there are: {first_names(runs, 8)}." if runs else ""
     return did_you_mean(Path(place).name, runs) or listed
+
+
+def _other_runs_in_store(uri: str) -> str:
+    with suppress(OSError, RaytrainError):
+        here = open_storage(uri)
+        bucket = here.path.partition("/")[0]
+        if here.fs.get_file_info(bucket).type.name == "NotFound":
+            return f" There is no {bucket} in that store."
+        above = replace(here, path=here.path.rpartition("/")[0] or here.path)
+        for folder in (here, above):
+            found = [n for n in folder.names() if RUN_NAME.fullmatch(n)][:_LOOKED_AT]
+            runs = [name for name in found if folder.join(name).exists(CONFIG_FILE)]
+            if runs:
+                return f" In {folder} there are: {first_names(runs, 8)}."
+    return ""
 
 
 def checkpoint_store(run: Storage) -> CheckpointStore:

@@ -114,7 +114,7 @@ def dry_run(
         f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
-        f"{task.unit}), {steps} in {steps / per_epoch:.4g} epochs",
+        f"{task.unit}), {steps} in {_epochs(steps / per_epoch)}",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
@@ -125,6 +125,10 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.4g} epoch{'s' * (count != 1)}"
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

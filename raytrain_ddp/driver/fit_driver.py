@@ -109,7 +109,8 @@ def fit_locally(
 ) -> FitResult:
     """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
 
-    Only rank 0 shows and writes; all ranks return the result.
+    Only rank 0 shows and writes; all ranks return the result. An exception of the task passes as it
+    is, where `fit` raises a `TaskError` with its traceback.
 
     Args:
         session: makes the session, from the arguments of `LocalSession`, which is the default.

@@ -220,6 +220,32 @@ def test_what_cannot_be_copied_is_refused_with_the_remedy(pictures: str):
             loader_of(stream, 0).any_batch()
 
 
+@pytest.mark.parametrize("once", [(n for n in range(9)), map(int, "123"), enumerate("ab")])
+def test_what_can_be_iterated_only_once_is_refused_at_once(once: Any):
+    with pytest.raises(errors.DataError, match="can be iterated only once"):
+        IterableSource(once, rows=2)
+
+
+class Longer:
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return iter(range(7))
+
+
+def test_items_beyond_the_length_are_reported_once(caplog: pytest.LogCaptureFixture):
+    source = IterableSource(Longer())
+    for _ in range(2):
+        assert source.read(np.arange(3)) == [0, 1, 2]
+        assert source.read(np.arange(3, 5)) == [3, 4]
+    assert [each.message for each in caplog.records] == [
+        "Longer yields more than the 5 items of its len: the others are not used"
+    ]
+    IterableSource(Longer(), rows=5).read(np.arange(5))  # as wanted
+    assert len(caplog.records) == 1
+
+
 def test_what_cannot_be_unpickled_there_is_refused_with_the_remedy():
     class Elsewhere:
         def __reduce__(self) -> Any:

@@ -141,6 +141,11 @@ def test_a_single_image_and_none_are_refused(digits: str):
         model.predict([])
 
 
+def test_another_word_for_the_checkpoint_is_refused(digits: str):
+    with pytest.raises(ConfigError, match="'worst': must be best or last"):
+        raytrain_ddp.load(digits, checkpoint="worst", device="cpu")  # type: ignore[arg-type]
+
+
 def test_a_run_without_a_checkpoint(tmp_path: Path):
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(NoCheckpointError):
