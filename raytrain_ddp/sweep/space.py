@@ -6,19 +6,23 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import reduce
 from typing import Any, Literal
 
 from raytrain_ddp.command_line.flags import Flag, changes, flags_of
 from raytrain_ddp.command_line.suggestions import meant
+from raytrain_ddp.config.effects import value_of
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import scalar
 from raytrain_ddp.errors import ConfigError
 
 Value = str | int | float | bool | None
 Point = Mapping[str, Value]
 
 _FORMS = "LOW:HIGH, log:LOW:HIGH, or a list such as 0.1,0.2"
+TABLES = ("task_options", "model.args")  # whose entries can vary
 _DIGITS = 4  # of a drawn number: readable, and finer than any run can tell
 _ANEW, _NEAR = 0.25, 0.2
 _NOT_SEARCHED = {
@@ -125,6 +129,9 @@ def parse_space(words: Iterable[str]) -> list[Dimension]:
         if not equals or not text:
             raise ConfigError(f"--space {word}: write FIELD=VALUES, where VALUES is {_FORMS}.")
         key = name.removeprefix("--").replace("_", "-")
+        entry = _entry(name.removeprefix("--"), text)
+        if entry is not None:
+            flags[key] = entry
         if key not in flags:
             near = meant(key, flags)
             hint = f" Did you mean {' or '.join(n.replace('-', '_') for n in near)}?" * bool(near)
@@ -146,7 +153,15 @@ def with_point(config: TrainConfig, point: Point) -> TrainConfig:
     Raises:
         ConfigError: the config refuses one of them, or all of them together.
     """
-    values = {tuple(field.split(".")): value for field, value in point.items()}
+    values: dict[tuple[str, ...], Any] = {}
+    for field, value in point.items():
+        table, _, key = field.rpartition(".")
+        if table in TABLES:
+            path = tuple(table.split("."))
+            assert value is not None  # no entry may be None
+            values[path] = {**values.get(path, value_of(config, table)), key: as_text(value)}
+        else:
+            values[tuple(field.split("."))] = value
     return replace(config, **changes(config, values))
 
 
@@ -208,6 +223,20 @@ def _combined(space: Sequence[Dimension]) -> Iterator[Point]:
     names = [dimension.field for dimension in space]
     for values in itertools.product(*(dimension.ends for dimension in space)):
         yield dict(zip(names, values, strict=True))
+
+
+def _entry(name: str, text: str) -> Flag | None:
+    """The flag of an entry of a table, as ``task_options.width``; None for any other name. Its
+    type is that of its values."""
+    table, _, key = name.rpartition(".")
+    table = table.replace("-", "_")
+    if table not in TABLES or not key:
+        return None
+    words = text.removeprefix("log:").replace(":", ",").split(",")
+    kinds = {type(scalar(word)) for word in words}
+    kind = int if kinds == {int} else float if kinds <= {int, float} else str
+    path = (*table.split("."), key)
+    return Flag(name, "", path, TrainConfig, kind, MISSING, {})
 
 
 def _dimension(word: str, flag: Flag, text: str) -> Dimension:

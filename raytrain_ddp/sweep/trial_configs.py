@@ -12,7 +12,15 @@ from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check, try_model
 from raytrain_ddp.errors import ConfigError, RaytrainError
-from raytrain_ddp.sweep.space import Dimension, Point, corners, grid, random_points, with_point
+from raytrain_ddp.sweep.space import (
+    TABLES,
+    Dimension,
+    Point,
+    corners,
+    grid,
+    random_points,
+    with_point,
+)
 from raytrain_ddp.sweep.sweep_state import Settings, Trial
 from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
@@ -128,10 +136,11 @@ def value_text(value: object) -> str:
 
 def _require_effect(configs: Sequence[TrainConfig], fields: Iterable[str]) -> None:
     without = [idle(config) for config in configs]
+    tables = {name: name.rpartition(".")[0] for name in fields}
     lines = [
-        f"{name} has no effect in any trial: it needs {without[0][name]}. Remove it."
-        for name in dict.fromkeys(fields)
-        if all(name in each for each in without)
+        f"{name} has no effect in any trial: it needs {without[0][field]}. Remove it."
+        for name, field in ((n, t if t in TABLES else n) for n, t in tables.items())
+        if all(field in each for each in without)
     ]
     if lines:
         raise ConfigError("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -57,6 +58,9 @@ def test_each_form_of_values_becomes_a_dimension_of_its_field():
         ("optim.name=log:1:2", "is not a number"),
         ("optim.betas=0.1,0.2", "takes several values"),
         ("task_options=1,2", "takes several values"),
+        ("task_options.=1,2", "there is no field"),
+        ("task_options.width=8", "it does not vary"),
+        ("task_options.width=a:b", "it does not vary"),
         ("name=a,b", "cannot vary: the sweep names"),
         ("seed=1,2", "--seeds repeats"),
         ("scaling.num_workers=1,2", "a trial is one process"),
@@ -67,6 +71,22 @@ def test_a_space_that_cannot_be_searched_is_refused(word: str, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_space([word])
     assert "\n" not in str(caught.value)
+
+
+def test_entries_of_tables_vary_as_fields_do():
+    words = ["task-options.width=log:4:64", "task_options.rate=0:0.5", "model.args.act=relu,gelu"]
+    width, rate, act = parse_space(words)
+    assert width == Dimension("task_options.width", "int", 4, 64, log=True)
+    assert rate == Dimension("task_options.rate", "float", 0, 0.5)
+    assert act == Dimension("model.args.act", "choice", choices=("relu", "gelu"))
+    config = replace(TrainConfig(), task_options={"width": "1", "kept": "x"})
+    point = {"task_options.width": 8, "task_options.rate": 0.123456789, "model.args.act": "gelu"}
+    varied = with_point(config, point)
+    assert varied.task_options == {"width": "8", "kept": "x", "rate": "0.123456789"}
+    assert varied.model.args == {"act": "gelu"}
+    assert config.task_options == {"width": "1", "kept": "x"}
+    with pytest.raises(ConfigError, match=r"task_options\.width is given twice"):
+        parse_space(["task-options.width=1,2", "task_options.width=3,4"])
 
 
 def test_a_field_cannot_be_given_twice_and_a_space_not_be_empty():

@@ -75,6 +75,11 @@ def test_a_small_space_is_tried_whole(capsys: pytest.CaptureFixture[str]):
             "optim.momentum has no effect in any trial: it needs optim.name = sgd",
         ),
         (
+            ["--space", "task-options.width=1,2"],
+            ConfigError,
+            "task_options.width has no effect in any trial: it needs a task of your own",
+        ),
+        (
             ["--space", LR, "--augment.magnitude", "5"],
             ConfigError,
             "augment.magnitude has no effect in any trial",
