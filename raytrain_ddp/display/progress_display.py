@@ -146,7 +146,10 @@ class Display:
             if at is not None
         ]
         if end.seconds:
-            rows.append(("time", [_cell(k, format_seconds(s)) for k, s in end.seconds.items()]))
+            parts = {k: format_seconds(s) for k, s in end.seconds.items()}
+            if any(title.startswith("until") for title in parts):
+                parts = {k.replace("training", "training since"): s for k, s in parts.items()}
+            rows.append(("time", [_cell(title, shown) for title, shown in parts.items()]))
         if end.limit:
             room = max(1, self._console.width - 4) if self._live else 10**6
             rows.append(("training", [Text("\n    ".join(wrap(end.limit, room)))]))

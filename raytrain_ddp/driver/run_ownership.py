@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.lease import Lease
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.driver.branching import Branch, begun_from
 from raytrain_ddp.driver.event_log import EventLog
@@ -89,6 +90,9 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
             event_log(End(128 + number))
+            with suppress(OSError):
+                for newest in checkpoint_store(folder).names()[:1]:
+                    show(Note(f"the same command continues after step {newest.step}."))
             raise
         except Exception as error:  # of the user's code, in this process
             event_log(failure_event(error))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from raytrain_ddp.events import Note
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
@@ -40,9 +41,18 @@ def listed_in_dashboard(tell: Callable[[Note], None]) -> Iterator[None]:
     context = ray.get_runtime_context()
     head = context.gcs_address.rpartition(":")[0]
     away = head if head != ray.util.get_node_ip_address() else ""
+    if not away and not _listens(*found):  # Ray gives an address also if it runs none
+        yield
+        return
     tell(Note(describe_dashboard(*found, context.get_job_id(), away)))
     with applied_settings(_LISTED):
         yield
+
+
+def _listens(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+        return True
+    return False
 
 
 def describe_dashboard(host: str, port: int, job: str, away: str = "") -> str:

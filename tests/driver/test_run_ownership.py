@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from faulty_storage import commit
 
-from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.driver.run_ownership import owned
-from raytrain_ddp.events import End
+from raytrain_ddp.events import End, Note
+from raytrain_ddp.messages import Event
 
 
 def by_signal() -> None:
@@ -53,3 +55,21 @@ def test_another_exit_and_a_handler_of_the_user_stay_as_they_are(tmp_path: Path)
         assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_says_after_which_step_the_same_command_continues(tmp_path: Path):
+    config = TrainConfig(name="run", storage=str(tmp_path))
+    folder = run_storage(config)
+    folder.mkdir()
+    folder.write_atomic("config.toml", b"")
+    shown: list[Event] = []
+
+    def stop() -> None:
+        store = checkpoint_store(folder)
+        store.claim(None, {})
+        commit(store, 20)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
+        stop()
+    assert shown == [End(130), Note("the same command continues after step 20.")]
