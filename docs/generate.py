@@ -123,6 +123,7 @@ def layout(module: str) -> str:
     """The layout of a folder, as the docstring of the module that writes it draws it."""
     parsed = ast.parse((PACKAGE / module.strip()).read_text(encoding="utf-8"))
     _, block, *_ = (ast.get_docstring(parsed) or "").split("\n\n")
+    assert "    " in block, f"{module}: its second paragraph draws no layout"
     return f"\n```text\n{textwrap.dedent(block)}\n```\n\n"
 
 

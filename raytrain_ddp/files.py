@@ -23,11 +23,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: there is no such user, or it is a URI.
     """
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", os.fspath(path))
+    scheme = re.match(
+        r"(s3|gs|gcs|abfss?|az|hf|file|https?|hdfs):/|(\w[\w+.-]*)://", str(path), re.I
+    )
     if scheme is not None:
+        name = (scheme[1] or scheme[2]).lower()
         raise ConfigError(
             f"{path}: must be a path on this machine. "
-            f"(A URI begins with {scheme[1].lower()}://, and is not possible everywhere.)"
+            f"(URIs begin with {name}://, and not every option accepts one.)"
         )
     try:
         return Path(path).expanduser()

@@ -88,7 +88,10 @@ def _decoded(kind: type[T] | None, record: Mapping[str, Any]) -> T | None:
         value, inner = record.get(_key(field), MISSING), field.metadata.get("type")
         if inner is not None and isinstance(value, Mapping):
             value = _decoded(inner, value)
-        if _fits(_hints(kind)[field.name], value):  # type: ignore[arg-type]
+        hint = _hints(kind)[field.name]  # type: ignore[arg-type]
+        if isinstance(value, Mapping) and get_origin(hint) is Mapping:  # of values that fit
+            value = {k: each for k, each in value.items() if _fits(get_args(hint)[1], each)}
+        if _fits(hint, value):
             values[field.name] = value
         elif field.default is MISSING and field.default_factory is MISSING:
             return None

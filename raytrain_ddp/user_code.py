@@ -7,8 +7,8 @@ sources of what the task has imported, and of the packages that it belongs to; w
 
 from __future__ import annotations
 
+import dis
 import hashlib
-import importlib.util
 import linecache
 import pkgutil
 import sys
@@ -125,20 +125,26 @@ def task_digests(name: str, target: Any = None) -> dict[str, str]:
         kind = target if isinstance(target, type) else type(target)
         found = {module: digest for module, (_, digest) in digests().items()}
         if any(each.__module__ == "__main__" for each in kind.__mro__):
-            found[f"__main__.{kind.__qualname__}"] = _code_digest(kind)
+            # Another Python has another bytecode.
+            python = ".".join(map(str, sys.version_info[:2]))
+            found[f"__main__.{kind.__qualname__} (Python {python})"] = _code_digest(kind)
         return found
     place = name.rpartition(":")[0]
-    with suppress(OSError, ImportError, ValueError):
-        spec = None if place.endswith(".py") else importlib.util.find_spec(place)
-        path = Path(place if spec is None else spec.origin or "")
-        own = path.stem if spec is None else place
-        return {own: hashlib.sha256(path.read_bytes()).hexdigest()}
+    is_file = place.endswith(".py")
+    below = Path(*place.split("."))
+    files = [Path(folder, below) for folder in sys.path]
+    files = [path for each in files for path in (each.with_suffix(".py"), each / "__init__.py")]
+    for path in [Path(place)] if is_file else files:
+        with suppress(OSError):
+            own = path.stem if is_file else place
+            return {own: hashlib.sha256(path.read_bytes()).hexdigest()}
     return {}
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """``a, b and 2 more``: the modules and classes that are others now; "" if there are none."""
-    return first_names([name for name, code in now.items() if before.get(name, code) != code], 4)
+    names = [name for name, code in now.items() if before.get(name, code) != code]
+    return first_names([name.partition(" ")[0] for name in names], 4)
 
 
 def _code_digest(kind: type) -> str:
@@ -153,30 +159,45 @@ def _code_digest(kind: type) -> str:
             seen.add(id(value))
         if isinstance(value, CodeType):
             digest.update(value.co_code + repr(value.co_names).encode())
-        elif isinstance(value, str | bytes | int | float | tuple | NoneType):
+        elif isinstance(value, str | bytes | int | float | complex | NoneType):
             digest.update(f"{value!r};".encode())
         waiting += _parts(value)
     return digest.hexdigest()
 
 
 def _parts(value: Any) -> list[Any]:
-    """What decides what the code of a value does, besides itself."""
+    """What decides what the code of a value does, besides itself. Other objects are left out."""
+    parts: list[Any] = []
     match value:
         case staticmethod() | classmethod():
-            return [value.__func__]
+            parts = [value.__func__]
         case property():
-            return [value.fget, value.fset]
+            parts = [value.fget, value.fset]
+        case FunctionType() if hasattr(value, "__wrapped__"):  # by a decorator
+            parts = [value.__wrapped__]
         case FunctionType():
-            used = (value.__globals__.get(name) for name in value.__code__.co_names)
-            of_script = (each for each in used if getattr(each, "__module__", "") == "__main__")
-            return [value.__code__, *of_script]
+            used = [value.__globals__.get(name) for name in sorted(_globals(value.__code__))]
+            parts = [each for each in used if getattr(each, "__module__", "") == "__main__"]
+            parts += [value.__code__, value.__defaults__, *(value.__kwdefaults__ or {}).items()]
         case CodeType():
-            return [*value.co_consts]
+            parts = [*value.co_consts]
+        case frozenset():
+            parts = sorted(value, key=repr)
+        case tuple():
+            parts = [*value]
         case type() if value.__module__ == "__main__":
             named = sorted(vars(value).items())
             own = (pair for pair in named if pair[0][:2] != "__" or callable(pair[1]))
-            return [*value.__bases__, *(part for pair in own for part in pair)]
-    return []
+            parts = [*value.__bases__, *own]
+    return parts
+
+
+def _globals(code: CodeType) -> set[str]:
+    """The global names that the code reads, and those nested in it. Not its attributes, which
+    ``co_names`` has as well: pickle does not send globals of their names."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    nested = (each for each in code.co_consts if isinstance(each, CodeType))
+    return names.union(*map(_globals, nested))
 
 
 def loaded_packages() -> UserCode:

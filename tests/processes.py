@@ -214,7 +214,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
-    from raytrain_ddp.training.runtime.connections import Connections, require_members
+    from raytrain_ddp.training.runtime.connections import Connections
 
     warnings.simplefilter("error")
     while True:
@@ -230,7 +230,6 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             store.set(f"connected-{rank}", "")
             store.wait([f"connected-{each}" for each in range(size)], wait)
             connections.opened(dist.group.WORLD)
-            require_members(file)
         try:
             result = function(rank, size, *args)
         except Exception as error:

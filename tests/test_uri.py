@@ -449,24 +449,32 @@ def test_a_uri_is_not_taken_for_a_folder(place: str):
         expanded(place)
 
 
-@pytest.mark.parametrize("place", ["runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x"])
+@pytest.mark.parametrize(
+    "place", ["runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x", "run-10:30:/x", "data:/x"]
+)
 def test_a_path_stays_a_path(place: str):
     assert str(expanded(place)).endswith(place.removeprefix("~"))
 
 
 def test_one_slash_too_few_in_storage_is_refused_before_anything_is_written(tmp_path: Path):
-    with pytest.raises(ConfigError, match="A URI begins with s3://"):
+    with pytest.raises(ConfigError, match="URIs begin with s3://"):
         fit_locally(TrainConfig(storage="s3:/bucket/runs"))
 
 
-def test_where_there_is_no_run_in_a_store_those_that_exist_and_missing_buckets_are_named(s3: S3):
+def test_where_there_is_no_run_in_a_store_those_that_exist_and_missing_buckets_are_named(
+    s3: S3, tmp_path: Path
+):
     s3.put("own/digits/config.toml", b"")
     s3.put("own/photos/config.toml", b"")
     for place in ("own/digit", "own"):
         with pytest.raises(CheckpointError, match=r"own there are: digits, photos"):
             find_checkpoint(s3.uri(place))
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint there \(looked for checkpoints/\)\.$"
+    ):
+        find_checkpoint(f"file://{tmp_path}/x/y")
     gone = s3.uri("own/digit").replace(f"s3://{s3.bucket}/", "s3://nobucket/")
-    with pytest.raises(CheckpointError, match="There is no nobucket in that store"):
+    with pytest.raises(CheckpointError, match="Bucket nobucket does not exist"):
         find_checkpoint(gone)
 
 

@@ -161,6 +161,14 @@ def test_a_task_that_was_received_needs_no_file() -> None:
 # ------------------------------------------------------------------ classes of a script
 
 SCRIPT = """
+import functools
+
+def decorated(function):
+    @functools.wraps(function)
+    def call(*given):
+        return function(*given)
+    return call
+
 class Base:
     factor = 1
     def loss(self, x):
@@ -176,6 +184,15 @@ class Mine(Base):
     @property
     def size(self):
         return 5
+    kinds = ("a", object())
+    def scaled(self, x, by=2, *, and_by=3):
+        return [deep(x) for _ in range(by)]
+    @decorated
+    def under(self, x):
+        return self.helper(x) in {7, 8}
+
+def deep(x):
+    return x - 1
 """
 
 
@@ -192,7 +209,9 @@ def of_script(*changes: tuple[str, str]) -> type:
 
 
 def digest_of(task: Any) -> str:
-    return user_code.task_digests("", task)["__main__.Mine"]
+    found = user_code.task_digests("", task)
+    (name,) = (name for name in found if name.startswith("__main__.Mine (Python 3."))
+    return found[name]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +223,11 @@ def digest_of(task: Any) -> str:
         ("range(3)", "range(4)"),
         ("return 5", "return 6"),
         ("def more", "def fewer"),
+        ("by=2", "by=3"),
+        ("and_by=3", "and_by=4"),
+        ("x - 1", "x - 2"),
+        ("{7, 8}", "{7, 9}"),
+        ('("a", ', '("b", '),
     ],
 )
 def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
@@ -214,6 +238,8 @@ def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
     assert digest_of(of_script(("class Base", "# moved\n\nclass Base"))) == before
     assert digest_of(cloudpickle.loads(cloudpickle.dumps(of_script()))) == before
     assert digest_of(of_script()()) == before
+    beside = ("class Base", "def under(x): ...\n\nclass Base")  # only an attribute has its name
+    assert digest_of(of_script(beside)) == before
 
 
 def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):

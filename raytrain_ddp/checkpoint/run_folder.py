@@ -1,5 +1,4 @@
 """Paths of a run's files, and its checkpoints by what people call them: a run, a folder, or a URI.
-
 No torch, no Ray.
 
 <storage>/<name>/config.toml     every field, resolved
@@ -121,8 +120,9 @@ def _other_runs_in_store(uri: str) -> str:
     with suppress(OSError, RaytrainError):
         here = open_storage(uri)
         bucket = here.path.partition("/")[0]
-        if here.fs.get_file_info(bucket).type.name == "NotFound":
-            return f" There is no {bucket} in that store."
+        has_buckets = here.fs.type_name in ("s3", "gcs", "abfs")
+        if has_buckets and here.fs.get_file_info(bucket).type.name == "NotFound":
+            return f" Bucket {bucket} does not exist."
         above = replace(here, path=here.path.rpartition("/")[0] or here.path)
         for folder in (here, above):
             found = [n for n in folder.names() if RUN_NAME.fullmatch(n)][:_LOOKED_AT]

@@ -287,7 +287,7 @@ def open_storage(uri: str) -> Storage:
     def connect() -> Any:  # for S3, open_uri already looks up the bucket's region
         if not uri:
             raise ValueError("it is empty")
-        place = uri if "://" in uri else str(expanded(uri).absolute())
+        place = uri if "://" in uri else os.path.abspath(expanded(uri))
         fs, path = open_uri(place)
         return fs, path, fs.get_file_info(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -50,8 +51,8 @@ class IterableSource:
             )
         if type(dataset).__module__ in ("builtins", "itertools") and iter(dataset) is dataset:
             raise DataError(
-                f"a {type(dataset).__name__} can be iterated only once, and an epoch begins at the "
-                "first item: give an object whose __iter__ does."
+                f"a {type(dataset).__name__} can be iterated only once: pass an object whose "
+                "__iter__ starts at the first item each time."
             )
         self.dataset, self.shared = dataset, shared
         self._may_be_longer = rows is None
@@ -85,11 +86,13 @@ class IterableSource:
             )
         if stop == self.blocks.sum() and self._may_be_longer:
             self._may_be_longer = False  # once
-            if [*islice(items, 1)]:
-                _log.warning(
-                    "%s yields more than the %d items of its len: the others are not used",
-                    *(type(self.dataset).__name__, stop),
-                )
+            with suppress(Exception):  # it may have good reasons
+                if [*islice(items, 1)]:
+                    _log.warning(
+                        "%s yields more items than its length (%d); the rest are ignored "
+                        "(rows=%d says that this is intended)",
+                        *(type(self.dataset).__name__, stop, stop),
+                    )
             return records
         self._waiting[self._epoch(draws), stop] = items
         while len(self._waiting) > _MOST_ITERATORS:

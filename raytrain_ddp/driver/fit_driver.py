@@ -222,7 +222,7 @@ def _train_on_ray(
     show: Show,
     committed: int,
 ) -> tuple[Outcome, _Starts]:
-    from raytrain_ddp.ray_backend.cluster import cluster, start_warm_server
+    from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
     from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
@@ -240,7 +240,11 @@ def _train_on_ray(
         else:  # checked before anything is started; loads torch, which Ray Train does later anyway
             show(Phase("loading the task"))
             task_of(config)
-        with ray_output_to_file(run), cluster(config, address, dashboard, phase) as layout:
+        with (
+            only_one(),
+            ray_output_to_file(run),
+            cluster(config, address, dashboard, phase) as layout,
+        ):
             write_config(config, run)
             if layout.note:
                 show(Note(layout.note))

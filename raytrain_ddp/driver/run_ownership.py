@@ -65,9 +65,13 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
         RunLockedError: another process trains this run; also raised by the yielded function, if
             another process has taken the run over because this one was suspended for too long.
     """
-    note = lambda text: show(Note(text))  # noqa: E731
+
+    def note(text: str) -> None:
+        show(Note(text))
+
     folder = run.folder
     with (
+        _sigterm_as_ctrl_c(),
         _no_empty_folders(folder),
         Lease.take(folder, note) as lease,
         claimed(run),
@@ -81,7 +85,7 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
             event_log(event)
 
         try:
-            with _ended_by_sigterm():
+            with _exit_as_ctrl_c():
                 yield tell
         except RaytrainError as error:
             cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
@@ -90,9 +94,9 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
         except KeyboardInterrupt as stop:
             number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
             event_log(End(128 + number))
-            with suppress(OSError):
+            if folder.is_local:  # others may be why it is stopped
                 for newest in checkpoint_store(folder).names()[:1]:
-                    show(Note(f"the same command continues after step {newest.step}."))
+                    note(f"run the same command again to continue after step {newest.step}.")
             raise
         except Exception as error:  # of the user's code, in this process
             event_log(failure_event(error))
@@ -100,8 +104,19 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, so the lease is given back, until a session handles both."""
+def _exit_as_ctrl_c() -> Iterator[None]:
+    """Ray's handler of SIGTERM, which it installs when it starts, exits with its number."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code != signal.SIGTERM:
+            raise
+        raise KeyboardInterrupt(int(signal.SIGTERM)) from None
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Until a session handles both; so the lease is given back."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -115,12 +130,10 @@ def _ended_by_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except SystemExit as end:  # by the handler that Ray installs when it starts
-        if end.code != signal.SIGTERM:
-            raise
-        raise KeyboardInterrupt(int(signal.SIGTERM)) from None
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        now = signal.getsignal(signal.SIGTERM)
+        if now is stop or getattr(now, "__module__", "").startswith("ray."):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

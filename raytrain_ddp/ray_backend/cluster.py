@@ -116,6 +116,20 @@ def ray_connection(
 
 
 @contextmanager
+def only_one() -> Iterator[None]:
+    """Raises PreflightError if this process already is in this context."""
+    if not _in_use.acquire(blocking=False):
+        raise PreflightError(
+            "This process is already training on Ray, in another thread or around this call. It "
+            "has only one connection to Ray: wait, or start each run in its own process."
+        )
+    try:
+        yield
+    finally:
+        _in_use.release()
+
+
+@contextmanager
 def cluster(
     config: TrainConfig, address: str | None, dashboard: bool, tell: Callable[[str], None]
 ) -> Iterator[Layout]:
@@ -125,18 +139,12 @@ def cluster(
         The workers that this cluster can place.
 
     Raises:
-        PreflightError: there is no Ray at the address, the cluster is too small (for an embedded
-            Ray this is checked before it is started), or another thread of this process trains.
+        PreflightError: there is no Ray at the address, or the cluster is too small; for an
+            embedded Ray this is checked before it is started.
     """
-    if not _in_use.acquire(blocking=False):
-        raise PreflightError(
-            "another thread of this process is training on Ray, and a process has one connection "
-            "to Ray: wait for it, or start each run in a process of its own."
-        )
     address, embedded = address or os.environ.get("RAY_ADDRESS"), starts_ray(address)
     layout: Layout | None = None
     with ExitStack() as stack:
-        stack.callback(_in_use.release)
         if embedded:
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None

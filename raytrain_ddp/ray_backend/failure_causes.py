@@ -60,8 +60,10 @@ def cause_of(error: BaseException) -> Cause:
 
 def _is_own_exit(error: BaseException) -> bool:
     """Whether the user's code has called sys.exit(); Ray ends workers in this way as well."""
+    import ray
+
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
-    return bool(frames) and "/ray/" not in frames[-1].filename
+    return bool(frames) and not frames[-1].filename.startswith(f"{Path(ray.__file__).parent}/")
 
 
 def failure_event(error: Exception) -> End:

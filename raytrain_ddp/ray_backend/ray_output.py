@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from threading import Thread
@@ -17,35 +17,37 @@ from raytrain_ddp.checkpoint.storage import Storage
 
 @contextmanager
 def ray_output_to_file(run: Storage) -> Iterator[None]:
-    """Redirects standard output and error of this thread, and of those that Ray starts, to the
-    run's logs/driver.log.
+    """Redirects standard output and error of this thread, and of Ray's, to the run's
+    logs/driver.log.
 
     A display created before keeps the terminal, as it writes to the stream itself.
     """
     path = Path(run.path) / LOGS / "driver.log" if run.is_local else Path("/dev/null")
     own = threading.current_thread()
-    others = {t for t in threading.enumerate() if t is not own and not t.name.startswith("ray_")}
     with (
         _LazyFile(path) as log,
-        redirect_stdout(_ByThread(log, sys.stdout, others)),
-        redirect_stderr(_ByThread(log, sys.stderr, others)),
+        redirect_stdout(_ByThread(log, sys.stdout, own)),
+        redirect_stderr(_ByThread(log, sys.stderr, own)),
     ):
         yield
 
 
 class _ByThread(io.TextIOBase):
-    """Passes on what these threads write to the stream that it replaces, and the rest to a log."""
+    """Writes what one thread and Ray's write to a log, and the rest to the stream it replaces."""
 
-    def __init__(self, log: _LazyFile, replaced: TextIO, others: Collection[Thread]) -> None:
-        self._log, self._replaced, self._others = log, replaced, others
+    def __init__(self, log: _LazyFile, replaced: TextIO, own: Thread) -> None:
+        self._log, self._replaced, self._own = log, replaced, own
 
     def write(self, text: str) -> int:
-        is_other = threading.current_thread() in self._others
-        return (self._replaced if is_other else self._log).write(text)
+        return (self._log if self._is_logged() else self._replaced).write(text)
 
     def flush(self) -> None:
-        if threading.current_thread() in self._others:
+        if not self._is_logged():
             self._replaced.flush()
+
+    def _is_logged(self) -> bool:
+        thread = threading.current_thread()
+        return thread is self._own or thread.name.startswith("ray_")
 
 
 class _LazyFile(io.TextIOBase):

@@ -20,7 +20,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, Tas
 from raytrain_ddp.files import expanded
 from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.optuna_search import require_optuna
-from raytrain_ddp.sweep.space import with_point
+from raytrain_ddp.sweep.space import field_of, with_point
 from raytrain_ddp.sweep.sweep_display import SweepDisplay
 from raytrain_ddp.sweep.sweep_state import Settings, Sweep, Trial, differences, load_sweep
 from raytrain_ddp.sweep.trial_configs import known_points, require_valid
@@ -64,7 +64,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     base = replace(order.base, storage=storage)
     if order.settings.search == "optuna":
         require_optuna()
-    fixed = [each.field for each in order.settings.space if not may_change(each.field)]
+    fixed = [each.field for each in order.settings.space if not may_change(field_of(each.field))]
     if order.settings.scheduler == "pbt" and fixed:
         raise ConfigError(
             f"--scheduler pbt: {', '.join(fixed)} cannot change during training, as the samples "
@@ -177,12 +177,13 @@ def _of_sweep(text: str) -> str:
 
 
 def _run(order: SweepOrder, folder: Storage, conductor: Conductor, display: SweepDisplay) -> None:
-    from raytrain_ddp.ray_backend.cluster import cluster, live_node_resources
+    from raytrain_ddp.ray_backend.cluster import cluster, live_node_resources, only_one
     from raytrain_ddp.ray_backend.placement import workers_that_fit
     from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 
     with (
         _of_trials(),
+        only_one(),
         ray_output_to_file(folder),
         cluster(order.base, order.address, order.dashboard, display.phase) as layout,
     ):

@@ -147,6 +147,12 @@ def parse_space(words: Iterable[str]) -> list[Dimension]:
     return [*found.values()]
 
 
+def field_of(name: str) -> str:
+    """The field of a dimension: that of an entry is its table."""
+    table = name.rpartition(".")[0]
+    return table if table in TABLES else name
+
+
 def with_point(config: TrainConfig, point: Point) -> TrainConfig:
     """The config with the values of a point.
 

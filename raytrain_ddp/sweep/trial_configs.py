@@ -13,10 +13,10 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check, try_model
 from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.sweep.space import (
-    TABLES,
     Dimension,
     Point,
     corners,
+    field_of,
     grid,
     random_points,
     with_point,
@@ -136,10 +136,9 @@ def value_text(value: object) -> str:
 
 def _require_effect(configs: Sequence[TrainConfig], fields: Iterable[str]) -> None:
     without = [idle(config) for config in configs]
-    tables = {name: name.rpartition(".")[0] for name in fields}
     lines = [
         f"{name} has no effect in any trial: it needs {without[0][field]}. Remove it."
-        for name, field in ((n, t if t in TABLES else n) for n, t in tables.items())
+        for name, field in {name: field_of(name) for name in fields}.items()
         if all(field in each for each in without)
     ]
     if lines:

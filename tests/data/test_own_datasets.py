@@ -240,7 +240,8 @@ def test_items_beyond_the_length_are_reported_once(caplog: pytest.LogCaptureFixt
         assert source.read(np.arange(3)) == [0, 1, 2]
         assert source.read(np.arange(3, 5)) == [3, 4]
     assert [each.message for each in caplog.records] == [
-        "Longer yields more than the 5 items of its len: the others are not used"
+        "Longer yields more items than its length (5); the rest are ignored "
+        "(rows=5 says that this is intended)"
     ]
     IterableSource(Longer(), rows=5).read(np.arange(5))  # as wanted
     assert len(caplog.records) == 1

@@ -77,13 +77,13 @@ def test_a_value_of_another_type_counts_as_missing():
         {"kind": "train", "step": 5, "loss": 1, "lr": "0.1", "epoch": True, "timing": 3},
         {"kind": "train", "step": 6, "scalars": {"a": 1.5}, "timing": {"step_s": 2, "split_s": 4}},
         {"kind": "train", "step": "7"},
-        {"kind": "eval", "step": 8, "metrics": {"top1": "x"}, "tables": {"t": [[1]]}},
+        {"kind": "eval", "step": 8, "metrics": {"top1": "x", "loss": 2.5}, "tables": {"t": [[1]]}},
     ]
     one, two, three = log_records(lines)
     assert (one.step, one.loss, one.epoch, one.timing) == (5, 1, 0, Timing())
     assert math.isnan(one.lr)
     assert (two.scalars, two.timing) == ({"a": 1.5}, Timing(step_s=2))
-    assert (three.metrics, three.tables) == ({}, {"t": [[1]]})
+    assert (three.metrics, three.tables) == ({"loss": 2.5}, {"t": [[1]]})
     data = {"train": split, "eval": None, "classes": 2, "names": ["a", "b"]}
     stored = [
         {"kind": "plan", "run": None, "hosts": 3, "replaced": [0], "data": data},

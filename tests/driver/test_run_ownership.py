@@ -72,4 +72,4 @@ def test_a_stop_says_after_which_step_the_same_command_continues(tmp_path: Path)
 
     with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
         stop()
-    assert shown == [End(130), Note("the same command continues after step 20.")]
+    assert shown == [End(130), Note("run the same command again to continue after step 20.")]

@@ -880,22 +880,24 @@ def test_what_other_threads_print_is_not_rays(tmp_path: Path, capsys: pytest.Cap
         began.set()
         assert ended.wait(20)
         print("from Ray")
-        late = threading.Thread(target=print, args=("from a thread of Ray",))
-        late.start()
-        late.join()
+        for name, text in (("ray_print_logs", "from a thread of Ray"), ("own", "from a new one")):
+            late = threading.Thread(target=print, args=(text,), name=name)
+            late.start()
+            late.join()
     thread.join()
-    assert capsys.readouterr() == ("the user's\n", "also the user's\n")
+    assert capsys.readouterr() == ("the user's\nfrom a new one\n", "also the user's\n")
     assert (tmp_path / "logs/driver.log").read_text() == "from Ray\nfrom a thread of Ray\n"
 
 
 def test_a_second_run_on_ray_in_another_thread_is_refused():
     with (
-        cluster._in_use,
-        pytest.raises(PreflightError, match="another thread of this process"),
-        cluster.cluster(TrainConfig(), None, False, print),
+        cluster.only_one(),
+        pytest.raises(PreflightError, match="already training on Ray"),
+        cluster.only_one(),
     ):
         pass
-    assert not cluster._in_use.locked()
+    with cluster.only_one():  # it is over
+        pass
 
 
 # ------------------------------------------------------------------ the tests' own workers

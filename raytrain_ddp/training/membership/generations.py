@@ -24,7 +24,6 @@ from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat
 from raytrain_ddp.training.runtime.connections import (
     Connections,
     let_go,
-    require_members,
     write_to_all,
 )
 
@@ -138,7 +137,6 @@ class Place:
             timeout=limit,
         )
         self._connections.opened(dist.group.WORLD, has_nccl="nccl" in self._backend)
-        require_members(self.seat.key)
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat

@@ -20,7 +20,6 @@ from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.rendezvous import Exchange, through_folder
 from raytrain_ddp.training.recording.recording_session import RecordingSession
-from raytrain_ddp.training.runtime.connections import require_members
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
@@ -118,17 +117,13 @@ def join_world(
         store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
         # torchrun's store survives a restart, with the addresses of the previous processes.
         start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        store = dist.PrefixStore(start, store)  # type: ignore[attr-defined]
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
-            store=store,
+            store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=collective_timeout(scaling) if over_nccl else None,
         )
-        if rank == 0:
-            store.set("key", os.urandom(8).hex())
-        require_members(store.get("key").decode())
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     if scaling.cpus_per_worker != "auto" or (exact and not use_gpu):
         threads = scaling.threads

@@ -116,9 +116,10 @@ class WeightsAndBiases:
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric("eval/*", step_metric="eval/step")
-        self._newest = 0
+        self._newest, begun = 0, int(self._run.step)  # 0: not resumed
         for record in records:
-            self._log(record, record.step)
+            self._log(record, record.step if begun else max(record.step, self._newest))
+        self._newest = max(self._newest, begun)
 
     def add(self, record: LogRecord) -> None:
         self._log(record, max(record.step, self._newest))

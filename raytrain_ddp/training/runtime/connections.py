@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -125,31 +124,6 @@ class Connections:
                 with socket.socket(fileno=copy) as connection:
                     if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                         yield number, connection
-
-
-def require_members(key: str) -> None:
-    """Requires that all that are connected to this rank are ranks of the same process group.
-
-    gloo does not ask who connects. If a rank of another group on this machine has died, its port
-    may be this one's now, and a peer that still connects to it is taken for one of ours.
-
-    Args:
-        key: text that is different for each process group.
-
-    Raises:
-        RuntimeError: one is of another process group.
-    """
-    import torch
-    import torch.distributed as dist
-
-    size, rank = dist.get_world_size(), dist.get_rank()
-    name = int.from_bytes(sha256(key.encode()).digest()[:7], "big")
-    others = torch.tensor([[name, other] for other in range(size)])
-    seen = torch.zeros_like(others)
-    # Each pair of ranks has a connection of its own.
-    dist.all_to_all_single(seen, torch.tensor([[name, rank]]).repeat(size, 1))
-    if not torch.equal(seen, others):
-        raise RuntimeError("a rank of another process group has connected to this one")
 
 
 def write_to_all(group: Any, rank: int, size: int) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -210,7 +211,12 @@ class Odd(nn.Module):
 
 def steps_of_odd(rank: int, size: int, shared: bool, round_bytes: int) -> tuple[Any, int, int]:
     """(the state, weights first), its own bytes on this rank, and those of all."""
-    optimizer_shares._ROUND_BYTES = optimizer_shares._LEAST_BYTES = round_bytes
+    # This process serves other tests, with processes that may be younger.
+    with mock.patch.multiple(optimizer_shares, _ROUND_BYTES=round_bytes, _LEAST_BYTES=round_bytes):
+        return _steps_of_odd(rank, size, shared)
+
+
+def _steps_of_odd(rank: int, size: int, shared: bool) -> tuple[Any, int, int]:
     model, world = Odd(), World(rank, size, rank, torch.device("cpu"), 1)
     named = dict(model.named_parameters())
     groups = [{"params": [named.pop("coarse")], "lr": 0.1}, {"params": [*named.values()]}]
@@ -237,11 +243,7 @@ def steps_of_odd(rank: int, size: int, shared: bool, round_bytes: int) -> tuple[
 
 
 @pytest.mark.parametrize("round_bytes", [64, 1 << 26])
-def test_each_rank_has_only_its_share_and_all_get_what_it_updates(
-    round_bytes: int, workers: Group, monkeypatch: pytest.MonkeyPatch
-):
-    for name in ("_ROUND_BYTES", "_LEAST_BYTES"):
-        monkeypatch.setattr(optimizer_shares, name, getattr(optimizer_shares, name))
+def test_each_rank_has_only_its_share_and_all_get_what_it_updates(round_bytes: int, workers: Group):
     (alone, _, total), *_ = [steps_of_odd(0, 1, False, round_bytes)]
     ran = workers(3, steps_of_odd, True, round_bytes)
     for (weights, _, _), _, _ in ran:

@@ -120,6 +120,8 @@ def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
     rows: list[tuple[int, dict[str, float]]] = []
 
     class Run:
+        step = 0
+
         def log(self, figures: dict[str, float], step: int) -> None:
             rows.append((step, figures))
 
@@ -133,6 +135,14 @@ def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
     assert logged(made, [], train(1, 1.0), train(3, 0.5), EVALUATION, train(4, 0.5)) == []
     assert [step for step, _ in rows] == [1, 3, 3, 4]
     assert rows[2][1]["eval/step"] == 2
+    rows.clear()
+    had = [train(1, 1.0), train(3, 0.5), EVALUATION]
+    assert logged(made, had, train(4, 0.5)) == []  # W&B is new to this run
+    assert [step for step, _ in rows] == [1, 3, 3, 4]
+    rows.clear()
+    Run.step = 7  # the start before was killed after its last checkpoint
+    assert logged(made, had, EVALUATION, train(8, 0.5)) == []
+    assert [step for step, _ in rows] == [1, 3, 2, 7, 8]
 
 
 def eventually(path: Path, sign: bytes) -> bytes:

@@ -5,29 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-import pytest
-from processes import Group
-
-from raytrain_ddp.training.runtime.connections import Connections, require_members
-
-
-def _met(rank: int, size: int, keys: tuple[str, ...]) -> str:
-    try:
-        require_members(keys[rank])
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("keys", "strangers"),
-    [("aaa", set[int]()), ("aab", {0, 1, 2}), ("abc", {0, 1, 2})],
-)
-def test_a_rank_of_another_group_is_recognized(workers: Group, keys: str, strangers: set[int]):
-    reported = workers(3, _met, tuple(keys))
-    assert {rank for rank, text in enumerate(reported) if "another process group" in text} == (
-        strangers
-    )
+from raytrain_ddp.training.runtime.connections import Connections
 
 
 def test_a_number_that_is_another_connections_by_now_is_not_cut():
