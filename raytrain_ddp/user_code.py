@@ -132,7 +132,7 @@ def task_digests(name: str, target: Any = None) -> dict[str, str]:
     place = name.rpartition(":")[0]
     is_file = place.endswith(".py")
     below = Path(*place.split("."))
-    files = [Path(folder, below) for folder in sys.path]
+    files = [Path(folder, below) for folder in sys.path] if place else []
     files = [path for each in files for path in (each.with_suffix(".py"), each / "__init__.py")]
     for path in [Path(place)] if is_file else files:
         with suppress(OSError):

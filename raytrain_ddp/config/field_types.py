@@ -57,7 +57,8 @@ class Section:
         require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
 
     def at_least(self, least: float, *fields: str) -> None:
-        """Requires that the fields are `least` or more. Here and below, auto is right as well."""
+        """Requires that the fields are `least` or more. These methods also accept
+        `auto`."""
         self._require_each(fields, lambda value: value >= least, f"must be {least:g} or more")
 
     def above_zero(self, *fields: str) -> None:

@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     print(f"{args.dest}: {_counts(done.dataset)}")
-    found = " as found" if done.dataset["skipped"] else ""
+    found = " (before skipping)" if done.dataset["skipped"] else ""
     for title, text in format_data(done.summary, "images"):
         print(f"  {title}{found * (title != 'note')}: {text}")
     for record in done.dataset["skipped"]:

@@ -148,7 +148,7 @@ class Display:
         if end.seconds:
             parts = {k: format_seconds(s) for k, s in end.seconds.items()}
             if any(title.startswith("until") for title in parts):
-                parts = {k.replace("training", "training since"): s for k, s in parts.items()}
+                parts = {k.replace("training", "training since then"): s for k, s in parts.items()}
             rows.append(("time", [_cell(title, shown) for title, shown in parts.items()]))
         if end.limit:
             room = max(1, self._console.width - 4) if self._live else 10**6

@@ -106,7 +106,7 @@ def dry_run(
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
     lines = [
-        "# changed from the defaults; --print-config prints all fields",
+        "# Fields that differ from the defaults; --print-config prints all.",
         dumps_changed(publishable(asked)).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "

@@ -109,8 +109,8 @@ def fit_locally(
 ) -> FitResult:
     """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
 
-    Only rank 0 shows and writes; all ranks return the result. An exception of the task passes as it
-    is, where `fit` raises a `TaskError` with its traceback.
+    Only rank 0 shows and writes; all ranks return the result. An exception raised by the task
+    propagates unchanged, where `fit` raises a `TaskError` with its traceback.
 
     Args:
         session: makes the session, from the arguments of `LocalSession`, which is the default.
@@ -291,8 +291,8 @@ def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: 
         name = CheckpointName(manifest.step, manifest.attempt)
         names = changed(recorded_code(checkpoint_store(run).open(name)), now)
         if names:
-            text = f"the code of {names} has changed since this run was trained"
-            show(Note(f"{text}: give it another --name (config.name) to train with the new code."))
+            text = f"the code of {names} has changed since this run was trained. To train with "
+            show(Note(f"{text}the new code, give it another --name (config.name)."))
 
 
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:

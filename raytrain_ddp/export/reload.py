@@ -50,7 +50,7 @@ def in_fresh_process(folder: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise RaytrainError(f"the export was not loaded again within {_TIMEOUT_S} s.") from None
+        raise RaytrainError(f"reloading the export took longer than {_TIMEOUT_S:g} s.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise RaytrainError(f"the export cannot be loaded again: {last}")

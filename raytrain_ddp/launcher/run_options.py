@@ -146,7 +146,12 @@ class RunFlags:
             require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
         workers = self.num_workers or 0
         some = self.show == "none" or any(_chosen(self.show, rank) for rank in range(workers))
-        require(not workers or some, "--show", self.show, f"must be below --num-workers {workers}")
+        require(
+            not workers or some,
+            "--show",
+            self.show,
+            f"must name a rank below --num-workers = {workers}",
+        )
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")

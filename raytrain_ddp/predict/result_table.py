@@ -116,7 +116,7 @@ def whole(schemas: Sequence[Any]) -> Any:
     try:
         return pa.unify_schemas(widest_first, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise TaskError(f"the outputs cannot be columns: {error}.") from None
+        raise TaskError(f"the outputs cannot be stored as columns: {error}.") from None
 
 
 def aligned(table: Any, schema: Any) -> Any:
@@ -194,8 +194,8 @@ def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
         rows = column.to_pylist()
         if any(len(row) != len(widths[field.name]) for row in rows if row is not None):
             raise TaskError(
-                f"the lists in {field.name!r} differ in length, so they are not columns of a CSV "
-                "file: use --out with .parquet or .jsonl."
+                f"the lists in {field.name!r} differ in length, so they cannot be CSV columns. "
+                "Use an --out file that ends in .parquet or .jsonl."
             )
         for place, name in enumerate(widths[field.name]):
             numbers = [None if row is None else row[place] for row in rows]

@@ -190,7 +190,7 @@ def test_what_does_not_apply_to_the_source_and_what_is_left_out_is_printed(
     for flag in ("--label-column", "--root"):
         assert f"note: {flag} is not used for the training set" in printed
     assert f"out: {TRAIN - 3} train images" in printed
-    assert f"training set as found: {TRAIN} images" in printed
+    assert f"training set (before skipping): {TRAIN} images" in printed
 
 
 def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: Path):

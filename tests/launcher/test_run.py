@@ -84,7 +84,10 @@ def test_two_dashes_end_our_flags():
         (["--gpus-per-worker", "2", "train.py"], "--use-gpu"),
         (["--tee", "first", "train.py"], "0:1,1:3"),
         (["--show", "first", "train.py"], "0,2,5"),
-        (["--num-workers", "2", "--show", "2,5", "train.py"], "below --num-workers 2"),
+        (
+            ["--num-workers", "2", "--show", "2,5", "train.py"],
+            "must name a rank below --num-workers = 2",
+        ),
         (["--cpus-per-worker", "0", "train.py"], "above 0"),
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],

@@ -121,7 +121,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if not listing.is_local:
         raise DataError(
             f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
-            "files are read from local disks only: convert them there, and upload the result)."
+            "files are read only from local disks: convert them there and upload the result)."
             f"{hint}"
         )
     if listing.pattern:
