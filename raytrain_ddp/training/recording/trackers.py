@@ -117,17 +117,20 @@ class WeightsAndBiases:
         )
         self._run.define_metric("eval/*", step_metric="eval/step")
         self._newest, begun = 0, int(self._run.step)  # 0: not resumed
-        for record in records:
-            self._log(record, record.step if begun else max(record.step, self._newest))
+        for record in records[:-1]:
+            self._log(record, is_new=not begun)
         self._newest = max(self._newest, begun)
+        for record in records[-1:]:  # the first of this start
+            self.add(record)
 
     def add(self, record: LogRecord) -> None:
-        self._log(record, max(record.step, self._newest))
+        self._log(record, is_new=True)
 
-    def _log(self, record: LogRecord, step: int) -> None:
-        figures = dict(tracker_scalars(record))
+    def _log(self, record: LogRecord, is_new: bool) -> None:
+        figures, step = dict(tracker_scalars(record)), record.step
         if isinstance(record, Eval):
             figures["eval/step"] = record.step
+            step = max(step, self._newest) if is_new else step
         if figures:
             self._run.log(figures, step=step)
             self._newest = max(step, self._newest)

@@ -141,6 +141,10 @@ def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
     assert [step for step, _ in rows] == [1, 3, 3, 4]
     rows.clear()
     Run.step = 7  # the start before was killed after its last checkpoint
+    again = train(4, 0.5), EVALUATION, train(8, 0.5)
+    assert logged(made, had, *again) == []
+    assert [step for step, _ in rows] == [1, 3, 2, 4, 7, 8]
+    rows.clear()
     assert logged(made, had, EVALUATION, train(8, 0.5)) == []
     assert [step for step, _ in rows] == [1, 3, 2, 7, 8]
 
