@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import ConfigError, DataError, RunLockedError
 
 _READ_BYTES = 2**20
 
@@ -36,6 +37,15 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
+
+
+def require_alone(lock: IO[str], refusal: str) -> None:
+    """Locks a file until it is closed; raises RunLockedError, with this text, if another process
+    holds the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise RunLockedError(refusal) from None
 
 
 def fsync(path: str | os.PathLike[str]) -> None:

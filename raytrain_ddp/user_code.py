@@ -113,22 +113,25 @@ def digests() -> dict[str, tuple[str, str]]:
     return dict(_digests)
 
 
-def task_digests(name: str, target: Any = None) -> dict[str, str]:
+def task_digests(task: Any) -> dict[str, str]:
     """name -> hex SHA-256 of each module of the user that is loaded, and of the task's class if it
     is of a script or a notebook, whose workers know no file of it.
 
     Args:
-        name: of the task: without `target`, only its module, which is not imported.
-        target: the class or object.
+        task: the class or object.
     """
-    if target is not None:
-        kind = target if isinstance(target, type) else type(target)
-        found = {module: digest for module, (_, digest) in digests().items()}
-        if any(each.__module__ == "__main__" for each in kind.__mro__):
-            # Another Python has another bytecode.
-            python = ".".join(map(str, sys.version_info[:2]))
-            found[f"__main__.{kind.__qualname__} (Python {python})"] = _code_digest(kind)
-        return found
+    kind = task if isinstance(task, type) else type(task)
+    found = {module: digest for module, (_, digest) in digests().items()}
+    if any(each.__module__ == "__main__" for each in kind.__mro__):
+        # Another Python has another bytecode.
+        python = ".".join(map(str, sys.version_info[:2]))
+        found[f"__main__.{kind.__qualname__} (Python {python})"] = _code_digest(kind)
+    return found
+
+
+def module_digest(name: str) -> dict[str, str]:
+    """As `task_digests`, only of the module in a task's name, which is not imported; empty if there
+    is no such file."""
     place = name.rpartition(":")[0]
     is_file = place.endswith(".py")
     below = Path(*place.split("."))

@@ -209,7 +209,7 @@ def of_script(*changes: tuple[str, str]) -> type:
 
 
 def digest_of(task: Any) -> str:
-    found = user_code.task_digests("", task)
+    found = user_code.task_digests(task)
     (name,) = (name for name in found if name.startswith("__main__.Mine (Python 3."))
     return found[name]
 
@@ -245,13 +245,13 @@ def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
 def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):
     (tmp_path / "own.py").write_text("raise SystemExit")
     name = f"{tmp_path}/own.py:Task"
-    before = user_code.task_digests(name)
+    before = user_code.module_digest(name)
     assert before == {"own": hashlib.sha256(b"raise SystemExit").hexdigest()}
     (tmp_path / "own.py").write_text("1 / 0")
-    assert user_code.changed(before, user_code.task_digests(name)) == "own"
+    assert user_code.changed(before, user_code.module_digest(name)) == "own"
     assert user_code.changed({}, before) == ""  # not recorded
     for unknown in ("nothing.at.all:Task", "gone.py:Task", "image-classification"):
-        assert user_code.task_digests(unknown) == {}
+        assert user_code.module_digest(unknown) == {}
 
 
 def test_a_complete_run_whose_code_has_changed_says_so(

@@ -13,7 +13,6 @@ not exist, even if two processes write the same one."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +29,16 @@ from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.shard_writer import PART
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RunLockedError
-from raytrain_ddp.files import different, expanded, fsync, read_json, sha256_of, write_json
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.files import (
+    different,
+    expanded,
+    fsync,
+    read_json,
+    require_alone,
+    sha256_of,
+    write_json,
+)
 
 FORMAT = {"format": "raytrain_ddp", "version": 1}
 
@@ -127,12 +134,8 @@ class Stage:
         """
         self.spool.mkdir(parents=True, exist_ok=True)
         with (self.state / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunLockedError(
-                    f"{self.dest}: another process is converting into it: wait for it, or stop it."
-                ) from None
+            text = "another process is converting into it: wait for it, or stop it."
+            require_alone(lock, f"{self.dest}: {text}")
             yield
 
     def begin(self, plan: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ class IterableSource:
                 f"{int(self.blocks.sum())} were expected. It must yield all items on each worker, "
                 "because IterableSource divides them."
             )
-        if stop == self.blocks.sum() and self._may_be_longer:
+        if self._may_be_longer and stop == self.blocks.sum():
             self._may_be_longer = False  # once
             with suppress(Exception):  # it may have good reasons
                 if [*islice(items, 1)]:

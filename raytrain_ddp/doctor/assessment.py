@@ -23,6 +23,7 @@ from raytrain_ddp.doctor.rows import (
     grouped,
     nodes_of,
 )
+from raytrain_ddp.errors import first_names
 
 _SHOWN = 3
 
@@ -122,11 +123,8 @@ def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             together.setdefault(seen, []).append(place["name"])
     if len(together) < 2:
         return []
-    found = f"{len(together)} different places: " + " | ".join(
-        [describe_places(some, places) for some in together.values()][:_SHOWN]
-    )
-    more = len(together) - _SHOWN
-    found += f" and {more} more" if more > 0 else ""
+    described = [describe_places(some, places) for some in together.values()]
+    found = f"{len(together)} different places: {first_names(described, _SHOWN, by=' | ')}"
     advice = (
         f"storage = {run['storage']} is a separate folder there: use one that all nodes share "
         "(NFS), or a bucket (s3://, gs://)."

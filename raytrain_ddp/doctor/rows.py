@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from raytrain_ddp.display.formatting import format_seconds
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, first_names
 
 Verdict = Literal["ok", "warn", "fail"]
 Place = Mapping[str, Any]  # a node, or the driver; see examine.py
@@ -94,9 +94,7 @@ def describe_places(names: Sequence[str], places: Sequence[Place]) -> str:
     if len(nodes) > 1 and set(nodes) <= set(shown):
         shown = [f"all {len(nodes)} nodes", *(n for n in shown if n not in nodes)]
     shown = [f"{name} (on {home[name]})" if name in home else name for name in shown]
-    more = len(shown) - _NAMES_SHOWN
-    tail = f" and {more} more" if more > 0 else ""
-    return ", ".join(shown[:_NAMES_SHOWN]) + tail
+    return first_names(shown, _NAMES_SHOWN)
 
 
 def nodes_of(places: Sequence[Place]) -> list[Place]:

@@ -44,7 +44,7 @@ from raytrain_ddp.events import End, Eval, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
-from raytrain_ddp.user_code import changed, task_digests
+from raytrain_ddp.user_code import changed, module_digest, task_digests
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession
@@ -286,7 +286,8 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
 
 
 def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: Show) -> None:
-    now = task_digests(config.task, getattr(config.task, "target", None))
+    target = getattr(config.task, "target", None)  # if Python code gave it
+    now = module_digest(config.task) if target is None else task_digests(target)
     with suppress(RaytrainError, OSError):
         name = CheckpointName(manifest.step, manifest.attempt)
         names = changed(recorded_code(checkpoint_store(run).open(name)), now)

@@ -30,7 +30,7 @@ from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, dumps, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.driver.preflight import answered
-from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
+from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import without_secrets
 
@@ -219,9 +219,8 @@ def _numbered(base: str, number: int) -> str:
 
 
 def _differs(name: str, changed: Changes) -> str:
-    fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed[:_SHOWN]]
-    more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-    return f"{name} has a different config ({', '.join(fields)}{more})"
+    fields = [f"{field} {then!r} -> {now!r}" for field, then, now in changed]
+    return f"{name} has a different config ({first_names(fields, _SHOWN)})"
 
 
 def _default_name(config: TrainConfig) -> str:

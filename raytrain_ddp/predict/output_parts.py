@@ -9,7 +9,6 @@ often the command was killed."""
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
-from raytrain_ddp.files import different, fsync, read_json, replace_with, write_json
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.files import different, fsync, read_json, replace_with, require_alone, write_json
 from raytrain_ddp.predict.result_table import ERROR, aligned, whole, writer_of
 
 _PLAN = "plan.json"
@@ -74,12 +73,8 @@ class OutputParts:
             self.folder.mkdir(exist_ok=True)
             lock = (self.folder / "lock").open("w")
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise RunLockedError(
-                    f"--out {self.out}: another process is writing it: wait for it, or stop it."
-                ) from None
+            text = "another process is writing it: wait for it, or stop it."
+            require_alone(lock, f"--out {self.out}: {text}")
             yield
 
     @contextmanager

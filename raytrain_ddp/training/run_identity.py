@@ -43,7 +43,7 @@ class RunIdentity:
             data.rows,
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
-            user_code.task_digests("", task),
+            user_code.task_digests(task),
         )
 
     def document(self) -> dict[str, Any]:

@@ -144,27 +144,25 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
 def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
     offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
-    rows, start, first, last = len(offsets), 0, math.inf, 0
-    for stop in range(1, rows + 1):
-        first, last = _extended(first, last, offsets[stop - 1], sizes[stop - 1])
-        full = stop - start == _GROUP_ROWS
-        if not full and stop < rows:
-            begin, end = _extended(first, last, offsets[stop], sizes[stop])
-            full = end - begin > _GROUP_BYTES
-        if full or stop == rows:
-            size = int(max(0, last - first))
-            labels = label_range(index["label"][start:stop].to_pylist(), kind)
-            missing = index["size"][start:stop].null_count
-            used = columns.image, *columns.labels
-            yield RowGroup(stop - start, used, size, size, labels, missing)
-            start, first, last = stop, math.inf, 0
+    used = columns.image, *columns.labels
 
+    def group(stop: int) -> RowGroup:
+        size = int(max(0, last - first))
+        labels = label_range(index["label"][start:stop].to_pylist(), kind)
+        missing = index["size"][start:stop].null_count
+        return RowGroup(stop - start, used, size, size, labels, missing)
 
-def _extended(first: float, last: int, offset: int | None, size: int | None) -> tuple[float, int]:
-    """The bytes of a file from the first to the last, with those of an image and its header."""
-    if offset is None or size is None:
-        return first, last
-    return min(first, offset - tarfile.BLOCKSIZE), max(last, offset + size)
+    start, first, last = 0, math.inf, 0  # its first row, and the bytes from header to end
+    for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        begin = math.inf if offset is None else offset - tarfile.BLOCKSIZE
+        end = 0 if offset is None else offset + size
+        is_too_large = max(last, end) - min(first, begin) > _GROUP_BYTES
+        if row - start == _GROUP_ROWS or (row > start and is_too_large):
+            yield group(row)
+            start, first, last = row, math.inf, 0
+        first, last = min(first, begin), max(last, end)
+    if offsets:
+        yield group(len(offsets))
 
 
 # ------------------------------------------------------------------ the index

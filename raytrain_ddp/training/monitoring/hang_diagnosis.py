@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.errors import first_names
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, EXCHANGING
 
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -167,8 +168,7 @@ def _collective(place: _WaitPoint) -> str:
 
 
 def _who(ranks: Sequence[int], owners: Sequence[Owner], of_run: Callable[[int], int]) -> str:
-    first = ", ".join(f"rank {of_run(rank)} ({owners[rank].host})" for rank in ranks[:4])
-    return first + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return first_names([f"rank {of_run(rank)} ({owners[rank].host})" for rank in ranks], 4)
 
 
 def _places(statuses: Sequence[RankStatus]) -> str:

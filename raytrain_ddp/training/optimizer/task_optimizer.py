@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean
+from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
 from raytrain_ddp.training.optimizer.lr_schedule import allocate_momentum, build_optimizer
@@ -112,9 +112,8 @@ def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     lacking = [name for key, name in named.items() if key in trained - {*held}]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
-        problem = f"lacks {lacking[0]}{more}: freeze what is not trained (requires_grad_(False))"
-        raise _unfit(function, optimizer, problem)
+        remedy = "freeze what is not trained (requires_grad_(False))"
+        raise _unfit(function, optimizer, f"lacks {first_names(lacking, 1)}: {remedy}")
 
 
 def _unfit(function: Any, optimizer: Optimizer, problem: str) -> TaskError:

@@ -24,7 +24,7 @@ from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, ru
 from raytrain_ddp.config.recipe import publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import TrainLoader
-from raytrain_ddp.errors import DivergedError, RaytrainError
+from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import World, broadcast
@@ -233,16 +233,12 @@ def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) ->
     at = f"at step {trace.step} (learning rate {trace.lr:.3g})"
     lost = [x for x in losses if not math.isfinite(x.loss)]
     if lost:
-        where = _some([f"slot {x.slot} (rank {x.rank})" for x in lost])
+        where = first_names([f"slot {x.slot} (rank {x.rank})" for x in lost], 3)
         return f"the loss of {where} is {lost[0].loss} {at}"
     if not names and not trace.forward.isfinite():
         return f"a buffer, such as batch norm's variance, would not be finite {at}"
-    by = f", by {_some(names)}" if names else ""
+    by = f", by {first_names(names, 3)}" if names else ""
     return f"the norm of the gradient is {trace.norm.item()} {at}{by}"
-
-
-def _some(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _repro_document(

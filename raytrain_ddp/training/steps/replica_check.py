@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.config.sections import ScalingConfig
-from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.events import Note, Resync
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
@@ -121,10 +121,9 @@ class ReplicaCheck:
         who = ", ".join(names_of)
         subject = f"ranks {who} have" if len(ranks) > 1 else f"rank {who} has"
         others = f"rank {of_run(0)}" if self._world.size == 2 else "the others"
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"{subject} different weights from {others} after step {self._state.step}: "
-            f"in {names[0]}{more}"
+            f"in {first_names(names, 1)}"
         )
 
 
