@@ -104,7 +104,7 @@ def train_as(given: WorkerSettings, rank: int) -> None:
         report_failure(given, rank, step, error, torn_down, start)
         if isinstance(error, SystemExit):  # Ray would not take it for a failure
             raise RuntimeError(
-                f"the code of the task has called sys.exit({error.code!r})"
+                f"the task called sys.exit({error.code!r})"
             ) from error
         raise
 

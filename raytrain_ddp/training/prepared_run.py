@@ -30,7 +30,7 @@ from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.session import Session, Snapshot
-from raytrain_ddp.training.state.checkpoint_parts import Names
+from raytrain_ddp.training.state.checkpoint_parts import Names, backup_rank
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.state.train_state import Gathered, TrainState
 from raytrain_ddp.training.steps.device_feed import Feed
@@ -248,14 +248,20 @@ class PreparedRun:
                 failpoint("checkpoint.snapshot", world.rank, step)
             elif files[world.rank]:
                 self.session.write_part(step, self.state.part(gathered, files[world.rank]))
+            elif world.rank == backup_rank(self.session.hosts) and self.state.is_backed_up(files):
+                self.session.back_up(self._snapshot(metrics, gathered, is_backup=True))
             self.session.report({**metrics, "step": step}, snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 
     def _snapshot(
-        self, metrics: Mapping[str, float], gathered: Gathered, files: Sequence[Names] = ()
+        self,
+        metrics: Mapping[str, float],
+        gathered: Gathered,
+        files: Sequence[Names] = (),
+        is_backup: bool = False,
     ) -> Snapshot:
-        """`files`: see `TrainState.snapshot`."""
+        """`files` and `is_backup`: see `TrainState.snapshot`."""
         step = self.state.step
         manifest = Manifest(
             step=step,
@@ -267,7 +273,7 @@ class PreparedRun:
             metrics=metrics,
             finished=self.cadence.is_over(step) and not self.owes_evaluation(),
         )
-        taken = self.state.snapshot(manifest, self.session.records(), gathered, files)
+        taken = self.state.snapshot(manifest, self.session.records(), gathered, files, is_backup)
         progress = {**taken.documents["state.json"], **self.identity.document()}
         return replace(taken, documents={**taken.documents, "state.json": progress})
 

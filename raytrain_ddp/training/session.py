@@ -154,6 +154,10 @@ class Session(Protocol):
         """Writes files of the checkpoint of `step` in the background: stem -> name -> tensor. Only
         other ranks than 0 do."""
 
+    def back_up(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot in memory that rank 0 commits: if rank 0 dies before that, this rank
+        does. Replaces the one before."""
+
     def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. All ranks take part; rank 0 supplies the
         snapshot."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.events import Checkpoint as Checkpointed
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
@@ -25,11 +27,13 @@ from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
 from raytrain_ddp.training.monitoring.rendezvous import Exchange, exchange_owners
 from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.recording.recorder import Best, Recorder
-from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Kept, Snapshot
+from raytrain_ddp.training.state.async_checkpoint import with_backoff
 from raytrain_ddp.training.state.checkpoint_parts import PartWriter
 from raytrain_ddp.training.state.live_state import LiveState, most_advanced
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
+from raytrain_ddp.training.state.train_state import encode
 
 S = TypeVar("S", bound="RecordingSession")
 T = TypeVar("T")
@@ -66,6 +70,7 @@ class RecordingSession:
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
         self._live = live
+        self._backup = live.backup if live else None
         self.kept = live.kept if live else None
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
         self._attempt, self._closing = 0, threading.Event()
@@ -135,7 +140,35 @@ class RecordingSession:
             live = most_advanced(self._live, now, self._storage, self.world, existing)
             if before is not None and live is None:
                 stored, _ = self._find(relay, may_read=True)
+        missing = live.uncommitted.items() if live is not None else ()
+        if not all(self._commit_backup(*each) for each in missing):
+            live, (stored, _) = None, self._find(relay, may_read=True)
         return live or stored
+
+    def _commit_backup(self, step: int, rank: int) -> bool:
+        """Commits the copy that `rank` has of a checkpoint that was lost with rank 0; returns
+        whether that succeeded. All ranks take part."""
+        done: Checkpointed | str = ""
+        if self.world.rank == rank and self._backup is not None:
+            backup, began = self._backup, time.monotonic()
+            manifest = replace(backup.manifest, attempt=self._attempt)
+
+            def commit(_: int) -> Checkpoint:
+                return checkpoint_store(self._run).commit(manifest, encode(backup))
+
+            try:
+                found = with_backoff(commit, self._trying_again)
+                size_bytes = sum(each.size_bytes for each in found.manifest.files.values())
+                seconds = time.monotonic() - began
+                done = Checkpointed(step, str(found.name), seconds, size_bytes)
+            except (RaytrainError, OSError) as error:
+                done = str(error)
+        done = broadcast(done, self.world, rank)
+        if isinstance(done, str):
+            self.tell(Note(f"the checkpoint of step {step} was lost with rank 0: {done}"))
+            return False
+        self.tell(done)
+        return True
 
     def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
         """The newest stored checkpoint, and the steps of all. Survivors that continue from their
@@ -176,7 +209,7 @@ class RecordingSession:
         if take is None:
             return self._live
         taken = take()
-        return None if taken is None else LiveState.of(taken, self.kept)
+        return None if taken is None else LiveState.of(taken, self.kept, self._backup)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         if self.recorder is not None:
@@ -228,6 +261,9 @@ class RecordingSession:
     def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         folder = self._storage.join(str(CheckpointName(step, self._attempt)))
         self._parts.submit(folder, step, files)
+
+    def back_up(self, snapshot: Snapshot) -> None:
+        self._backup = snapshot
 
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         self._on_main(Recorder.ask_for_evaluations, steps)

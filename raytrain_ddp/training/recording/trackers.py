@@ -101,7 +101,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run shared by all starts of a run. W&B itself skips steps that it already has.
 
-    An asynchronous evaluation comes late: its step is recorded besides, as the axis of its curves.
+    An asynchronous evaluation comes late: its step is also recorded, as the axis of its curves.
     """
 
     def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:

@@ -92,6 +92,11 @@ def _writers(hosts: Sequence[str]) -> list[int]:
     return [rank for row in rows for rank in row if rank is not None][:PARTS]
 
 
+def backup_rank(hosts: Sequence[str]) -> int:
+    """The rank that keeps a copy of what rank 0 commits: on another host, if there is one."""
+    return next((rank for rank, host in enumerate(hosts) if host != hosts[0]), 1)
+
+
 class PartWriter:
     """Writes the files of a rank other than 0 in a background thread, one snapshot at a time."""
 

@@ -42,6 +42,7 @@ class LiveState:
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to continue: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.
+        backup: the latest of these, if this rank keeps a copy of it; see `Session.back_up`.
     """
 
     manifest: Manifest
@@ -51,9 +52,12 @@ class LiveState:
     needed: tuple[int, ...]
     digest: Future[str] = field(repr=False)
     kept: Kept | None = field(repr=False)
+    backup: Snapshot | None = field(repr=False)
 
     @staticmethod
-    def of(snapshot: Snapshot, kept: Kept | None = None) -> LiveState:
+    def of(
+        snapshot: Snapshot, kept: Kept | None = None, backup: Snapshot | None = None
+    ) -> LiveState:
         contents = encode(snapshot).items()
         files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
         best_step = snapshot.documents["state.json"]["best_step"]
@@ -71,10 +75,13 @@ class LiveState:
             needed=tuple(sorted(needed)),
             digest=digest,
             kept=kept,
+            backup=backup,
         )
 
     def progress(self) -> _Progress:
-        return _Progress(self.manifest.step, self.records, self.needed, self.digest.result())
+        backup = self.backup.manifest.step if self.backup else 0
+        digest = self.digest.result()
+        return _Progress(self.manifest.step, self.records, self.needed, backup, digest)
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,15 @@ class LiveCheckpoint(TensorCheckpoint):
         own: the tensors of files that this rank had itself, given away once.
         stored_step: of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
+        uncommitted: of the checkpoints that must exist, those that are not stored: step -> the rank
+            that has a copy.
     """
 
     files: dict[str, memoryview | TensorPlaces] = field(repr=False)
     own: dict[str, Mapping[str, Tensor]] = field(repr=False)
     stored_step: int
     newcomers: tuple[int, ...]
+    uncommitted: Mapping[int, int]
 
     def has(self, filename: str) -> bool:
         return filename in self.files or filename in self.own
@@ -111,6 +121,7 @@ class _Progress(NamedTuple):
     step: int
     records: int
     needed: tuple[int, ...]
+    backup: int  # its step; 0: none
     digest: str  # of all tensors
 
 
@@ -124,8 +135,9 @@ def most_advanced(
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
     None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
-    or some that are to be evaluated, are in no checkpoint (rank 0 has died while it wrote one), or
-    survivors at the same step have different weights, of which nobody knows which are right.
+    or some that are to be evaluated, are nowhere else (rank 0 has died while it committed them, and
+    with it the rank that had a copy), or survivors at the same step have different weights, of
+    which nobody knows which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
@@ -143,8 +155,9 @@ def most_advanced(
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
     equal = {each.digest for each in survivors.values() if each.step == newest.step}
-    has_needed = {newest.step, *stored}.issuperset(newest.needed)
-    if newest.step < stored_step or len(equal) > 1 or not has_needed:
+    backups = {each.backup: rank for rank, each in survivors.items()}
+    missing = {*newest.needed} - {newest.step, *stored}
+    if newest.step < stored_step or len(equal) > 1 or not missing <= backups.keys():
         return None
     alike = [each is not None and each.step == newest.step for each in progress]
     known = dict(mine.tensors) if mine is not None and alike[world.rank] else {}
@@ -167,6 +180,7 @@ def most_advanced(
         own=known,
         stored_step=stored_step,
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
+        uncommitted={step: backups[step] for step in sorted(missing)},
     )
 
 

@@ -78,6 +78,7 @@ class TrainState:
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
     awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
+    _backup: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     def __post_init__(self) -> None:
         self.shares = self.shares or Shares(self.optimizer)
@@ -97,19 +98,21 @@ class TrainState:
         log: Sequence[LogRecord],
         gathered: Gathered | None = None,
         files: Sequence[Names] = (),
+        is_backup: bool = False,
     ) -> Snapshot:
         """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
             gathered: the result of `gather`; None only if no rank keeps another state.
             files: of the optimizer, by the rank that writes them; empty: one.
+            is_backup: the copy is valid until the next backup.
         """
         whole = (gathered or self.gather()).optimizer
         own = files[0] if files else {OPTIMIZER: [*whole.tensors]}
         here = {name for names in own.values() for name in names}
         optimizer = {k: v for k, v in whole.tensors.items() if k in here}
         named = self._named({k: v for k, v in optimizer.items() if k not in whole.received})
-        copies = self._host.take(named)
+        copies = (self._backup if is_backup else self._host).take(named)
         progress = {
             "step": self.step,
             "best": self.best,
@@ -148,6 +151,13 @@ class TrainState:
             return [stems_of(gathered.optimizer.tensors), *([{}] * (world.size - 1))]
         model = [*self.model.state_dict().values()] * (1 if self.average is None else 2)
         return divided(gathered.optimizer.tensors, model, hosts, world.size)
+
+    def is_backed_up(self, files: Sequence[Names]) -> bool:
+        """Whether a second rank keeps a copy of the checkpoint of this step until the next one: it
+        is needed even if rank 0 dies before it is committed. A large state is not."""
+        return (
+            self.step in (self.best_step, *self.awaited) and not self.is_own and not any(files[1:])
+        )
 
     def reserve(self, world: World, hosts: Sequence[str]) -> None:
         """Allocates the memory for `snapshot` or `part` in the background; to be called once the

@@ -58,9 +58,8 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.after_backward:kill@rank=1,step=10", [0, 9]),
         ("train.after_step:kill@rank=1,step=10", [0, 10]),
         ("train.after_step:kill@rank=0,step=10", [0, 10]),
-        # The checkpoint of step 10, the best so far, is committed by then: without it, training
-        # starts over, as its weights would be lost.
-        ("train.after_step:sleep(3)@rank=0,step=15;evaluate:kill@rank=0,step=20", [0, 20]),
+        # The checkpoint of step 10, the best so far, is not committed by then.
+        ("checkpoint.begin:sleep(60)@rank=0,step=10;evaluate:kill@rank=0,step=20", [0, 20]),
         ("checkpoint.snapshot:kill@rank=0,step=10", [0, 10]),
         ("checkpoint.payload:kill@rank=0,step=20", None),  # training goes on meanwhile
         ("checkpoint.committed:kill@rank=0,step=30", [0, 30]),
@@ -121,6 +120,41 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
     assert bits(config) == bits(alone)
     assert log_of(config) == log_of(alone)
     assert any(record.get("skipped") for record in log_of(config))
+
+
+@pytest.mark.parametrize(
+    ("points", "starts"),
+    [
+        ("checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15", [14]),
+        # With rank 0, or soon after it, the rank that has a copy of its checkpoint dies.
+        (
+            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "train.before_step:kill@rank=1,step=15",
+            [0],
+        ),
+        (
+            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "checkpoint.payload:kill@step=10,after=2",
+            [0],
+        ),
+        # The copy cannot be written.
+        (
+            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "checkpoint.payload:enospc@step=10,after=2",
+            [0],
+        ),
+    ],
+)
+def test_fault_50_a_second_rank_commits_the_best_weights_that_rank_0_has_not(
+    forks: Any, undisturbed: TrainConfig, tmp_path: Path, points: str, starts: list[int]
+) -> None:
+    config = tiny_config(tmp_path, "run")
+    run = Run(forks, config, tmp_path / "fired", points)
+    notes = run.wait()
+    assert run.deaths == points.count(":kill@")
+    assert bits(config) == bits(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+    assert [note["steps"] for note in notes if note["steps"]] == [starts]
 
 
 def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
