@@ -233,6 +233,15 @@ def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
         assert contents(finished) == before
 
 
+def test_what_a_finished_run_suggests_trains_it_longer_also_if_fewer_steps_are_given(
+    finished: Path, tmp_path: Path
+):
+    shutil.copytree(finished, tmp_path / "copy")
+    answer = run_cli("fit", *TRAIN, "--steps", "3", cwd=tmp_path / "copy", warm=True)
+    assert answer.status == 0
+    assert "--steps 12" in answer.out  # it has 6
+
+
 def killed_at(point: str, folder: Path) -> TrainConfig:
     """A run with a checkpoint after each step, killed at a failpoint; its config."""
     often = ("--checkpoint.every-steps", "1", "--checkpoint.keep-last", "2")

@@ -115,8 +115,7 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
     elif result.status == "interrupted":
         commands.append(("resume", again if "://" not in place else "the same command again"))
     elif "://" not in place:
-        more = f"--steps {2 * config.steps}" if config.steps else f"--epochs {2 * config.epochs}"
-        commands.append(("train longer", f"{again} {more}"))
+        commands.append(("train longer", f"{again} {_twice(config, result)}"))
         commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
     commands.append(("report", f"python -m raytrain_ddp.report {word}"))
     if config.log.tensorboard and "://" not in place:
@@ -141,6 +140,14 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         paths=paths,
         commands=commands,
     )
+
+
+def _twice(config: TrainConfig, result: FitResult) -> str:
+    """The flag that doubles the training; a run may be longer than its config."""
+    if config.steps:
+        return f"--steps {2 * max(config.steps, result.step)}"
+    epochs = max((record.get("epoch", 0) + 1 for record in result.history), default=1)
+    return f"--epochs {2 * max(config.epochs, epochs)}"
 
 
 def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]] | None:
