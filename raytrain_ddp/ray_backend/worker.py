@@ -103,9 +103,7 @@ def train_as(given: WorkerSettings, rank: int) -> None:
         torn_down = grouped and not dist.is_initialized()
         report_failure(given, rank, step, error, torn_down, start)
         if isinstance(error, SystemExit):  # Ray would not take it for a failure
-            raise RuntimeError(
-                f"the task called sys.exit({error.code!r})"
-            ) from error
+            raise RuntimeError(f"the task called sys.exit({error.code!r})") from error
         raise
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.data.loading import shared_memory
-from raytrain_ddp.errors import LoaderDied, RemoteTraceback, TaskError, first_line
+from raytrain_ddp.errors import LoaderDied, RemoteTraceback, TaskError, first_line, signal_name
 
 _BOOT = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
@@ -181,7 +180,7 @@ class _Server:
         if status is None:
             return "exited, or the process it was forked from did,"
         if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
+            return f"was killed by {signal_name(-status)}"
         return f"exited with status {status}"
 
 
