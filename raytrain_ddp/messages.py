@@ -111,6 +111,13 @@ class ControllerStarted:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """The placement group of Ray Train's workers."""
+
+    group: Any
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a call of `train` ended.
 
@@ -142,6 +149,7 @@ Message = (
     | Died
     | Alive
     | ControllerStarted
+    | Placed
     | Outcome
 )
 Event = LogRecord | StoredEvent | Message

@@ -19,6 +19,12 @@ from raytrain_ddp.ray_backend.task_transfer import code_of
 from raytrain_ddp.ray_backend.worker import WorkerSettings, train_on_worker
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, nccl_settings
 
+_LEFT_OUT = (
+    "DatasetsCallback",  # a manager of Ray Data's data sets, which nothing uses
+    # Frees the workers' placement if the controller dies: see `_Listener.end_controller`. It asks
+    # the dashboard whether the controller lives: 15 s at the end of a run if there is none.
+    "PlacementGroupCleanerCallback",
+)
 # A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0
 
@@ -32,12 +38,12 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, given: Worke
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """Without the manager of Ray Data's data sets: a process at each start, also of a worker
-        that is replaced, which nothing uses. If a later Ray does not call this, it is there."""
+        """Without two processes that each start waits for. If a later Ray does not call this, they
+        are there."""
 
         def _create_default_callbacks(self) -> list[Any]:
             usual = super()._create_default_callbacks()
-            return [each for each in usual if type(each).__name__ != "DatasetsCallback"]
+            return [each for each in usual if type(each).__name__ not in _LEFT_OUT]
 
     parent, _, name = run.path.rstrip("/").rpartition("/")
     return Trainer(

@@ -25,6 +25,7 @@ from raytrain_ddp.messages import (
     Joined,
     Outcome,
     Phase,
+    Placed,
     WorkerFailed,
 )
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes, stopped_workers
@@ -130,6 +131,7 @@ def run_workers(
                     return listener.outcome
                 announce(failures.ended(why))
                 listener.lost()
+                listener.free_placement()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
@@ -160,6 +162,10 @@ def _attend(trainer: Any, listener: _Listener) -> str:
         listener.listen()
         time.sleep(_POLL_S)
     listener.listen()
+    from ray.exceptions import RayActorError
+
+    if raised and isinstance(raised[0], RayActorError):
+        return "Ray Train's controller crashed, or was killed"
     return str(raised[0]) if raised else ""
 
 
@@ -182,6 +188,7 @@ class _Listener:
         self._signals: list[int] = []
         self._stopping = False
         self._controller: Any = None
+        self._placement: Any = None
         self.evaluator: Evaluator | None = None
         self.single: SingleWorkers | None = None
         self.outcome: Outcome | None = None
@@ -217,6 +224,8 @@ class _Listener:
                 self.outcome, self._outcome_at = event, time.monotonic()
             case ControllerStarted():
                 self._controller = event.actor
+            case Placed():
+                self._placement = event.group
             case EvaluationDue():
                 if self.evaluator is not None:
                     self.evaluator.ask(event.checkpoint)
@@ -260,6 +269,15 @@ class _Listener:
                     ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
             finally:
                 ray.kill(self._controller)
+                self.free_placement()
+
+    def free_placement(self) -> None:
+        """Frees the resources of workers whose controller did not, as it was killed: they would be
+        reserved as long as this process lives."""
+        from ray.util import remove_placement_group
+
+        with suppress(Exception):  # it is free, or there is none
+            remove_placement_group(self._placement)
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only records it: an exception raised here could not pass through Ray's code."""

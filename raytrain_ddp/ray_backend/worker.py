@@ -14,7 +14,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.messages import WorkerFailed
+from raytrain_ddp.messages import Placed, WorkerFailed
 from raytrain_ddp.ray_backend.failure_causes import (
     cause_of,
     is_lack_of_memory,
@@ -78,7 +78,10 @@ def train_on_worker(loop_config: dict[str, WorkerSettings]) -> None:
     """The train function of the TorchTrainer; Ray passes it a dict."""
     import ray.train
 
-    train_as(loop_config["given"], ray.train.get_context().get_world_rank())
+    given, rank = loop_config["given"], ray.train.get_context().get_world_rank()
+    if rank == 0:
+        given.mailbox.push.remote([Placed(ray.util.get_current_placement_group())])
+    train_as(given, rank)
 
 
 def train_as(given: WorkerSettings, rank: int) -> None:

@@ -382,6 +382,31 @@ def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
     assert len([line for line in text.getvalue().splitlines() if " eval " in line]) == 3
 
 
+def test_a_killed_controller_of_ray_train_costs_a_restart_of_all(tmp_path: Path) -> None:
+    """There is room for one placement of the workers: that of the dead controller is freed."""
+    (tmp_path / "slow").touch()
+    config = three_workers(tmp_path, "controller")
+
+    def kill_controller(_: int) -> None:
+        for process in psutil.Process().children(recursive=True):
+            if any(line.startswith("ray::TrainController") for line in _command(process)[:1]):
+                process.kill()
+        (tmp_path / "slow").unlink()
+
+    at_step(30, config, kill_controller)
+    display, text = shown()
+    result = fit(config, display=display)
+    assert result.status == "finished"
+    failure = (
+        "failed: Ray Train's controller crashed, or was killed; resuming from step 23 (failure 1"
+    )
+    assert failure in text.getvalue()
+    steps = [r["step"] for r in result.history if r["kind"] == "train"]
+    assert steps == list(range(1, 70))
+    assert none_left("TrainController")
+    assert none_left("RayTrainWorker")
+
+
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
     display, _ = shown()
     config = TrainConfig(storage=str(tmp_path), task=f"{HERE / 'ray_tasks.py'}:Faulty")
