@@ -1,8 +1,9 @@
-"""Builds Ray Train's `TorchTrainer` for a run."""
+"""Builds Ray Train's `TorchTrainer` for a run, and ends what it leaves."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.messages import ControllerStarted, Event, Placed
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
@@ -21,10 +23,11 @@ from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, nccl
 
 _LEFT_OUT = (
     "DatasetsCallback",  # a manager of Ray Data's data sets, which nothing uses
-    # Frees the workers' placement if the controller dies: see `_Listener.end_controller`. It asks
-    # the dashboard whether the controller lives: 15 s at the end of a run if there is none.
+    # Frees the workers' placement if the controller dies, as `Controller` does. It asks the
+    # dashboard whether the controller lives: 15 s at the end of a run if there is none.
     "PlacementGroupCleanerCallback",
 )
+_ABORT_S = 20.0  # while it starts workers, however long that takes, it handles no messages
 # A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0
 
@@ -71,6 +74,43 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, given: Worke
         ),
         torch_config=_torch_config(config, layout, given.least > 0),
     )
+
+
+class Controller:
+    """What is known of Ray Train's controller, and the placement of its workers."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+        self._placement: Any = None
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, ControllerStarted):
+            self._actor = event.actor
+        elif isinstance(event, Placed):
+            self._placement = event.group
+
+    def end(self) -> None:
+        """If it is only killed, its resource request remains, for which the next elastic run would
+        wait three minutes."""
+        import ray
+
+        if self._actor is None:
+            return
+        with suppress(Exception):  # it, or all of Ray, has already ended
+            try:  # like Ray's own handling of Ctrl-C; not public, so it may disappear
+                with suppress(Exception):
+                    ray.get(self._actor.abort.remote(), timeout=_ABORT_S)
+            finally:
+                ray.kill(self._actor)
+                self.free_placement()
+
+    def free_placement(self) -> None:
+        """Frees the resources of workers whose controller did not, as it was killed: they would be
+        reserved as long as this process lives."""
+        from ray.util import remove_placement_group
+
+        with suppress(Exception):  # it is free, or there is none
+            remove_placement_group(self._placement)
 
 
 def worker_settings(

@@ -34,7 +34,7 @@ from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
-from raytrain_ddp.ray_backend.trainer import make_trainer, worker_settings
+from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_settings
 
 if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.evaluator import Evaluator
@@ -43,13 +43,9 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _MAILBOX_TIMEOUT_S = 60.0
-# Ray Train's clean-up after the workers end; without a dashboard it would wait 15 s in vain.
+# Ray Train's clean-up after the workers end takes less; its cleaner of placement groups, if a later
+# Ray starts it, would wait 15 s for a dashboard.
 _CLEAN_UP_S = 3.0
-# If a controller is only killed, its resource request remains, for which the next elastic run
-# would wait three minutes, and so do its workers' placements. While it starts workers, however
-# long that takes, it does not handle messages.
-_ABORT_S = 20.0
-
 
 _RESTARTS_ALL = (
     "scaling.replace_workers = true has no effect here: all workers restart if one dies. It needs "
@@ -131,7 +127,7 @@ def run_workers(
                     return listener.outcome
                 announce(failures.ended(why))
                 listener.lost()
-                listener.free_placement()
+                listener.controller.free_placement()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
@@ -187,8 +183,7 @@ class _Listener:
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
-        self._controller: Any = None
-        self._placement: Any = None
+        self.controller = Controller()
         self.evaluator: Evaluator | None = None
         self.single: SingleWorkers | None = None
         self.outcome: Outcome | None = None
@@ -222,10 +217,8 @@ class _Listener:
         match event:
             case Outcome():
                 self.outcome, self._outcome_at = event, time.monotonic()
-            case ControllerStarted():
-                self._controller = event.actor
-            case Placed():
-                self._placement = event.group
+            case ControllerStarted() | Placed():
+                self.controller.take(event)
             case EvaluationDue():
                 if self.evaluator is not None:
                     self.evaluator.ask(event.checkpoint)
@@ -260,24 +253,8 @@ class _Listener:
 
         with suppress(Exception):  # it, or all of Ray, has already ended
             for _, _, event in ray.get(self._mailbox.take.remote(self._inbox.taken), timeout=1):
-                if isinstance(event, ControllerStarted):
-                    self._controller = event.actor
-            if self._controller is None:
-                return
-            try:  # like Ray's own handling of Ctrl-C; not public, so it may disappear
-                with suppress(Exception):
-                    ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
-            finally:
-                ray.kill(self._controller)
-                self.free_placement()
-
-    def free_placement(self) -> None:
-        """Frees the resources of workers whose controller did not, as it was killed: they would be
-        reserved as long as this process lives."""
-        from ray.util import remove_placement_group
-
-        with suppress(Exception):  # it is free, or there is none
-            remove_placement_group(self._placement)
+                self.controller.take(event)
+        self.controller.end()
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only records it: an exception raised here could not pass through Ray's code."""
