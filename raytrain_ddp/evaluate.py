@@ -76,14 +76,17 @@ COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
-    from raytrain_ddp.checkpoint.run_folder import find_checkpoint
+    from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded_image_size
     from raytrain_ddp.config.recipe import from_dict
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
     config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
     given = _given(args, config)
     implied: dict[str, Any] = {"eval_size": 0} if "image_size" in given else {}
-    implied |= {"eval_split": "auto", "holdout": 0.0} if "eval_source" in given else {}
+    if "eval_source" in given:
+        implied |= {"eval_split": "auto", "holdout": 0.0}
+        if not (config.data.eval_size or config.data.image_size):  # as `predict` does
+            implied["image_size"] = recorded_image_size(checkpoint)
     config = replace(config, data=replace(config.data, **{**implied, **given}))
     import torch
 

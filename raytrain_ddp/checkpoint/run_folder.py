@@ -252,6 +252,12 @@ def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     return names
 
 
+def recorded_image_size(checkpoint: Checkpoint) -> int:
+    """The side of the stored images that the run was trained on, in pixels; 0 if unknown."""
+    size: int = _state_of(checkpoint).get("data", {}).get("image_size", 0)
+    return size
+
+
 def recorded_code(checkpoint: Checkpoint) -> dict[str, str]:
     """The hashes of the user's modules that the run was trained with."""
     code: dict[str, str] = _state_of(checkpoint).get("code", {})

@@ -100,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
         raise
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
+    if done.note:
+        print(f"note: {done.note}")
     print(f"{args.dest}: {_counts(done.dataset)}")
     found = " (before skipping)" if done.dataset["skipped"] else ""
     for title, text in format_data(done.summary, "images"):
@@ -114,7 +116,10 @@ def fit_command(folder: str, dataset: Mapping[str, Any]) -> str:
     """How to train on a converted data set, ready to paste."""
     flags = ["--data.source", shlex.quote(folder)]
     for name in ("mean", "std"):
-        flags += [f"--data.{name}", *(f"{value:.4f}" for value in dataset[name])]
+        values = [f"{value:.4f}" for value in dataset[name]]
+        if name == "std":  # of a channel that is the same everywhere, it does not matter
+            values = ["1.0" if value == "0.0000" else value for value in values]
+        flags += [f"--data.{name}", *values]
     sampled = dataset["sampled"]
     if any(least != most for least, most in (sampled["height"], sampled["width"])):
         flags += ["--data.image-size", "224", "--augment.crop", "random"]

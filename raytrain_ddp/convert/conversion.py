@@ -24,6 +24,7 @@ from raytrain_ddp.convert.destination import (
     read_dataset_file,
     require_same,
     require_up_to_date,
+    seen_of,
     shaping,
 )
 from raytrain_ddp.convert.options import ConvertConfig
@@ -63,12 +64,14 @@ class Converted:
         dataset: the content of its ``dataset.json``.
         found: it existed already.
         summary: of the source, see `Splits.summary`; None if the data set existed.
+        note: about the source, if the data set existed.
     """
 
     folder: Path
     dataset: Mapping[str, Any]
     found: bool
     summary: DataSummary | None = None
+    note: str = ""
 
 
 def convert(
@@ -89,11 +92,11 @@ def convert(
         if (place / DATASET_FILE).is_file():
             dataset = read_dataset_file(place)
             require_same(stage.dest, dataset, given)
-            require_up_to_date(place, dataset, source, config)
+            note = require_up_to_date(place, dataset, source, config)
             if place == stage.folder:  # stopped when only the final rename was missing
                 with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
-            return Converted(stage.dest, dataset, found=place == stage.dest)
+            return Converted(stage.dest, dataset, found=place == stage.dest, note=note)
     splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
     notes += tuple(notes_of(splits[0].source, "the training set"))
@@ -107,12 +110,13 @@ def convert(
     )
     data.begin_counting()
     with _reporting_disk_errors(stage), stage.held():
-        content = {split.name: split.fingerprint() for split in splits}
+        content = seen_of(splits)
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
         stage.begin({**given, "content": content, "written with": versions})
         classes = tuple(splits[0].class_names)
         done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
-        dataset = {**_dataset(source, config, classes, done), "content": content_of(splits)}
+        dataset = _dataset(source, config, classes, done)
+        dataset |= {"content": content_of(splits), "seen": content}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
     return Converted(stage.dest, dataset, found=False, summary=data.summary())
 

@@ -89,21 +89,30 @@ def content_of(splits: Sequence[SourceSplit]) -> dict[str, str]:
     return {split.name: split.content for split in splits}
 
 
+def seen_of(splits: Sequence[SourceSplit]) -> dict[str, str]:
+    """What the splits are, with the times of their files, by name."""
+    return {split.name: split.fingerprint() for split in splits}
+
+
 def require_up_to_date(
     place: Path, dataset: Mapping[str, Any], source: str, config: ConvertConfig
-) -> None:
-    """Raises DataError if files are missing, or if the source is there and has changed since."""
+) -> str:
+    """A sentence if files of the source have been written since, and have the same sizes; else "".
+
+    Raises:
+        DataError: files are missing, or the source is there and has changed since.
+    """
     for file in dataset["files"]:
         path = place / file["path"]
         if not path.is_file() or path.stat().st_size != file["bytes"]:
             what = "is missing" if not path.is_file() else "has another size"
             raise DataError(f"{path} {what}: delete {place}, and convert again.")
     if "content" not in dataset:  # an earlier version wrote it
-        return
+        return ""
     try:
         splits, _ = open_source_splits(source, config)
     except (DataError, PreflightError):
-        return  # a source may be deleted once it is converted
+        return ""  # a source may be deleted once it is converted
     content = content_of(splits)
     changed = [name for name in content if content[name] != dataset["content"].get(name)]
     if changed or len(content) != len(dataset["content"]):
@@ -111,6 +120,12 @@ def require_up_to_date(
             f"{source} has changed since it was converted into {place} "
             f"({', '.join(changed) or 'other splits'}): use another folder, or delete it."
         )
+    if dataset.get("seen", now := seen_of(splits)) == now:
+        return ""
+    return (
+        f"files of {source} have been written since, or others are read, with the same names and "
+        f"sizes. If they have other pixels, delete {place}, and convert again."
+    )
 
 
 # ------------------------------------------------------------------ staging

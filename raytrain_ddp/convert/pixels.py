@@ -12,7 +12,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from raytrain_ddp.data.pixels.decoding import ORIENTATION, Pixels, open_encoded_image, shrink_for
+from raytrain_ddp.data.pixels.decoding import (
+    ORIENTATION,
+    Pixels,
+    open_encoded_image,
+    orientation_of,
+    shrink_for,
+)
+
+_JPEG_SIDE = 65_500
 
 
 def shrink_image(content: bytes, short: int, quality: int) -> bytes:
@@ -38,9 +46,11 @@ def shrink_image(content: bytes, short: int, quality: int) -> bytes:
             max(1, round(picture.width * short / least)),
         )
         pixels = picture.pixels(shrink_for((picture.height, picture.width), size))
+    if max(size) > _JPEG_SIDE:
+        raise ValueError(f"{size[1]} x {size[0]} pixels: a JPEG has at most {_JPEG_SIDE} a side")
     resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BICUBIC)
     exif = Image.Exif()
-    if (orientation := image.getexif().get(ORIENTATION, 1)) != 1:
+    if (orientation := orientation_of(image)) != 1:
         exif[ORIENTATION] = orientation
     encoded = io.BytesIO()
     resized.save(encoded, "JPEG", quality=quality, exif=exif)

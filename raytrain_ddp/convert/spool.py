@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,8 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
     for row, (path, seen) in enumerate(zip(paths, stats_of(paths), strict=True)):
         if isinstance(seen, OSError):
             bad[row] = _why_lost(path, seen)
+        elif S_ISDIR(seen.st_mode):  # the folder of the images, if a list names none
+            bad[row] = "the image is null" if path.endswith("/") else "is a folder"
         else:
             sizes[row] = seen.st_size
     return SpoolListing(
@@ -177,7 +180,7 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
         np.zeros_like(sizes),
         sizes,
         np.array([label for _, label in files], np.int64),
-        [path.removeprefix(root).lstrip("/") for path in paths],
+        [path.removeprefix(f"{root.rstrip('/')}/") for path in paths],
         bad,
     )
 

@@ -3,6 +3,7 @@ torchvision data sets."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -273,6 +274,7 @@ def _held(train: ImageSource, config: DataConfig) -> HoldoutRows:
 
 def _repeated(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
     """Notes about images that lists name more than once."""
+    train, evaluation = [*map(_plain, train)], [*map(_plain, evaluation)]
     for paths, what in ((train, "training"), (evaluation, "evaluation")):
         more = len(paths) - len(set(paths))
         if more:
@@ -282,6 +284,11 @@ def _repeated(train: Sequence[str], evaluation: Sequence[str]) -> Iterator[str]:
     if both:
         images = "1 image is" if both == 1 else f"{both:,} images are"
         yield f"{images} in both the training set and the evaluation set."
+
+
+def _plain(path: str) -> str:
+    """``a/b.png`` for ``a/./b.png``."""
+    return path if "://" in path else os.path.normpath(path)
 
 
 def notes_of(source: ImageSource, what: str) -> list[str]:

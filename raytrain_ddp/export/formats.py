@@ -68,6 +68,7 @@ def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
         "image_size": width if square else [height, width],
         "resize_shorter_side": round(width / eval_crop) if square else None,
         "crop": "center" if square else "none",
+        "images_of_exactly_this_size": "neither resized nor cropped",
         "interpolation": data.interpolation,
         "antialias": True,
         "exif_orientation": data.exif_orientation,
@@ -182,7 +183,8 @@ def _timm(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder:
         "mean": data.mean,
         "std": data.std,
         "interpolation": data.interpolation,
-        "crop_pct": data.eval_crop or CENTRE_SHARE,
+        # Images that are used as they are stored have the size, and are not cropped.
+        "crop_pct": data.eval_crop or CENTRE_SHARE if data.eval_size or data.image_size else 1.0,
     }
     save_for_hf(
         model.model,

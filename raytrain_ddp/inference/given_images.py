@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.formats.image_folder import content_of, sizes_of
+from raytrain_ddp.data.formats.image_folder import content_of, stats_of
 from raytrain_ddp.data.formats.shard import read_file, with_retries
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.epoch_order import runs_of
@@ -47,12 +47,12 @@ class GivenImages:
         return without_secrets(os.fspath(image)) if named else f"image {row}"
 
     def fingerprint(self) -> str:
-        """Of the paths, and the sizes of local files."""
+        """Of the paths, and the sizes and modification times of local files."""
         paths = [self.where(row) for row in range(len(self._images))]
-        sizes = sizes_of(paths)
         digest = sha256()
-        for path, size in zip(paths, sizes, strict=True):
-            digest.update(f"{path} {size}\n".encode(errors="surrogateescape"))
+        for path, seen in zip(paths, stats_of(paths), strict=True):
+            of_file = None if isinstance(seen, OSError) else (seen.st_size, seen.st_mtime_ns)
+            digest.update(f"{path} {of_file}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
 

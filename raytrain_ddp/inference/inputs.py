@@ -79,9 +79,6 @@ def open_input(
     if images and named:
         raise ConfigError(f"{named[0]} is a table, and others are images: predict them separately.")
     if images:
-        unread = len(found) - len(images)
-        if unread:
-            notes = (*notes, f"{unread} tables next to the images are not read.")
         source = GivenImages(images)
         data = model.data_of(source, on_bad, image_size or model.image_size)
         return Input(data, lambda rows: {"path": [source.where(row) for row in rows]}, notes)
@@ -166,6 +163,10 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     listed = ", ".join(f"{n} {kind}" for kind, n in others.most_common(_KINDS_SHOWN))
     count = others.total()
     notes = []
+    tables = len(unique) - len(images)
+    if images and tables:
+        nouns = "tables next to the images are" if tables > 1 else "table next to the images is"
+        notes.append(f"{tables} {nouns} not read.")
     if count:
         noun = "files are" if count > 1 else "file is"
         notes.append(f"{count:,} {noun} not used: no images ({listed}).")
@@ -197,7 +198,7 @@ def _on_disk(word: str) -> list[str]:
 
 def _below(folder: str) -> list[str]:
     """Files at any depth, sorted; hidden ones are omitted."""
-    found = files_below(folder, follow_links=False)
+    found = files_below(folder)
     return sorted(os.path.join(place, name) for place, names in found for name in names)
 
 

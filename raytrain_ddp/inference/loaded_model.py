@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded_classes
+from raytrain_ddp.checkpoint.run_folder import (
+    find_checkpoint,
+    recorded_classes,
+    recorded_image_size,
+)
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image
 from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
-from raytrain_ddp.data.splits import ImageSource, open_splits
+from raytrain_ddp.data.splits import ImageSource
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Asked, outputs
 from raytrain_ddp.inference.given_images import GivenImages
@@ -149,19 +152,14 @@ class LoadedModel(nn.Module):
     @cached_property
     def image_size(self) -> int:
         """The side of the images that the model takes, in pixels. If they are used as they are
-        stored: that of the first training image, or 0 if the data are not here."""
+        stored: that of the first training image, or 0 if an earlier version made the checkpoint
+        and the data are not here."""
         config = self.config.data
-        if config.eval_size or config.image_size:
-            return config.eval_size or config.image_size
-
-        def first() -> EncodedImage:
-            source = open_splits(config, binary=self.config.loss.name == "bce").train
-            return open_encoded_image(source.read(np.array([0]))[0][0], config.exif_orientation)
-
-        image = attempt(first)
-        if isinstance(image, Exception) or image.height != image.width:
-            return 0
-        return image.height
+        known = config.eval_size or config.image_size or recorded_image_size(self.checkpoint)
+        if known:
+            return known
+        task = attempt(lambda: ImageClassification(self.config))
+        return 0 if isinstance(task, Exception) else task.stored_image_size
 
     def data_of(self, source: ImageSource, on_bad: OnBad, image_size: int = 0) -> Data:
         """The batches of an image classification, made as in its evaluation.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Columns:
         chosen = pa.array([where.get(row) for row in chunk.rows], pa.int32())
         arrays, fields = [], []
         for name, column in places.items():
-            arrays.append(pa.array(column))
+            arrays.append(pa.array([*map(_storable, column)]))
             fields.append(_field(name, arrays[-1], self.class_names if name == TARGET else None))
         for name, (value, names) in made.items():
             arrays.append(_array(name, value).take(chosen))
@@ -79,6 +80,11 @@ class Columns:
             found[f"class{end}"] = [self.class_names[c] for c in column.tolist()], None
             found[f"probability{end}"] = probability.gather(1, column[:, None])[:, 0], None
         return found
+
+
+def _storable(value: Any) -> Any:
+    """A path whose bytes are no UTF-8 with `?` instead of these."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _field(name: str, array: Any, names: Sequence[str] | None) -> Any:
@@ -165,17 +171,38 @@ def _csv(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[str, str
     from pyarrow import csv
 
     widths: dict[str, list[str]] = {}
+    lists = [field.name for field in schema if pa.types.is_list(field.type)]
+    waiting: list[Any] = []  # until each column of lists has a row, as the header names its numbers
+    is_begun = False
     with path.open("wb") as file:
-        for number, table in enumerate(tables):
-            options = csv.WriteOptions(include_header=number == 0)
-            csv.write_csv(_flattened(table, widths), file, options)
+        for table in chain(tables, [None]):
+            if table is not None:
+                waiting.append(table)
+                _add_widths(table, widths)
+            if table is None or all(name in widths for name in lists):
+                for each in waiting:
+                    options = csv.WriteOptions(include_header=not is_begun)
+                    csv.write_csv(_flattened(each, widths), file, options)
+                    is_begun = True
+                waiting.clear()
 
 
-def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
+def _add_widths(table: Any, widths: dict[str, list[str]]) -> None:
+    """Adds the names of the numbers in each column of lists that has none yet."""
+    for field in table.schema:
+        if pa.types.is_list(field.type) and field.name not in widths:
+            metadata = (field.metadata or {}).get(_NAMES)
+            lengths = [len(row) for row in table[field.name].to_pylist() if row is not None]
+            if metadata or lengths:
+                names = json.loads(metadata) if metadata else map(str, range(max(lengths)))
+                widths[field.name] = [*names]
+
+
+def _flattened(table: Any, widths: Mapping[str, list[str]]) -> Any:
     """Each number of a list in a column of its own: ``probability:cat``, ``embedding:0``.
 
     Args:
-        widths: the names of the numbers in each column so far; is completed.
+        widths: the names of the numbers in each column; none: it is null everywhere.
 
     Raises:
         TaskError: the lists of a column are not of one length.
@@ -186,18 +213,15 @@ def _flattened(table: Any, widths: dict[str, list[str]]) -> Any:
         if not pa.types.is_list(field.type):
             columns[field.name] = column
             continue
-        if field.name not in widths:
-            metadata = (field.metadata or {}).get(_NAMES)
-            width = max((len(row) for row in column.to_pylist() if row is not None), default=0)
-            widths[field.name] = json.loads(metadata) if metadata else [*map(str, range(width))]
+        width = widths.get(field.name, [])
         one = {"probabilities": "probability", "values": "value"}.get(field.name, field.name)
         rows = column.to_pylist()
-        if any(len(row) != len(widths[field.name]) for row in rows if row is not None):
+        if any(len(row) != len(width) for row in rows if row is not None):
             raise TaskError(
                 f"the lists in {field.name!r} differ in length, so they cannot be CSV columns. "
                 "Use an --out file that ends in .parquet or .jsonl."
             )
-        for place, name in enumerate(widths[field.name]):
+        for place, name in enumerate(width):
             numbers = [None if row is None else row[place] for row in rows]
             columns[f"{one}:{name}"] = pa.array(numbers, field.type.value_type)
     return pa.table(columns)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image
 from raytrain_ddp.data.pixels.gpu_augment import finish_images, mix
 from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import open_splits
@@ -21,6 +22,7 @@ from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.model_parts import Frozen, freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -81,6 +83,19 @@ class ImageClassification(Task):
         if self.splits.eval is None:
             return None
         return image_data(self.splits.eval, self._config.data, None, len(self.class_names))
+
+    @property
+    def stored_image_size(self) -> int:
+        """Side of the first training image, in pixels; 0 if it is not square or cannot be read."""
+        config = self._config.data
+
+        def first() -> EncodedImage:
+            stored = self.splits.train.read(np.array([0]))[0][0]
+            return open_encoded_image(stored, config.exif_orientation)
+
+        image = attempt(first)
+        is_square = not isinstance(image, Exception) and image.height == image.width
+        return image.height if is_square else 0  # type: ignore[union-attr]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, partners = self._inputs(batch), batch.get("partner")

@@ -26,6 +26,7 @@ class RunIdentity:
         train_rows, eval_rows: the number of rows of each set.
         classes: class names, if the task has any.
         code: a hash of each module of the user that is loaded, by name.
+        image_size: side of the training images as they are stored, in pixels; 0: unknown.
     """
 
     train: str
@@ -34,6 +35,7 @@ class RunIdentity:
     eval_rows: int
     classes: tuple[str, ...]
     code: Mapping[str, str]
+    image_size: int = 0
 
     @staticmethod
     def of(data: Data, eval_data: Data | None, task: Any) -> RunIdentity:
@@ -44,6 +46,7 @@ class RunIdentity:
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
             user_code.task_digests(task),
+            getattr(task, "stored_image_size", 0),
         )
 
     def document(self) -> dict[str, Any]:

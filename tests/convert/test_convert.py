@@ -509,6 +509,36 @@ def test_a_source_that_has_changed_since_is_not_complete_already(folder: Path, t
         run_convert(source, dest)
 
 
+def test_files_written_since_with_the_same_sizes_are_noted(folder: Path, tmp_path: Path):
+    source, dest = tmp_path / "src", tmp_path / "out"
+    shutil.copytree(folder, source)
+    run_convert(source, dest)
+    assert not run_convert(source, dest).note
+    image = next(source.glob("train/*/*"))
+    image.write_bytes(image.read_bytes())
+    os.utime(image, ns=(0, 0))
+    assert "have been written since" in run_convert(source, dest).note
+
+
+def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_path: Path):
+    for name in ("root/0.png", "root-extra/1.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    (tmp_path / "root/folder").mkdir()
+    rows = ["0.png,a", f"{tmp_path}/root-extra/1.png,b", ",b", "folder,a"]
+    (tmp_path / "train.csv").write_text("\n".join(["image,label", *rows]) + "\n")
+    root = str(tmp_path / "root")
+    done = run_convert(
+        tmp_path / "train.csv", tmp_path / "out", check=False, root=root, bad_records="skip"
+    )
+    (file,) = done.folder.glob("*.parquet")
+    paths = [image["path"] for image in pq.read_table(file)["image"].to_pylist()]
+    assert sorted(paths) == sorted(["0.png", f"{tmp_path}/root-extra/1.png"])
+    whys = sorted(record["why"] for record in done.dataset["skipped"])
+    assert whys == ["is a folder", "the image is null"]
+    assert "--data.std 1.0 1.0 1.0" in fit_command("x", done.dataset)  # of one color
+
+
 def test_the_bundled_digits_are_a_source(tmp_path: Path):
     done = run_convert("digits", tmp_path / "digits", check=False)
     assert done.dataset["rows"] == {"train": 1437, "test": 360}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,16 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
 import raytrain_ddp
+from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import NoCheckpointError
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 
 
@@ -117,6 +123,44 @@ def test_images_are_resized_to_those_of_the_training(digits: str):
     assert model.image_size == 8
     images = [np.zeros((20, 30, 3), np.uint8), np.zeros((8, 8), np.uint8)]
     assert model.preprocess(images).shape == (2, 3, 8, 8)
+
+
+def test_the_size_of_the_images_is_that_of_the_training_wherever_the_data_are(tmp_path: Path):
+    """Also in an evaluation on images of another size."""
+    for split, side in (("train", 16), ("val", 16), ("larger", 40)):
+        for level, name in ((0, "dark"), (200, "light")):
+            place = tmp_path / "set" / split / name
+            place.mkdir(parents=True)
+            for row in range(4):
+                pixels = np.full((side, side, 3), level + row, np.uint8)
+                Image.fromarray(pixels).save(place / f"{row}.png")
+    (tmp_path / "set/larger").rename(tmp_path / "larger")
+    config = TrainConfig(
+        name="run",
+        storage=str(tmp_path),
+        steps=1,
+        batch_size=4,
+        micro_batch=4,
+        data=DataConfig(source=str(tmp_path / "set")),
+        log=LogConfig(tensorboard=False),
+    )
+    fit_locally(config)
+    (tmp_path / "set").rename(tmp_path / "away")
+    run = str(tmp_path / "run")
+    model = raytrain_ddp.load(run, device="cpu")
+    assert model.image_size == 16
+    images = sorted((tmp_path / "larger").glob("*/*.png"))
+    found = model.predict([str(path) for path in images])
+    right = sum(row["class"] == path.parent.name for row, path in zip(found, images, strict=True))
+    out = tmp_path / "e.json"
+    flags = ("--device", "cpu", "--data", str(tmp_path / "larger"), "--out", str(out))
+    assert evaluate([run, *flags]) == 0
+    loss = json.loads(out.read_text())["metrics"]
+    assert loss["top1"] == right / len(images)
+    with torch.inference_mode():
+        logits = model(model.preprocess([str(path) for path in images]))
+    labels = torch.tensor([model.class_names.index(path.parent.name) for path in images])
+    assert loss["loss"] == pytest.approx(float(cross_entropy(logits, labels)), abs=1e-5)
 
 
 @pytest.mark.parametrize(

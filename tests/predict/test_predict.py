@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Sequence
@@ -316,6 +317,45 @@ def test_a_uri_of_a_file_is_decoded(photos: tuple[str, Path], tmp_path: Path):
     predict(run, (tmp_path / "a b.jpg").as_uri(), "--out", tmp_path / "p.jsonl")
     (line,) = (tmp_path / "p.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("a b.jpg")
+
+
+def test_folders_are_read_through_links_and_tables_in_them_are_named(
+    photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, folder = photos
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/more").symlink_to(folder)
+    (tmp_path / "in/table.csv").write_text("image\n")
+    predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet")
+    assert len(rows(tmp_path / "p.parquet")) == len([*folder.glob("*/*.jpg")])
+    assert "1 table next to the images is not read" in capsys.readouterr().err
+    (tmp_path / "in/up").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"the link .*in/up points to a folder above it"):
+        predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv", "jsonl"])
+def test_a_path_need_not_be_utf_8(end: str, photos: tuple[str, Path], tmp_path: Path):
+    run, folder = photos
+    name = os.fsencode(tmp_path) + b"/caf\xe9.jpg"
+    with open(name, "wb") as file:
+        file.write((folder / "dark/4.jpg").read_bytes())
+    predict(run, os.fsdecode(name), "--out", tmp_path / f"p.{end}")
+    assert b"caf?.jpg" in (tmp_path / f"p.{end}").read_bytes()
+
+
+def test_the_first_rows_of_a_csv_file_may_all_be_bad(
+    photos: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "_ROWS_PER_PART", 4)
+    run, folder = photos
+    (tmp_path / "in").mkdir()
+    for number in range(9):
+        (tmp_path / f"in/a{number}.jpg").touch()
+    shutil.copy(folder / "dark/4.jpg", tmp_path / "in/b.jpg")
+    predict(run, tmp_path / "in", "--out", tmp_path / "p.csv", "--layer", "fc")
+    found = pd.read_csv(tmp_path / "p.csv")
+    assert found["embedding:0"].isna().tolist() == [True] * 9 + [False]
 
 
 def test_a_task_without_predict_is_told_what_to_add(tmp_path: Path):

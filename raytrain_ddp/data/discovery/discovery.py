@@ -109,6 +109,10 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     images = listing.images
     names = listing.named(PARQUET.ends)
     names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
+    patterns = None if card is None else card.patterns
+    if patterns and not any(files_of(patterns, names).values()):  # it may name other files
+        found = (listing.named(form.ends) for form in FORMATS)
+        names = next((n for n in found if any(files_of(patterns, n).values())), names)
     if not names and not images:
         found = (listing.named(form.ends) for form in FORMATS)
         names = next((each for each in found if each), [])

@@ -116,25 +116,34 @@ class FolderImages:
 
     def _images_below(self, folder: str) -> list[str]:
         found = []
-        for place, names in sorted(files_below(folder, follow_links=True)):
+        for place, names in sorted(files_below(folder)):
             found += [os.path.join(place, name) for name in sorted(names) if is_image(name)]
             self.ignored.update(_kind(name) for name in names if not is_image(name))
         return found
 
 
-def files_below(folder: str, follow_links: bool) -> Iterator[tuple[str, list[str]]]:
-    """A folder and each one below it, with the names of the files in it; hidden ones are omitted.
+def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """A folder and each one below it, also by links, with the names of the files in it; hidden ones
+    are omitted.
 
     Raises:
-        DataError: a folder cannot be read.
+        DataError: a folder cannot be read, or a link leads back to a folder above it.
     """
 
     def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=follow_links):
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not is_hidden(name)]
+        for link in (os.path.join(place, name) for name in folders):
+            if os.path.islink(link) and leads_above(link, place):
+                raise DataError(f"the link {link} points to a folder above it.")
         yield place, [name for name in names if not is_hidden(name)]
+
+
+def leads_above(link: str, place: str) -> bool:
+    """Whether a link in the folder `place` leads to it, or to a folder above it."""
+    return (os.path.realpath(place) + os.sep).startswith(os.path.realpath(link) + os.sep)
 
 
 def is_image(name: str) -> bool:

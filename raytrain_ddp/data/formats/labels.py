@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from raytrain_ddp.errors import DataError
 
-Kind = Literal["integer", "number", "boolean", "string", "list", "none"]
+# text: a label of a file without types, in which all labels together decide what they are.
+Kind = Literal["integer", "number", "boolean", "string", "text", "list", "none"]
 
 _INTEGER = re.compile(r"0|[1-9][0-9]*")
+_WHOLE, _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})"), re.compile(r"-?[0-9]+\.[0-9]*")
+_BOOLEANS = ({"true", "false"}, {"True", "False"}, {"TRUE", "FALSE"})
+_EXACT = 2**53  # floats below have all their digits
 _CLASSES_SHOWN = 5
 
 
@@ -40,10 +44,11 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
     """
     kept: dict[str, str] = {}
     for name in names:
-        other = kept.setdefault(normalized(name), name)
-        if other is not name:
-            how = "twice" if other == name else "in two Unicode forms (NFC and NFD)"
-            raise DataError(f"{where}: the class {normalized(name)!r} exists {how}: merge them.")
+        known = normalized(name)
+        if known in kept:
+            how = "twice" if kept[known] == name else "in two Unicode forms (NFC and NFD)"
+            raise DataError(f"{where}: the class {known!r} exists {how}: merge them.")
+        kept[known] = name
     return list(kept)
 
 
@@ -65,10 +70,13 @@ def kind_of(label: Any) -> Kind | None:
 
 
 def hugging_face_names(schema: Any, column: str) -> list[str] | None:
-    """The names of the Hugging Face ClassLabel feature, if the column is one."""
+    """The names of the Hugging Face ClassLabel feature, if the column is or has lists of one."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        names = features["info"]["features"][column]["names"]
+        feature = features["info"]["features"][column]
+        if isinstance(feature, list):  # an older notation of a list
+            (feature,) = feature
+        names = feature.get("feature", feature)["names"]
         if isinstance(names, dict):  # {"0": "cat", ...}
             names = [names[str(number)] for number in range(len(names))]
         return [str(name) for name in names]
@@ -89,8 +97,27 @@ def is_fraction(value: Any) -> bool:
 def is_class_value(value: Any, kind: Kind) -> bool:
     """Whether a value can represent a class: -1 means no label, and 0.5 is not a class number."""
     if kind in ("integer", "number"):
-        return is_label(value) and value >= 0 and not is_fraction(value)
+        is_whole = is_label(value) and value >= 0 and not is_fraction(value)
+        return is_whole and not is_rounded(value)
     return is_label(value)
+
+
+def is_rounded(value: Any) -> bool:
+    """Whether a whole number may have lost digits, and be equal to others that it was not."""
+    return isinstance(value, float) and abs(value) >= _EXACT
+
+
+def typed_texts(texts: Collection[str]) -> tuple[Kind, dict[str, Any]]:
+    """What the distinct label texts of a data set are: whole numbers in their shortest form,
+    numbers with a decimal point, booleans in one spelling, or else strings; and their values."""
+    present = [text for text in texts if text]
+    if present and all(map(_WHOLE.fullmatch, present)):
+        return "integer", {text: int(text) if text else None for text in texts}
+    if present and all(_WHOLE.fullmatch(text) or _DECIMAL.fullmatch(text) for text in present):
+        return "number", {text: float(text) if text else None for text in texts}
+    if present and any(spelled.issuperset(present) for spelled in _BOOLEANS):
+        return "boolean", {text: text.lower() == "true" if text else None for text in texts}
+    return "string", {text: text for text in texts}
 
 
 def names_of(values: Iterable[Any], kind: Kind) -> list[str]:
@@ -106,8 +133,8 @@ class Labels:
     """Maps the values of one file's label column to class numbers.
 
     Strings, booleans and numbers refer to the class with that name. Integers are indices into
-    `named`, the file's own list of names, if it has one; or into `classes`, if those are not
-    numbers.
+    `named`, the file's own list of names, if it has one; or into `classes`, if none of those is a
+    number.
 
     Args:
         classes: all names, in their order.
@@ -124,10 +151,12 @@ class Labels:
             self._numbers = {
                 value: numbers[s] for value in (False, True) if (s := str(value)) in numbers
             }
-        elif kind == "string":
+        elif kind in ("string", "text"):
             self._numbers = numbers
-        elif named is None and are_numbers(classes):
-            self._numbers = {int(name): number for name, number in numbers.items()}
+        elif named is None and any(name.isdecimal() for name in classes):
+            self._numbers = {
+                int(name): number for name, number in numbers.items() if name.isdecimal()
+            }
             if [*self._numbers] == [*range(len(classes))]:
                 self._last = len(classes) - 1
         else:
@@ -138,16 +167,26 @@ class Labels:
     def number(self, value: Any) -> int | None:
         """None: not a label, or not a known class."""
         number = self._numbers.get(value)
-        if number is None and self._kind == "string" and is_label(value):
+        if number is None and self._kind in ("string", "text") and is_label(value):
             number = self._numbers.get(normalized(value))
+        if number is None and self._kind == "text" and value:
+            kind, typed = typed_texts([value])
+            if kind != "string":
+                number = Labels(self._classes, kind).number(typed[value])
         return number
 
     def what_is_wrong(self, value: Any) -> str:
         """Describes a value without a class number, such as ``is null``."""
         if not is_label(value):
             return "is an empty string" if value == "" else "is null"
+        if self._kind == "text":
+            kind, typed = typed_texts([value])
+            if kind != "string":
+                return Labels(self._classes, kind).what_is_wrong(typed[value])
         if is_fraction(value):
             return f"{value:g} is not a whole number (for regression, see data.target_columns)"
+        if is_rounded(value):
+            return f"{value:.0f} is too large to be exact: write the labels as text"
         if self._last is not None:
             why = ": negative numbers mark rows without a label" if value < 0 else ""
             return f"{value} is not in the range 0 to {self._last}{why}"

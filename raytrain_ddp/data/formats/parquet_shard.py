@@ -73,7 +73,7 @@ def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
         _row_group(file.metadata.row_group(i), places, leaves, columns.labels, kind)
         for i in range(file.metadata.num_row_groups)
     )
-    names = None if columns.targets else hugging_face_names(file.schema_arrow, columns.label)
+    names = hugging_face_names(file.schema_arrow, columns.labels[0]) if columns.labels else None
     class_names = distinct_names(names, at.name) if names else None
     digest = sha256(footer).hexdigest()
     return ParquetShard(at, size, digest, groups, kind, class_names, path_column, footer)

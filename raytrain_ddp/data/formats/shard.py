@@ -283,8 +283,10 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     place = os.path.join(shard.at.image_root, path)
 
     outcome = with_retries(lambda: read_file(shard.at.image_fs, place), shard.is_local)
-    if isinstance(outcome, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+    if isinstance(outcome, FileNotFoundError | NotADirectoryError):
         return BadRecord(f"{path}: no such file")
+    if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
+        return BadRecord(f"{path}: is a folder")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
         raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
     return outcome

@@ -84,7 +84,9 @@ class ShardImages:
         self._labels_of: dict[str, Labels | Targets] = {}
         if labeled:
             self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
-        unnamed = [s for s in self._shards if s.kind in ("integer", "number") and not s.class_names]
+        unnamed = [
+            s for s in self._shards if s.kind in ("integer", "number", "text") and not s.class_names
+        ]
         is_own = labeled and classes is None and not self._columns.targets
         self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
         self._check_statistics()

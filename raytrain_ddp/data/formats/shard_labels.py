@@ -13,8 +13,10 @@ from raytrain_ddp.data.formats.labels import (
     NoLabelsError,
     is_class_value,
     is_fraction,
+    is_rounded,
     names_of,
     numbers_in,
+    typed_texts,
 )
 from raytrain_ddp.data.formats.shard import Columns, Shard, join_some
 from raytrain_ddp.data.formats.targets import Targets, names_in_lists
@@ -35,10 +37,15 @@ def labels_of(
     """
     if columns.targets:
         names = _target_names(shards, columns, classes)
-        targets = Targets(columns.targets, names, shards[0].kind, columns.binary)
-        return names, {shard.uri: targets for shard in shards}
+        kind, binary = shards[0].kind, columns.binary
+        return names, {
+            shard.uri: Targets(columns.targets, names, kind, binary, shard.class_names)
+            for shard in shards
+        }
     names = class_names_of(shards, columns.label, classes)
-    return names, {shard.uri: Labels(names, shard.kind, shard.class_names) for shard in shards}
+    # Numbers in a file without names are those of the other files.
+    own = next((shard.class_names for shard in shards if shard.class_names), None)
+    return names, {shard.uri: Labels(names, shard.kind, own) for shard in shards}
 
 
 def _target_names(
@@ -53,6 +60,16 @@ def _target_names(
     if len({shard.kind for shard in shards}) > 1:
         files = join_some([shard.name for shard in shards], 2)
         raise DataError(f"{files}: {columns.targets[0]!r} is a column of lists in some files only.")
+    own = [shard.class_names for shard in shards]
+    if shards[0].kind == "list" and any(own):
+        if not all(own):
+            files = join_some([shard.name for shard in shards], 2)
+            raise DataError(f"{files}: the labels have names in some files only.")
+        if classes is None:
+            return list(dict.fromkeys(name for names in own for name in names or ()))
+        for shard in shards:
+            numbers_in(classes, shard.class_names or [], shard.name)
+        return list(classes)
     if shards[0].kind == "list":
         rows = [row for values in all_values(shards, columns.targets) for row in values]
         return names_in_lists(rows) if classes is None else list(classes)
@@ -75,7 +92,7 @@ def class_names_of(
             list.
     """
     files = join_some([shard.name for shard in shards], 2)
-    if all(_has_none(shard) for shard in shards):
+    if all(_has_none(shard) for shard in shards) or (classes and _are_unlabeled(shards, column)):
         raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
     named = [shard for shard in shards if shard.class_names]
     for shard in named:
@@ -104,6 +121,20 @@ def _has_none(shard: Shard) -> bool:
     return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in row_groups)
 
 
+def _are_unlabeled(shards: Sequence[Shard], column: str) -> bool:
+    """Whether no row has a label; reads up to the first that has one, if the files' statistics do
+    not tell."""
+    for shard in shards:
+        for group, info in enumerate(shard.groups):
+            if info.labels is not None and info.labels[0] < info.rows and info.labels[2] >= 0:
+                return False
+            if info.labels is None and info.rows:
+                values = shard.read(group, [column]).column(0).to_pylist()
+                if any(is_class_value(value, shard.kind) or is_fraction(value) for value in values):
+                    return False
+    return True
+
+
 def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
     """The classes 0, 1, ... if a few row groups contain all of them, which avoids reading all
     labels of most data sets; else None."""
@@ -126,16 +157,19 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
     if len(kinds) > 1:
         listed = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
         raise DataError(f"column {column!r} has labels of several types: {listed}.")
-    kind = shards[0].kind
+    kind, rows = shards[0].kind, [*all_values(shards, [column])]
+    if kind == "text":
+        kind, typed = typed_texts({value for values in rows for value in values})
+        rows = [[typed[value] for value in values] for values in rows]
     good: set[Any] = set()
     bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
-    for shard, values in zip(shards, all_values(shards, [column]), strict=True):
+    for shard, values in zip(shards, rows, strict=True):
         for value in set(values):
             if is_class_value(value, kind):
                 good.add(value)
             elif bad is None:
                 bad = shard, values.index(value), value
-    if not good and (bad is None or not is_fraction(bad[2])):
+    if not good and (bad is None or not (is_fraction(bad[2]) or is_rounded(bad[2]))):
         raise NoLabelsError(
             f"{join_some([shard.name for shard in shards], 2)}: no row has a label."
         )

@@ -25,6 +25,7 @@ from raytrain_ddp.data.formats.shard import (
 from raytrain_ddp.errors import DataError
 
 _GROUP_ROWS = 4096
+_FILE_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,14 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
         ValueError, OSError: the file is missing or damaged.
         DataError: a column is missing or of the wrong type.
     """
-    with at.fs.open_input_stream(at.path) as stream:  # decompressed if its name ends with .gz
+    packed = "gzip" if at.name.lower().endswith(".gz") else None
+    with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
-    is_json = ".jsonl" in at.name.lower() or ".ndjson" in at.name.lower()
+    is_json = _has(at.name, ".jsonl", ".ndjson")
     table = (_from_json if is_json else _from_csv)(content, at.name, columns)
     leaves, path_column, kind = check_columns(at.name, table.schema, columns)
+    if not is_json and columns.label and not columns.targets:
+        kind = "text"
     if not is_string(table.schema.field(columns.image).type):
         raise DataError(
             f"{at.name}: column {columns.image!r} is {table.schema.field(columns.image).type}; "
@@ -78,7 +82,8 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
 
 
 def open_arrow(at: Opened, columns: Columns) -> TableShard:
-    """An Arrow stream, as `datasets` writes it; its record batches are the row groups.
+    """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
+    the row groups.
 
     Raises:
         ValueError, OSError: the file is missing or damaged.
@@ -89,11 +94,15 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
             f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "
             "Parquet where it is."
         )
-    with pa.memory_map(at.path) as file, pa.ipc.open_stream(file) as stream:
-        schema, batches = stream.schema, list(stream)
-        size = file.size()
+    with pa.memory_map(at.path) as file:
+        size, is_file = file.size(), file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        file.seek(0)
+        with (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file) as found:
+            count = found.num_record_batches if is_file else 0
+            schema = found.schema
+            batches = [*map(found.get_batch, range(count))] if is_file else list(found)
     leaves, path_column, kind = check_columns(at.name, schema, columns)
-    names = None if columns.targets else hugging_face_names(schema, columns.label)
+    names = hugging_face_names(schema, columns.labels[0]) if columns.labels else None
     table = pa.Table.from_batches(batches, schema)
     table = table.select([columns.image, *columns.labels]).flatten()
     groups, digest, start = [], sha256(schema.to_string().encode()), 0
@@ -113,23 +122,39 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
     return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)
 
 
+def _has(name: str, *suffixes: str) -> bool:
+    """Whether the file, maybe compressed, has one of these suffixes."""
+    return name.lower().removesuffix(".gz").endswith(suffixes)
+
+
 def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
     from pyarrow import csv  # few data sets need it, as below
 
+    texts = (columns.image,) if columns.targets else (columns.image, columns.label)
     table = csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
         read_options=csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
         parse_options=csv.ParseOptions(
-            delimiter="\t" if ".tsv" in name.lower() else ",", newlines_in_values=True
+            delimiter="\t" if _has(name, ".tsv") else ",", newlines_in_values=True
         ),
-        convert_options=csv.ConvertOptions(column_types={columns.image: pa.string()}),
+        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
     )
     other = next((mark for mark in ";|\t," if mark in "".join(table.column_names[:1])), None)
     if table.num_columns == 1 and other:
-        expected = "tabs" if ".tsv" in name.lower() else "commas (in .tsv: tabs)"
+        expected = "tabs" if _has(name, ".tsv") else "commas (in .tsv: tabs)"
         raise DataError(f"{name}: its columns are separated by {other!r}; expected: {expected}.")
+    if content.count(b'"') % 2:
+        _require_closed(table, name)
     return table
+
+
+def _require_closed(table: Any, name: str) -> None:
+    """Raises DataError if an unclosed quotation mark has made one value of several rows."""
+    for column in table.columns:
+        for row, value in enumerate(column.to_pylist() if is_string(column.type) else ()):
+            if value and "\n" in value:
+                raise DataError(f"{name}, row {row}: a quotation mark is not closed.")
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:

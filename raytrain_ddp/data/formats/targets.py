@@ -71,11 +71,23 @@ class Targets:
         columns: their names.
         names: of the targets: the columns, or the labels in a column of lists.
         binary: see `kind_of_targets`.
+        named: the names of the integers in a column of lists; None: they are names themselves.
     """
 
-    def __init__(self, columns: Sequence[str], names: Sequence[str], kind: Kind, binary: bool):
+    def __init__(
+        self,
+        columns: Sequence[str],
+        names: Sequence[str],
+        kind: Kind,
+        binary: bool,
+        named: Sequence[str] | None = None,
+    ) -> None:
         self._columns, self._names, self._binary = columns, names, binary
-        self._places = {name: n for n, name in enumerate(names)} if kind == "list" else None
+        self._places: dict[Any, int] | None = None
+        if kind == "list":
+            places = {name: n for n, name in enumerate(names)}
+            of_named = {number: places[name] for number, name in enumerate(named or ())}
+            self._places = places if named is None else of_named
 
     def number(self, values: Any) -> Target | None:
         """float32 (targets,); None: a value is missing or not a target.
@@ -84,7 +96,7 @@ class Targets:
             values: that of the column, or a tuple of those of several.
         """
         if self._places is not None:
-            places = [self._places.get(_name(label)) for label in values or ()]
+            places = [self._place(label) for label in values or ()]
             if values is None or None in places:
                 return None
             row = np.zeros(len(self._names), np.float32)
@@ -97,13 +109,19 @@ class Targets:
             row = np.array(values, np.float64).astype(np.float32)
         return row if np.isfinite(row).all() else None
 
+    def _place(self, label: Any) -> int | None:
+        if self._places is None or not is_label(label):
+            return None
+        place = self._places.get(label)
+        return place if place is not None else self._places.get(_name(label))
+
     def what_is_wrong(self, values: Any) -> str:
         """Describes a row without targets, such as ``age is null``."""
         if self._places is not None:
             (column,) = self._columns
             if values is None:
                 return f"{column} is null; a row without labels has an empty list"
-            unknown = next(label for label in values if _name(label) not in self._places)
+            unknown = next(label for label in values if self._place(label) is None)
             return f"{column}: {unknown!r} is not one of the {some_names(self._names)}"
         each = values if isinstance(values, tuple) else (values,)
         for column, value in zip(self._columns, each, strict=True):

@@ -122,7 +122,7 @@ def open_encoded_image(
             return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
         _require_few_pixels(height, width)
         if color_space not in ("CMYK", "YCCK"):
-            turn = _orientation(Image.open(io.BytesIO(image))) if exif_orientation else 1
+            turn = orientation_of(Image.open(io.BytesIO(image))) if exif_orientation else 1
             height, width = (width, height) if turn >= _SIDEWAYS else (height, width)
             return EncodedImage(height, width, turn, image, None, once)
     return _of_pil(Image.open(io.BytesIO(image)), exif_orientation)
@@ -169,13 +169,14 @@ def _require_few_pixels(height: int, width: int) -> None:
 
 
 def _of_pil(image: Any, exif_orientation: bool) -> EncodedImage:
-    turn = _orientation(image) if exif_orientation else 1
+    turn = orientation_of(image) if exif_orientation else 1
     width, height = image.size if turn < _SIDEWAYS else reversed(image.size)
     return EncodedImage(height, width, turn, None, image)
 
 
-def _orientation(image: Any) -> int:
-    turn = image.getexif().get(ORIENTATION, 1)
+def orientation_of(image: Any) -> int:
+    """EXIF's orientation of an image of Pillow, 1 to 8; 1 for TIFF, which Pillow turns itself."""
+    turn = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
     return turn if turn in range(1, 9) else 1
 
 

@@ -108,7 +108,7 @@ def test_a_16_bit_grey_image_is_reported_once(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("form", ["jpeg", "png"])
+@pytest.mark.parametrize("form", ["jpeg", "png", "tiff"])
 def test_exif_orientation_is_followed_only_when_asked_for(form: str, orientation: int):
     exif = Image.Exif()
     exif[0x0112] = orientation
