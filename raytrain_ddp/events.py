@@ -66,7 +66,7 @@ class Train:
         loss: mean over the global batch of this step. lr: of this step.
         samples_per_s: of all workers, since the last record. timing: for the same steps.
         skipped: bad records so far. nonfinite: steps so far that were not applied.
-        seconds: since the workers began to train in this start.
+        seconds: since the workers began to train in this start. seconds_total: in all starts.
         scalars: those that the task's loss returned with it, by name; means over the global batch.
     """
 
@@ -79,6 +79,7 @@ class Train:
     skipped: int = 0
     nonfinite: int = 0
     seconds: float = float("nan")
+    seconds_total: float = float("nan")
     timing: Timing = field(default_factory=Timing, metadata={"type": Timing})
     scalars: Mapping[str, float] = field(default_factory=dict, metadata=OPTIONAL)
 

@@ -215,6 +215,6 @@ class Run:
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
     """The log without times."""
-    timed = {"seconds", "timing", "samples_per_s"}
+    timed = {"seconds", "seconds_total", "timing", "samples_per_s"}
     records = json.loads(newest(config).read("log.json"))
     return [{k: v for k, v in record.items() if k not in timed} for record in records]

@@ -15,8 +15,10 @@ from raytrain_ddp.checkpoint.storage import is_plain_name
 from raytrain_ddp.errors import CheckpointError
 
 FORMAT = 1
-# A key of state.json, at the start of a branch: values of parameter groups that the config sets.
+# Keys of state.json. At the start of a branch: values of parameter groups that the config sets.
 RENEWED = "renewed"
+ALL_OPTIONS = "*"  # among those: all options of the optimizer
+BRANCHED_AT = "branched_at"  # the step up to which the run has its state from another run
 
 # The seal stays the last line in all formats, to distinguish damage from a newer format.
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')

@@ -57,7 +57,7 @@ SWEEP_FILE = "sweep.json"  # in the folder of a sweep, which holds the runs of i
 _LOOKED_AT = 32  # folders of a store, for a hint
 RUNS = "runs"  # the folder of runs, unless --storage is given
 
-CLOCKS = frozenset({"seconds", "samples_per_s", "timing"})
+CLOCKS = frozenset({"seconds", "seconds_total", "samples_per_s", "timing"})
 """The keys of log records that hold times; all others are equal in equal runs."""
 
 

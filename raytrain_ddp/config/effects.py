@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -194,6 +195,21 @@ def effect_notes(config: TrainConfig) -> list[str]:
             f"{config.epochs}): the learning rate does not reach optim.lr."
         )
     return notes
+
+
+def step_notes(config: TrainConfig, steps_per_epoch: int) -> list[str]:
+    """Notes for fields in epochs that a run of `steps` does not reach."""
+    epochs = config.steps / steps_per_epoch if config.steps else math.inf
+    reached = {
+        "schedule.warmup_epochs": "the learning rate does not reach optim.lr",
+        "model.unfreeze_epoch": "what is frozen stays frozen",
+        "data.grow_epochs": "no image has data.image_size",
+    }
+    return [
+        f"{name} = {value:g}: steps = {config.steps} are {epochs:.3g} epochs, so {what}."
+        for name, what in reached.items()
+        if (value := value_of(config, name)) > epochs or (0 < value == epochs)
+    ]
 
 
 def value_of(config: Any, name: str) -> Any:

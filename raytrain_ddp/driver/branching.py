@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.committed import Checkpoint
-from raytrain_ddp.checkpoint.manifest import RENEWED
+from raytrain_ddp.checkpoint.manifest import ALL_OPTIONS, BRANCHED_AT, RENEWED
 from raytrain_ddp.checkpoint.run_folder import (
     STATE_FILE,
     checkpoint_store,
@@ -169,8 +169,11 @@ def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
         files = {name: branch.checkpoint.read(name) for name in branch.checkpoint.manifest.files}
         fields = [name.rpartition(".") for name, _, _ in branch.changes]
         renewed = [last for section, _, last in fields if section == "optim" and last in _OF_GROUPS]
+        if {"task", "task_options"} & {name for name, _, _ in branch.changes}:
+            renewed.append(ALL_OPTIONS)  # of the task's own optimizer
         # Only evaluations with the changes compete for the best checkpoint of this run.
         state = json.loads(files[STATE_FILE]) | {RENEWED: renewed, "best": None, "best_step": 0}
+        state[BRANCHED_AT] = branch.checkpoint.manifest.step
         files[STATE_FILE] = json.dumps(state).encode()
         config = to_dict(publishable(run.config))
         manifest = replace(branch.checkpoint.manifest, attempt=attempt, config=config)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
-from raytrain_ddp.config.effects import effect_notes, unread_notes
+from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps_changed, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
@@ -82,7 +82,7 @@ def dry_run(
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [*effect_notes(config), *filter(None, [layout.note])]
+    notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
@@ -174,10 +174,10 @@ def _tried(
     notes."""
     import torch
 
+    from raytrain_ddp.tasks.model_parts import begin_training
     from raytrain_ddp.training.gradients.buffer_sync import own_memory
     from raytrain_ddp.training.runtime.world import World
     from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
-    from raytrain_ddp.training.state.train_state import begin_training
     from raytrain_ddp.training.steps.device_feed import train_loader
 
     world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())

@@ -14,11 +14,11 @@ from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import optional_method, refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.world import autocast
-from raytrain_ddp.training.state.train_state import evaluating
 from raytrain_ddp.training.steps.device_feed import ahead_on_device
 
 if TYPE_CHECKING:

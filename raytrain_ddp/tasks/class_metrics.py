@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAUROC, MultilabelAveragePrecision
+from torchmetrics.utilities.data import dim_zero_cat
 
 
 class Mean(Metric):
@@ -55,6 +57,33 @@ class TopK(Metric):
 
     def compute(self) -> Tensor:
         return self.right.float() / self.count.float()
+
+
+class MeanAuroc(MulticlassAUROC):
+    """The mean over the classes that some rows have and others do not; torchmetrics counts another
+    one as 0. nan if there is none."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes, average=None, validate_args=False)
+        self._classes = classes
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        of_each: Tensor = super().compute()
+        labels = dim_zero_cat(self.target)
+        counts = labels.bincount(minlength=self._classes)
+        return of_each[(counts > 0) & (counts < len(labels))].mean()
+
+
+class MeanAveragePrecision(MultilabelAveragePrecision):
+    """The mean over the labels that some rows have; torchmetrics counts another one as 0. nan if
+    there is none."""
+
+    def __init__(self, labels: int) -> None:
+        super().__init__(labels, average=None, validate_args=False)
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        of_each: Tensor = super().compute()
+        return of_each[(dim_zero_cat(self.target) > 0).any(0)].mean()
 
 
 class ClassCounts(Metric):

@@ -84,11 +84,13 @@ class Criterion:
     def metrics(self, targets: int) -> dict[str, Metric]:
         """The metrics of this many targets, besides the loss."""
         from torchmetrics import MeanAbsoluteError, R2Score  # takes seconds to import
-        from torchmetrics.classification import MultilabelAveragePrecision, MultilabelF1Score
+        from torchmetrics.classification import MultilabelF1Score
+
+        from raytrain_ddp.tasks.class_metrics import MeanAveragePrecision
 
         if self._binary:
             return {
-                "mean_ap": MultilabelAveragePrecision(targets, validate_args=False),
+                "mean_ap": MeanAveragePrecision(targets),
                 "f1": MultilabelF1Score(targets, validate_args=False),
             }
 

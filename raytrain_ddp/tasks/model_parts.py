@@ -1,8 +1,10 @@
-"""The parts of a model by name: its head, and the parameters and modules that patterns mean."""
+"""The parts of a model by name: its head, and the parameters and modules that patterns mean; and
+their training and evaluation modes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -11,13 +13,15 @@ from raytrain_ddp.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
+_HEADS = ("head", "heads", "fc", "classifier")
 BACKBONE = "backbone"
 """Stands for all but the head, unless the model has a part of this name."""
 
 
 def head_of(model: nn.Module) -> list[str]:
     """Names of the parameters of the classification head: of timm's classifier, or else of the last
-    module with a weight matrix or kernel of its own."""
+    module with a weight matrix or kernel of its own; in a part of the model that is called a head,
+    if there is one."""
     named = [name for name, _ in model.named_parameters()]
     given = getattr(model, "pretrained_cfg", None)
     heads = given.get("classifier") if isinstance(given, dict) else None
@@ -27,7 +31,9 @@ def head_of(model: nn.Module) -> list[str]:
             name
             for name, module in modules.items()
             if any(p.ndim > 1 for p in module.parameters(recurse=False))
-        ][-1:]
+        ]
+        called = [name for name in heads if name.partition(".")[0] in _HEADS]
+        heads = (called or heads)[-1:]
     prefixes = tuple(f"{head}." for head in ([heads] if isinstance(heads, str) else heads))
     return [name for name in named if name.startswith(prefixes)]
 
@@ -115,3 +121,25 @@ def _names_to_freeze(model: nn.Module, patterns: Iterable[str]) -> tuple[str, se
     total = sum(parameter.numel() for parameter in named.values())
     tensors = f"{len(frozen)} of {len(named)} tensors"
     return f"Frozen: {count:,} of {total:,} parameters ({tensors}).", frozen
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterward, each module is back in its former mode."""
+    modes, is_trained = [(module, module.training) for module in model.modules()], model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(is_trained)  # a module's own `train` may do more, such as take LoRA out again
+        for module, training in modes:
+            module.training = training
+
+
+def begin_training(model: nn.Module) -> None:
+    """Sets training mode, except for modules that are in evaluation mode, such as a frozen
+    backbone. Calls the model's own `train`, as it may have such a rule itself."""
+    resting = [module for module in model.modules() if not module.training]
+    model.train()
+    for module in resting:
+        module.training = False

@@ -105,9 +105,11 @@ class Tabular(Task):
         return self._criterion(model(batch["x"]), batch["y"])
 
     def metrics(self) -> dict[str, Metric]:
-        from torchmetrics.classification import MulticlassAUROC
-
-        from raytrain_ddp.tasks.class_metrics import Mean, TopK  # takes seconds to import
+        from raytrain_ddp.tasks.class_metrics import (  # takes seconds to import
+            Mean,
+            MeanAuroc,
+            TopK,
+        )
 
         classes = len(self.class_names)
         if self._criterion.of_targets:
@@ -115,7 +117,7 @@ class Tabular(Task):
         return {
             "loss": Mean(),
             "top1": TopK(1),
-            "auroc": MulticlassAUROC(classes),
+            "auroc": MeanAuroc(classes),
         }
 
     def evaluate(
@@ -123,7 +125,8 @@ class Tabular(Task):
     ) -> None:
         logits, others = model(batch["x"]).float(), {**metrics}
         if "auroc" in others:
-            others.pop("auroc").update(logits.softmax(1), batch["y"])
+            of_each = self._criterion.predicted(logits)["probability"]
+            others.pop("auroc").update(of_each, batch["y"])
         self._criterion.update(others, logits, batch["y"])
 
     def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 _OF_SOURCE = ("blocks", "read", "fingerprint")
-_OF_LOG = ("loss", "lr", "samples_per_s", "seconds")
+_OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 

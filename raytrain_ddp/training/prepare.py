@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.config.effects import unread_notes
+from raytrain_ddp.config.effects import step_notes, unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import TrainLoader, memory_note, start_processes
 from raytrain_ddp.data.loading.sources import Batch, Data
@@ -84,6 +84,7 @@ def prepare(
     if eval_data is not None and (kept is None or kept.model is None):
         try_evaluation(config, task, model, eval_data, world, session.tell)
     if kept is None or not kept.has_trained:
+        _tell(session, *step_notes(config, plan.steps_per_epoch))
         _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
@@ -97,7 +98,7 @@ def prepare(
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
     log = _loaded(state, checkpoint, world)
     session.restore_log(log)
-    cadence, patience, trained_s = ends_of(config, task, plan, state.step, log)
+    cadence, patience, trained_s = ends_of(config, task, plan, state, log)
     failpoint("start.loaded", world.rank, state.step)
     session.tell(
         events.Plan(

@@ -98,6 +98,7 @@ class PreparedRun:
                 skipped=self.state.skipped,
                 nonfinite=self.state.nonfinite,
                 seconds=self.clock.elapsed(),
+                seconds_total=self.trained_s + self.clock.elapsed(),
                 timing=timing,
                 scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )

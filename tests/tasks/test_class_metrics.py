@@ -7,11 +7,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassStatScores,
+    MultilabelAveragePrecision,
+)
 
-from raytrain_ddp.tasks.class_metrics import ClassCounts, Mean, TopK
+from raytrain_ddp.tasks.class_metrics import (
+    ClassCounts,
+    Mean,
+    MeanAuroc,
+    MeanAveragePrecision,
+    TopK,
+)
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.metrics.metric_states import TreeMetrics
 
@@ -109,3 +121,30 @@ def test_states_are_merged_over_chunks():
         theirs.reset()
         theirs.update(*of(name, *whole))
         assert torch.allclose(values[name].double(), theirs.compute().double(), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:No ")
+def test_a_class_that_no_row_has_does_not_count():
+    """torchmetrics counts it as 0."""
+    scores = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1], [0.3, 0.6, 0.1]])
+    labels = torch.tensor([0, 1, 0, 1])
+    auroc = MeanAuroc(3)
+    auroc.update(scores, labels)
+    assert auroc.compute() == 1
+    targets = functional.one_hot(labels, 3)
+    precision = MeanAveragePrecision(3)
+    precision.update(scores, targets)
+    assert precision.compute() == 1
+    random = torch.Generator().manual_seed(0)
+    scores = torch.rand(50, 3, generator=random).softmax(1)
+    labels = torch.randint(3, (50,), generator=random)
+    for ours, theirs, given in (
+        (MeanAuroc(3), MulticlassAUROC(3), labels),
+        (MeanAveragePrecision(3), MultilabelAveragePrecision(3), functional.one_hot(labels, 3)),
+    ):
+        ours.update(scores, given)
+        theirs.update(scores, given)
+        torch.testing.assert_close(ours.compute(), theirs.compute())
+    none = MeanAuroc(3)
+    none.update(scores, torch.zeros(50, dtype=torch.int64))
+    assert none.compute().isnan()

@@ -18,6 +18,7 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import require_samples
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
@@ -29,7 +30,6 @@ from raytrain_ddp.training.metrics.metric_states import (
 )
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.state.train_state import evaluating
 from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few_bad
 
 if TYPE_CHECKING:

@@ -125,7 +125,7 @@ class TreeMetrics:
         """The values of the current state, by name; parts are named as by `flat_values`."""
         values: dict[str, Tensor] = {}
         for name, metric in self._metrics.items():
-            with warnings.catch_warnings():  # it saw only merges; a label that no row has is nan
+            with warnings.catch_warnings():  # it saw only merges; and of labels that no row has
                 warnings.filterwarnings("ignore", "The ``compute``|No positive|Average precision")
                 value = metric.compute()
             values |= flat_values(self._task, name, value)

@@ -54,7 +54,8 @@ def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float
     if schedule.name == "constant":
         return peak
     if schedule.name == "step":
-        return peak * schedule.gamma ** int(step / (schedule.step_epochs * steps_per_epoch))
+        periods = step / (schedule.step_epochs * steps_per_epoch)
+        return peak * schedule.gamma ** int(periods + 1e-9)  # 55 / (1.1 * 50) is below 1
     done = min(1.0, (step - warmup) / max(1.0, total - warmup))
     cosine = (1 + math.cos(math.pi * done)) / 2
     return peak * (schedule.final_lr + (1 - schedule.final_lr) * cosine)

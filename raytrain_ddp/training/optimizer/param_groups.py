@@ -21,6 +21,9 @@ _NOT_DECAYED = {
 }
 
 
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
 def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups of the parameters that are trained: first those with the learning rate of the
     schedule, and of these first those with weight decay.
@@ -67,8 +70,10 @@ def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter, config: Opt
     listed: Any = getattr(model, "no_weight_decay", tuple)
     if last in _NOT_DECAYED or any(fnmatchcase(name, each) for each in listed()):
         return False
-    if last.endswith("bias"):
+    if last.endswith("bias") or last.startswith("bias"):  # also those of LSTMs and attention
         return config.decay_bias
+    if isinstance(model.get_submodule(name.rpartition(".")[0]), _NORMS):
+        return config.decay_norms
     return parameter.ndim > 1 or (config.decay_norms and last == "weight")
 
 

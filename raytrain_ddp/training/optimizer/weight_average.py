@@ -14,7 +14,7 @@ from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_of
-from raytrain_ddp.training.optimizer.task_optimizer import averages
+from raytrain_ddp.training.optimizer.optimizer_state import averages
 
 
 class OptimizerAverage:
@@ -58,9 +58,9 @@ class OptimizerAverage:
 
 
 class WeightAverage:
-    """The average of parameters and floating-point buffers over the applied steps; other buffers,
-    such as counters, are those of the newest step. (Polyak averaging; timm's ModelEmaV3 is the
-    same, but moves in refused steps, too.)
+    """The average of parameters and finite floating-point buffers over the applied steps; other
+    buffers, such as counters and masks, are those of the newest step. (Polyak averaging; timm's
+    ModelEmaV3 is the same, but moves in refused steps, too.)
 
     Raises:
         ConfigError: a trained weight has too few bits for averages.
@@ -88,7 +88,13 @@ class WeightAverage:
     def restart(self) -> None:
         now = self._tensors()
         self.values = {name: tensor.clone() for name, tensor in now.items()}
-        self._moving = [name for name, tensor in now.items() if tensor.is_floating_point()]
+        fixed = {  # such as masks with inf, of which an average would be nan
+            place.name
+            for place in self._buffers
+            if now[place.name].is_floating_point() and not now[place.name].isfinite().all()
+        }
+        moving = {name for name, tensor in now.items() if tensor.is_floating_point()}
+        self._moving = [name for name in now if name in moving - fixed]
         self._newest = [name for name in now if name not in {*self._moving}]
 
     def decay(self, step: int) -> float:

@@ -9,6 +9,7 @@ from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tasks.model_parts import begin_training
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of, optional_method
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
@@ -16,7 +17,6 @@ from raytrain_ddp.training.gradients.reduction import broadcast_model, require_s
 from raytrain_ddp.training.runtime.seeding import seed_all
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Kept
-from raytrain_ddp.training.state.train_state import begin_training
 
 
 def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:

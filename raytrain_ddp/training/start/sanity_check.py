@@ -19,6 +19,7 @@ from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
+from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
@@ -26,7 +27,6 @@ from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetric
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.state.train_state import evaluating
 from raytrain_ddp.training.steps.warm_up import forward
 
 _MOST_BAD = 4096  # rows searched for a readable one

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import RENEWED, Manifest
+from raytrain_ddp.checkpoint.manifest import (
+    ALL_OPTIONS,
+    BRANCHED_AT,
+    RENEWED,
+    Manifest,
+)
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -27,8 +32,8 @@ from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.gradients.buffer_sync import REALS
 from raytrain_ddp.training.gradients.gradient_compression import Compression
 from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
+from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer, options_of
 from raytrain_ddp.training.optimizer.param_groups import regroup
-from raytrain_ddp.training.optimizer.task_optimizer import load_optimizer
 from raytrain_ddp.training.optimizer.weight_average import Average
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
@@ -76,6 +81,7 @@ class TrainState:
     skipped_before: int = 0  # `counted_step`
     counted_step: int = 0  # the last one whose bad records are counted
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
+    branched_at: int = 0  # the step that the run has from another one, see branching.py
     awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
     _backup: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
@@ -121,6 +127,7 @@ class TrainState:
             "skipped": self.skipped,
             "nonfinite": self.nonfinite,
             "awaited": self.awaited,
+            BRANCHED_AT: self.branched_at,
             "scaler": self.scaler.state_dict(),
             "optimizer": whole.rest,
         }
@@ -196,8 +203,10 @@ class TrainState:
             if checkpoint.has(filename):
                 tensors |= tensors_of(checkpoint, filename)
         saved = unflatten_state(tensors, progress["optimizer"])
-        for group in saved["param_groups"]:  # the first start of a branch: see branching.py
-            for name in progress.get(RENEWED, ()):
+        renewed = {*progress.get(RENEWED, ())}  # at the first start of a branch: see branching.py
+        renewed |= options_of(self.optimizer) if ALL_OPTIONS in renewed else set()
+        for group in saved["param_groups"]:
+            for name in renewed:
                 group.pop(name, None)
         regroup(self.model, self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, self.shares.own(self.optimizer, saved))
@@ -213,6 +222,7 @@ class TrainState:
         self.nonfinite = progress.get("nonfinite", 0)
         self.evaluated_step = progress.get("evaluated_step", self.step)
         self.awaited = list(progress.get("awaited", ()))
+        self.branched_at = progress.get(BRANCHED_AT, 0)
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))
         evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
         self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)
@@ -253,27 +263,6 @@ def loss_of(metrics: Mapping[str, float]) -> float:
     """The evaluation's metric "loss"; inf if there is none or it is nan."""
     loss = metrics.get("loss", math.inf)
     return math.inf if loss is None or math.isnan(loss) else loss
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterward, each module is back in its former mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def begin_training(model: nn.Module) -> None:
-    """Sets training mode, except for modules that are in evaluation mode, such as a frozen
-    backbone. Calls the model's own `train`, as it may have such a rule itself."""
-    resting = [module for module in model.modules() if not module.training]
-    model.train()
-    for module in resting:
-        module.training = False
 
 
 def encode(snapshot: Snapshot) -> dict[str, Content]:

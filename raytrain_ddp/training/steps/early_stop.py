@@ -13,6 +13,7 @@ from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.events import Eval, LogRecord, Train
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.step_decisions import Cadence
 
 
@@ -45,17 +46,19 @@ class Patience:
 
 
 def ends_of(
-    config: TrainConfig, task: Task, plan: Plan, step: int, log: Sequence[LogRecord]
+    config: TrainConfig, task: Task, plan: Plan, state: TrainState, log: Sequence[LogRecord]
 ) -> tuple[Cadence, Patience, float]:
-    """What ends a run after `step` with this log, and the seconds trained before.
+    """What ends a run in this state with this log, and the seconds trained before. What it has from
+    another run (`TrainState.branched_at`) does not count.
 
     If it has ended already, the cadence has no further step.
     """
     cadence = Cadence(config, plan.steps_per_epoch)
     patience = Patience(config.stop, task.monitor, task.goal)
-    trained_s = seconds_trained(log)
-    if patience.replay(log) or trained_s >= config.max_time_s:
-        cadence.total_steps = min(step, cadence.total_steps)
+    own = [record for record in log if record.step > state.branched_at]
+    trained_s = seconds_trained(own)
+    if patience.replay(own) or trained_s >= config.max_time_s:
+        cadence.total_steps = min(state.step, cadence.total_steps)
     return cadence, patience, trained_s
 
 
@@ -83,7 +86,9 @@ def seconds_trained(log: Iterable[LogRecord]) -> float:
     """The training time of all starts up to the last line of a log."""
     before = last = 0.0
     for record in log:
-        if isinstance(record, Train) and math.isfinite(record.seconds):
+        if isinstance(record, Train) and math.isfinite(record.seconds_total):
+            before, last = 0.0, record.seconds_total
+        elif isinstance(record, Train) and math.isfinite(record.seconds):  # an earlier version's
             if record.seconds < last:  # another start
                 before += last
             last = record.seconds

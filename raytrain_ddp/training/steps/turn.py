@@ -14,16 +14,17 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, refused
 from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
 from raytrain_ddp.training.gradients.reduction import DdpReduction, ExactReduction
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.optimizer.task_optimizer import skips_on_device
+from raytrain_ddp.training.optimizer.optimizer_state import skips_on_device
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.session import Session, WarmUp
-from raytrain_ddp.training.state.train_state import TrainState, evaluating
+from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.steps.warm_up import Forward, warm_up
 

@@ -1,0 +1,152 @@
+"""Trial steps of a task's optimizer, before the first step: what it does must be repeatable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.training.optimizer.optimizer_state import averages, load_optimizer
+from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
+
+
+def problem_of(optimizer: Optimizer, config: TrainConfig) -> str:
+    """Why it cannot be used; "" if it can. Its steps have no side effects: its state must be
+    storable, and whole, so that a resumed run takes the same steps. With shares, a step over some
+    parameters must be that over all.
+
+    Raises:
+        Exception: a step fails, or the state cannot be stored.
+    """
+    trial, is_dividable = _Trial(optimizer, config), True
+    with keeping_generators(trial.parameters[0].device):
+        trial.step(0)
+        middle, weights = _stored(optimizer), _copies(trial.parameters)
+        trial.step(1)
+        gone_on = _copies(trial.parameters)
+        trial.begin_again(middle, weights)
+        trial.step(1)
+        resumed = _copies(trial.parameters)
+        if config.ddp.shard_optimizer:
+            is_dividable = _is_dividable(optimizer, trial.trained, trial.take_from_the_start)
+    if not all(map(_same_bits, resumed, gone_on)):
+        return "keeps state outside its state_dict(), so a resumed run would differ"
+    if not is_dividable:
+        return "cannot be divided (ddp.shard_optimizer): its steps depend on all parameters"
+    trial.undo()
+    return ""
+
+
+class _Trial:
+    def __init__(self, optimizer: Optimizer, config: TrainConfig) -> None:
+        groups = optimizer.param_groups
+        self._optimizer, self._config = optimizer, config
+        self.parameters = [each for group in groups for each in group["params"]]
+        self.trained = [each for each in self.parameters if each.requires_grad]
+        self._homes = [each.data for each in self.parameters]
+        self._initial, self._blank = _copies(self._homes), _stored(optimizer)
+        self._names = [{*group} for group in groups]
+        self._rates = [group["lr"] for group in groups]
+        if averages(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]
+
+    def step(
+        self, number: int, part: Sequence[Tensor] | None = None, gradient: float = 1e-3
+    ) -> None:
+        seed_slot(self.parameters[0].device, self._config.seed, number, self._config.slots)
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self.trained if part is None else part:
+            parameter.grad = torch.full_like(parameter, gradient)
+        self._optimizer.step()
+
+    def begin_again(self, state: Any, weights: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, weights, strict=True):
+                parameter.copy_(value)
+        load_optimizer(self._optimizer, deepcopy(state))  # it becomes its own
+
+    def take_from_the_start(self, part: Sequence[Tensor]) -> None:
+        self.begin_again(self._blank, self._initial)
+        self._forget()
+        for number, gradient in enumerate((1e-3, 10.0)):  # some clip a large norm
+            self.step(number, part, gradient)
+
+    def _forget(self) -> None:
+        """What a step has added to the groups, such as a counter, is not in the blank state."""
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            for name in group.keys() - names:
+                del group[name]
+
+    def undo(self) -> None:
+        optimizer = self._optimizer
+        load_optimizer(optimizer, self._blank)
+        self._forget()
+        if averages(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]
+        optimizer.zero_grad(set_to_none=True)
+        for parameter, home, value in zip(self.parameters, self._homes, self._initial, strict=True):
+            parameter.data = home.copy_(value)
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """On the CPU, as a GPU may have no room for them."""
+    return [each.detach().to("cpu", copy=True) for each in tensors]
+
+
+def _stored(optimizer: Optimizer) -> Any:
+    """Its state as a checkpoint returns it."""
+    tensors, rest = flatten_state(optimizer.state_dict())
+    copies = dict(zip(tensors, _copies([*tensors.values()]), strict=True))
+    return unflatten_state(copies, json.loads(json.dumps(rest)))
+
+
+def _is_dividable(
+    optimizer: Optimizer, trained: Sequence[Tensor], take: Callable[[Sequence[Tensor]], None]
+) -> bool:
+    """Whether it updates each parameter by itself, see optimizer_shares.py.
+
+    Args:
+        take: takes steps from the start, with gradients of some of the parameters.
+    """
+    halves = trained[::2], trained[1::2]
+    take(trained)
+    state = optimizer.state_dict()
+    if (
+        averages(optimizer)
+        or len(state) != 2
+        or not all(isinstance(k, int) for k in state["state"])
+    ):
+        return False
+    whole = [_part_of(optimizer, half) for half in halves]
+    for half, before in zip(halves, whole, strict=True):
+        take(half)
+        if _part_of(optimizer, half) != before:
+            return False
+    return True
+
+
+def _part_of(optimizer: Optimizer, part: Sequence[Tensor]) -> list[Any]:
+    """These parameters and what the optimizer keeps of them, to compare."""
+    state, ids = optimizer.state_dict(), {id(each) for each in part}
+    kept: list[Any] = []
+    for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        for key, each in zip(named["params"], group["params"], strict=True):
+            if id(each) in ids:
+                kept.append([each.data, state["state"].get(key), {**named, "params": key}])
+    tensors, rest = flatten_state(kept)
+    raw = (each.contiguous().view(-1).view(torch.uint8) for each in _copies([*tensors.values()]))
+    return [rest, *(sha256(each.numpy().data).digest() for each in raw)]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num())

@@ -1,0 +1,267 @@
+"""What models, optimizers and branches of users do that the built-in ones do not."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import mse_loss
+
+from raytrain_ddp import Data, OptimConfig, TrainConfig, fit_locally
+from raytrain_ddp.config.effects import step_notes
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.sections import (
+    CheckpointConfig,
+    EmaConfig,
+    LogConfig,
+    ModelConfig,
+    ScheduleConfig,
+    StopConfig,
+)
+from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.events import Train
+from raytrain_ddp.tasks.model_parts import evaluating, freeze, head_of
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
+from raytrain_ddp.training.optimizer.param_groups import is_decayed
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+from raytrain_ddp.training.optimizer.weight_average import WeightAverage
+from raytrain_ddp.training.steps.early_stop import seconds_trained
+
+X = torch.randn(80, 5, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True)
+
+
+class Regression(Task):
+    monitor, goal = "mse", "min"
+
+    def __init__(self, config: TrainConfig, factor: float = 1.0, decay: float = 0.0) -> None:
+        self._factor, self._decay = factor, decay
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def train_data(self) -> Data:
+        return Data(ArraySource({"x": X.numpy(), "y": Y.numpy()}), _tensors)
+
+    def eval_data(self) -> Data:
+        return self.train_data()
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return mse_loss(model(batch["x"]), batch["y"])
+
+    def metrics(self) -> dict[str, Any]:
+        from torchmetrics import MeanSquaredError
+
+        return {"mse": MeanSquaredError()}
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:
+        outputs = model(batch["x"]).contiguous()
+        metrics["mse"].update(outputs * self._factor, batch["y"] * self._factor)
+
+
+def _tensors(records: dict[str, Any], _: Any) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(records[name]) for name in ("x", "y")}
+
+
+def config(folder: Path, name: str, task: Any = Regression, **changes: Any) -> TrainConfig:
+    usual: dict[str, Any] = {
+        "batch_size": 16,
+        "micro_batch": 8,
+        "optim": OptimConfig(lr=0.01, momentum=0.0, nesterov=False, weight_decay=0.0),
+        "schedule": ScheduleConfig(name="constant", warmup_epochs=0.0),
+        "checkpoint": CheckpointConfig(every_s=0.0),
+        "log": LogConfig(tensorboard=False),
+    }
+    return TrainConfig(name=name, storage=str(folder), task=task, **{**usual, **changes})
+
+
+class Adapted(nn.Linear):
+    """A linear layer with an adapter that is merged into its weights for evaluations, as loralib's
+    does in `train`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.a, self.b = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.zeros(outputs, 2))
+        self.weight.requires_grad_(False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Adapted:
+        super().train(mode)
+        if self.merged == mode:
+            self.weight.data += (self.b.data @ self.a.data) * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        return y if self.merged else y + x @ self.a.T @ self.b.T
+
+
+class Adapting(Regression):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Adapted(5, 8), nn.ReLU(), Adapted(8, 1))
+
+
+def test_an_adapter_that_is_merged_for_evaluations_is_trained(tmp_path: Path):
+    model = Adapting(None).model()  # type: ignore[arg-type]
+    model[1].eval()  # type: ignore[operator]
+    with evaluating(model):
+        assert all(part.merged for part in (model[0], model[2]))  # type: ignore[index]
+    assert not any(part.merged for part in (model[0], model[2]))  # type: ignore[index]
+    assert [part.training for part in model.modules()] == [True, True, False, True]
+    result = fit_locally(config(tmp_path, "lora", Adapting, epochs=3))
+    losses = [r["metrics"]["mse"] for r in result.history if r["kind"] == "eval"]
+    assert losses[-1] < 0.9 * losses[0]
+    (trained,) = (tmp_path / "lora/checkpoints").glob("step-00000015-*/model.safetensors")
+    from safetensors.torch import load_file
+
+    assert load_file(trained)["0.b"].abs().max() > 0.01
+
+
+class Counting(Regression):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        from timm.optim import Adan
+
+        return Adan(model.parameters(), lr=0.01)
+
+
+def test_trial_steps_leave_no_counter_behind():
+    model = nn.Linear(3, 1)
+    made = optimizer_of(Counting(TrainConfig()), model, TrainConfig())
+    assert "step" not in made.param_groups[0]
+    model(torch.ones(1, 3)).sum().backward()
+    made.step()
+    assert made.param_groups[0]["step"] == 1
+
+
+class Grouped(Regression):
+    def optimizer(self, model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(model.parameters())}]
+
+
+def test_fields_about_groups_have_no_effect_if_a_task_gives_the_groups():
+    task, own = Grouped(TrainConfig()), nn.Linear(3, 1)
+    made = optimizer_of(task, own, TrainConfig())
+    assert {"optim.head_lr", "optim.groups", "optim.layer_decay"} <= {
+        *replaced_fields(task, made, TrainConfig())
+    }
+
+
+# ------------------------------------------------------------------ branches
+
+
+class Optioned(Regression):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=self._decay, fused=True)
+
+
+def test_a_branch_has_the_new_options_of_the_tasks_own_optimizer(tmp_path: Path):
+    fit_locally(config(tmp_path, "base", Optioned, epochs=1))
+    options = {"task_options": {"decay": "5"}}
+    changed = config(tmp_path, "branch", Optioned, epochs=2, **options)
+    fit_locally(changed, resume_from=tmp_path / "base", allow_change=["task_options"])
+    (state,) = (tmp_path / "branch/checkpoints").glob("step-00000010-*/state.json")
+    assert '["weight_decay", 5.0]' in state.read_text()
+    assert '["betas", {"tuple": [0.9, 0.999]}]' in state.read_text()
+
+
+def test_evaluations_of_the_origin_do_not_count_for_the_patience_of_a_branch(tmp_path: Path):
+    """The metric of the branch is a hundred times as large: none is better than the origin's."""
+    fit_locally(config(tmp_path, "base", epochs=2))
+    scaled = {"task_options": {"factor": "10"}, "stop": StopConfig(patience=2)}
+    changed = config(tmp_path, "branch", epochs=8, **scaled)
+    result = fit_locally(changed, resume_from=tmp_path / "base", allow_change=["task_options"])
+    assert result.step == 8 * 5
+    assert result.best["step"] > 10
+    ended = config(tmp_path, "ended", epochs=8, max_time="0.001s")
+    assert fit_locally(ended).step < 8 * 5
+    longer = config(tmp_path, "longer", epochs=8)
+    assert fit_locally(longer, resume_from=tmp_path / "ended").step == 8 * 5
+
+
+def test_the_time_of_starts_counts_whatever_their_lengths():
+    log = [Train(step=n, seconds=0.5 + n / 100, seconds_total=0.5 * n) for n in range(1, 5)]
+    assert seconds_trained(log) == 2.0
+    assert seconds_trained([Train(step=1, seconds=3.0), *log]) == 2.0
+
+
+# ------------------------------------------------------------------ models
+
+
+class HeadFirst(nn.Module):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, classes)
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+
+
+def test_a_head_that_is_registered_first_is_the_head():
+    model = HeadFirst()
+    assert head_of(model) == ["head.weight", "head.bias"]
+    freeze(model, ["backbone"])
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == head_of(model)
+
+
+def test_a_mask_with_inf_is_not_averaged():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
+    model.register_buffer("running", torch.zeros(3))
+    average = WeightAverage(model, EmaConfig(decay=0.5, warmup=False))
+    model.running += 1  # type: ignore[operator]
+    average.follow(torch.tensor(False), 1)
+    assert torch.equal(average.values["mask"], model.mask)  # type: ignore[arg-type]
+    assert torch.equal(average.values["running"], torch.full((3,), 0.5))
+
+
+def test_decay_goes_by_the_kind_of_module():
+    parts: dict[str, nn.Module] = {
+        "norm": nn.LayerNorm([4, 6, 6]),
+        "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        "lstm": nn.LSTM(3, 3),
+        "linear": nn.Linear(3, 3),
+    }
+    model = nn.ModuleDict(parts)
+
+    def decayed(**fields: bool) -> set[str]:
+        named = model.named_parameters()
+        return {n for n, p in named if is_decayed(model, n, p, OptimConfig(**fields))}
+
+    every = {name for name, _ in model.named_parameters()}
+    biases = {name for name in every if "bias" in name}
+    assert decayed() == every - biases - {"norm.weight"}
+    assert decayed(decay_norms=True, decay_bias=True) == every
+    assert decayed(decay_norms=True) == every - biases
+
+
+def test_a_rate_drops_at_the_step_that_begins_a_period():
+    for tenths in range(1, 100):
+        schedule = ScheduleConfig(
+            name="step", step_epochs=tenths / 10, gamma=0.1, warmup_epochs=0.0
+        )
+        made = TrainConfig(optim=OptimConfig(lr=1.0), schedule=schedule)
+        for step in range(200):
+            periods = int(step / (Fraction(tenths, 10) * 50))
+            assert learning_rate(made, step, 50) == pytest.approx(0.1**periods)
+
+
+def test_epochs_that_a_number_of_steps_does_not_reach_are_noted():
+    made = TrainConfig(
+        steps=10,
+        schedule=ScheduleConfig(warmup_epochs=1.0),
+        model=ModelConfig(name="resnet18", freeze=("layer1",), unfreeze_epoch=5),
+        data=DataConfig(source="x", image_size=64, start_size=32, grow_epochs=5),
+    )
+    notes = step_notes(made, 23)
+    fields = ("schedule.warmup_epochs", "model.unfreeze_epoch", "data.grow_epochs")
+    assert [note.split(" = ")[0] for note in notes] == [*fields]
+    assert "10 are 0.435 epochs" in notes[0]
+    assert step_notes(TrainConfig(steps=460), 23) == []
+    assert step_notes(TrainConfig(), 23) == []
