@@ -10,6 +10,7 @@ from typing import Any
 
 import cloudpickle
 
+from raytrain_ddp.data.loading.sources import require_dataset
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError
@@ -45,6 +46,7 @@ class IterableSource:
     def __init__(
         self, dataset: Iterable[Any], rows: int | None = None, *, shared: bool = False
     ) -> None:
+        require_dataset(dataset, {each.__name__ for each in type(dataset).__mro__})
         if rows is None and not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length: give the number of its items as rows=."

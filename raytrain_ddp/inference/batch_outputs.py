@@ -85,7 +85,7 @@ def outputs(
     size = asked.batch_size
     loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
     with (
-        torch.inference_mode(),
+        torch.no_grad(),
         evaluating(model),
         autocast(device, asked.precision),
         _captured(model, asked.layer) as captured,

@@ -35,6 +35,13 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
     if not isinstance(model, nn.Module):
         hint = f" Return {model.__name__}()." if isinstance(model, type) else ""
         raise refused(task.model, model, "a torch.nn.Module", hint)
+    for name, module in model.named_modules():
+        if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
+            hint = f" {name} has no weights yet: call the model with a batch in model()."
+            raise refused(task.model, model, "a model without lazy layers", hint)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            hint = f" {name} has sparse gradients: set sparse=False."
+            raise refused(task.model, model, "a model with dense gradients", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"
         hint = " All parameters are frozen (requires_grad is False), or there are none."
@@ -74,7 +81,9 @@ def _data(function: Any, data: Any, empty: str) -> Data:
     lacking = [name for name in _OF_SOURCE if not hasattr(data.source, name)]
     if lacking:
         hint = f" A {type(data.source).__name__} has no {' and no '.join(lacking)}."
-        if hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):
+        if hasattr(data.source, "dataset") and hasattr(data.source, "batch_size"):
+            hint += " Wrap its data set: MapSource(loader.dataset)."
+        elif hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):
             hint += " Wrap it: MapSource(dataset), or IterableSource(dataset) for an iterable one."
         raise refused(function, data, "a Data whose source is a raytrain_ddp.Source", hint)
     if not data.rows:

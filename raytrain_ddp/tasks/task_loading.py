@@ -141,7 +141,8 @@ def _no_such_place(field: str, name: str) -> ConfigError:
     if not place.endswith(".py"):
         return ConfigError(f"{field} = {name!r}: no module {place!r} can be imported from here.")
     where = "" if Path(place).is_absolute() else f" in {Path.cwd()}"
-    return ConfigError(f"{field} = {name!r}: there is no file {place}{where}.")
+    text = f"{field} = {name!r}: there is no file {place}{where}."
+    return ConfigError(f"{text} Run this in the folder of the file." if where else text)
 
 
 def _check_defined(field: str, name: str, path: Path, defined: str) -> None:

@@ -220,9 +220,11 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
             return  # written in C: it has no signature
         code = _code(_own(kind, name))
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
+        names = [*inspect.signature(method).parameters] if method is not None else []
+        hint = " Is self missing?" if is_unbound and "self" not in names else ""
         raise TaskError(
             f"{where}, in {kind.__qualname__}.{name}: it takes {inspect.signature(method)}, but "
-            f"it is called with ({', '.join(arguments)}): {error}."
+            f"it is called with ({', '.join(arguments)}): {error}.{hint}"
         ) from None
 
 

@@ -17,7 +17,7 @@ from raytrain_ddp.data.loading.loader import TrainLoader, memory_note, start_pro
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.splits import Splits
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import ConfigError, DataError, first_names
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
@@ -84,7 +84,7 @@ def prepare(
     if eval_data is not None and (kept is None or kept.model is None):
         try_evaluation(config, task, model, eval_data, world, session.tell)
     if kept is None or not kept.has_trained:
-        _tell(session, *step_notes(config, plan.steps_per_epoch))
+        _tell(session, *step_notes(config, plan.steps_per_epoch), _buffer_note(found))
         _tell_notes(config, task, loader, state, session, reads)
     failpoint("start.warmed_up", world.rank)
 
@@ -256,6 +256,18 @@ def _warm_up(
     if kept is not None and kept.warm_up:
         return kept.warm_up
     return stepper.warm_up(*_batches(loader, epoch))
+
+
+def _buffer_note(found: Mapping[str, WarmUp]) -> str | None:
+    """A note if a model has buffers that may not be meant to be averaged, such as a queue."""
+    names = dict.fromkeys(name for each in found.values() for name in each.averaged)
+    if not names:
+        return None
+    return (
+        f"the buffers {first_names([*names])} change in forward passes: each step applies the mean "
+        "of the changes of its slots (the micro-batches). What must not be averaged, such as a "
+        "queue or a count, belongs into after_step()."
+    )
 
 
 def _batches(loader: TrainLoader, epoch: int) -> tuple[Batch, int, Batch, Batch | None]:

@@ -52,12 +52,14 @@ class WarmUp(NamedTuple):
         fewest: samples with which a slot passes in training mode.
         changing: the bool buffers that a forward pass changes.
         flops: floating-point operations of a sample, forward and backward; 0 if unknown.
+        averaged: other buffers that it changes, but for statistics of normalization layers.
     """
 
     scalar_names: tuple[str, ...]
     fewest: int
     changing: list[BufferLocation]
     flops: float
+    averaged: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 from raytrain_ddp import Data, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.config.effects import step_notes
@@ -23,10 +29,14 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
     StopConfig,
 )
-from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.iterable_source import IterableSource
+from raytrain_ddp.data.loading.sources import ArraySource, MapSource
+from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.errors import ConfigError, DataError, TaskError
 from raytrain_ddp.events import Train
 from raytrain_ddp.tasks.model_parts import evaluating, freeze, head_of
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.optimizer.param_groups import is_decayed
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
@@ -119,7 +129,7 @@ def test_an_adapter_that_is_merged_for_evaluations_is_trained(tmp_path: Path):
     assert [part.training for part in model.modules()] == [True, True, False, True]
     result = fit_locally(config(tmp_path, "lora", Adapting, epochs=3))
     losses = [r["metrics"]["mse"] for r in result.history if r["kind"] == "eval"]
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     (trained,) = (tmp_path / "lora/checkpoints").glob("step-00000015-*/model.safetensors")
     from safetensors.torch import load_file
 
@@ -265,3 +275,163 @@ def test_epochs_that_a_number_of_steps_does_not_reach_are_noted():
     assert "10 are 0.435 epochs" in notes[0]
     assert step_notes(TrainConfig(steps=460), 23) == []
     assert step_notes(TrainConfig(), 23) == []
+
+
+# ------------------------------------------------------------------ losses and modules
+
+
+class Informed(Regression):
+    """A physics-informed loss: the gradient of the outputs by the inputs, which are a leaf."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        return (slope.sum(1) - outputs[:, 0]).square().mean()
+
+
+class Scored(nn.Module):
+    """Computes gradients also in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inputs = x.clone().requires_grad_() * 1
+            (slope,) = torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)
+        return self.net(x) + 0 * slope.sum()
+
+
+class Queried(nn.Module):
+    """Learned queries are the input of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.embed = nn.Parameter(torch.zeros(2, 8)), nn.Linear(1, 8)
+        self.decoder = nn.TransformerDecoderLayer(8, 2, 8, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.expand(len(x), -1, -1)
+        return self.out(self.decoder(queries, self.embed(x[..., None])).mean(1))
+
+
+MODELS: dict[str, Any] = {
+    "scored": Scored,
+    "queried": Queried,
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)),
+    "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 1)),
+    "script": lambda: torch.jit.script(nn.Linear(5, 1)),
+}
+
+
+class Modelled(Regression):
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self._kind = kind
+
+    def model(self) -> nn.Module:
+        made: nn.Module = MODELS[self._kind]()
+        return made
+
+
+def test_a_loss_may_compute_gradients(tmp_path: Path):
+    assert fit_locally(config(tmp_path, "informed", Informed, epochs=1)).step == 5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("kind", MODELS)
+def test_models_with_the_default_settings(kind: str, tmp_path: Path):
+    made = config(tmp_path, "run", Modelled, epochs=2, task_options={"kind": kind})
+    result = fit_locally(made)
+    losses = [r["metrics"]["mse"] for r in result.history if r["kind"] == "eval"]
+    assert losses[1] < losses[0]
+
+
+class Queue(nn.Module):
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.net, self.norm = nn.Linear(5, 1), nn.BatchNorm1d(5)
+        self.register_buffer("queue", torch.zeros(size, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.queue = x.detach()[: max(1, len(self.queue))]
+        return self.net(self.norm(x))
+
+
+class Queued(Regression):
+    size = 8
+
+    def model(self) -> nn.Module:
+        return Queue(self.size)
+
+
+class Growing(Queued):
+    size = 0
+
+
+def test_buffers_that_may_not_be_meant_to_be_averaged_are_named(tmp_path: Path):
+    text = io.StringIO()
+    display = Display(Console(file=text, width=300), live=False)
+    fit_locally(config(tmp_path, "queue", Queued, epochs=1), display=display)
+    assert "the buffers queue change in forward passes" in text.getvalue()
+    with pytest.raises(ConfigError, match="buffer queue changes its size in a forward pass"):
+        fit_locally(config(tmp_path, "growing", Growing, epochs=1))
+
+
+class Undefined(Regression):
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor], metrics: Any) -> None:
+        metrics["mse"].update(torch.tensor([math.nan]), torch.ones(1))
+
+
+def test_a_monitor_that_is_not_a_number_is_noted(tmp_path: Path):
+    text = io.StringIO()
+    display = Display(Console(file=text, width=300), live=False)
+    fit_locally(config(tmp_path, "nan", Undefined, epochs=1), display=display)
+    assert "mse is not a number after step 5: this is not the best" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(1)), "without lazy layers. 0 has no weights yet"),
+        (lambda: nn.Embedding(3, 1, sparse=True), "dense gradients.  has sparse gradients"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(model: Any, message: str):
+    task = Regression(TrainConfig())
+    task.model = model  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=message):
+        model_of(task)
+
+
+# ------------------------------------------------------------------ data
+
+
+def test_columns_of_tables_are_arrays():
+    frame = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 2]}).sample(frac=1, random_state=0)
+    for arrays in (frame, {"x": frame["x"], "y": frame["y"]}):
+        records = ArraySource(arrays).read(np.arange(3))
+        assert records["y"].tolist() == frame["y"].tolist()
+        assert records["x"].tolist() == frame["x"].tolist()
+    with pytest.raises(DataError, match=r"ArraySource\(ndarray\): give arrays by name"):
+        ArraySource(np.zeros(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [MapSource, IterableSource])
+def test_what_contains_data_sets_or_makes_batches_is_named(kind: Any):
+    rows = TensorDataset(torch.zeros(4, 1))
+    for given, message in (
+        (DataLoader(rows), r"DataLoader makes batches: pass its data set \(loader.dataset\)"),
+        (pd.DataFrame({"x": [1]}), r"DataFrame: use ArraySource\(frame\)"),
+        (type("DatasetDict", (dict,), {})(), "several splits: choose one"),
+    ):
+        with pytest.raises(DataError, match=message):
+            kind(given)

@@ -7,7 +7,7 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
@@ -174,10 +174,15 @@ class ArraySource:
     """Arrays in memory with a common first dimension; a record is a dict of their rows.
 
     Args:
-        arrays: name -> array, list or tensor, shape (rows, ...).
+        arrays: name -> array, list, tensor or column of a table, shape (rows, ...).
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], rows_per_block: int = 1024):
+        if not hasattr(arrays, "items"):
+            kind = type(arrays).__name__
+            raise DataError(
+                f"ArraySource({kind}): give arrays by name, such as {{'x': x, 'y': y}}."
+            )
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"arrays of unequal or no length: {lengths}.")
@@ -199,9 +204,24 @@ def _as_array(name: str, array: Any) -> Any:
     try:
         if hasattr(array, "detach"):  # a tensor
             return array.detach().numpy()
-        return np.asarray(array) if isinstance(array, list | tuple) else array
+        return array if isinstance(array, np.ndarray) else np.asarray(array)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
+
+
+def require_dataset(dataset: Any, kinds: Collection[str]) -> None:
+    """Raises DataError for what contains data sets or makes batches of them.
+
+    Args:
+        kinds: names of its classes.
+    """
+    name = type(dataset).__name__
+    if "DataLoader" in kinds:
+        raise DataError(f"{name} makes batches: pass its data set (loader.dataset).")
+    if "DatasetDict" in kinds:
+        raise DataError(f"{name} has several splits: choose one, such as datasets['train'].")
+    if "DataFrame" in kinds:
+        raise DataError(f"{name}: use ArraySource(frame), whose arrays are the columns.")
 
 
 class MapSource:
@@ -221,6 +241,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
         kinds = {each.__name__ for each in type(dataset).__mro__}  # without an import of torch
+        require_dataset(dataset, kinds)
         if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "

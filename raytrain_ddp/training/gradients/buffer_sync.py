@@ -47,10 +47,28 @@ class SavedBuffers:
         self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
         self._values = [tensor.detach().clone() for tensor in self._tensors]
 
+    def changed(self) -> list[str]:
+        """The numbers that differ now, by name, but for the statistics of normalization layers."""
+        pairs = zip(self._places, self._values, strict=True)
+        return [
+            place.name
+            for place, value in pairs
+            if not isinstance(place.module, nn.modules.batchnorm._NormBase)
+            and value.dtype is not torch.bool
+            and not torch.equal(place.tensor(), value)
+        ]
+
     def restore(self) -> None:
-        for place, tensor in zip(self._places, self._tensors, strict=True):
-            if getattr(place.module, place.key) is not tensor:
+        """Raises ConfigError if one has another size."""
+        for place, tensor, value in zip(self._places, self._tensors, self._values, strict=True):
+            now = getattr(place.module, place.key)
+            if now is not tensor:
                 setattr(place.module, place.key, tensor)
+            if now.shape != value.shape:
+                raise ConfigError(
+                    f"the model's buffer {place.name} changes its size in a forward pass: give it "
+                    "its size in model(), such as by a call with a batch."
+                )
         if self._values:
             torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)
 

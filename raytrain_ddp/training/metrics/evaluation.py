@@ -114,7 +114,7 @@ def evaluate(
     mine, device = chunks[places.start : places.stop], world.device
     loaded = eval_batches(data, batch_size, mine, threads, pin=device.type == "cuda")
     with (
-        torch.inference_mode(),
+        torch.no_grad(),  # not inference_mode: a model may compute gradients in its forward pass
         evaluating(model),
         autocast(device, precision),
         closing(loaded),

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
 from raytrain_ddp.training.monitoring.phase_clock import PHASES
+from raytrain_ddp.training.runtime.determinism import Tracker
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World
 
@@ -163,7 +164,9 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
     try:
-        with FlopCounterMode(display=False) as counter:
+        counter = FlopCounterMode(display=False)
+        counter.mod_tracker = Tracker()
+        with counter:
             yield counter
     finally:
         torch.compiler.set_stance("default")

@@ -72,7 +72,7 @@ def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter, config: Opt
         return False
     if last.endswith("bias") or last.startswith("bias"):  # also those of LSTMs and attention
         return config.decay_bias
-    if isinstance(model.get_submodule(name.rpartition(".")[0]), _NORMS):
+    if isinstance(dict(model.named_modules()).get(name.rpartition(".")[0]), _NORMS):
         return config.decay_norms
     return parameter.ndim > 1 or (config.decay_norms and last == "weight")
 

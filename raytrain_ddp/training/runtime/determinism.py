@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.module_tracker import ModuleTracker
 
 from raytrain_ddp.errors import ConfigError
@@ -27,7 +28,7 @@ def naming_nondeterministic(model: nn.Module) -> Iterator[None]:
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
-    tracker = ModuleTracker()
+    tracker = Tracker()
     with tracker, _Finder(tracker) as finder:
         yield
     if finder.found:
@@ -38,6 +39,21 @@ def naming_nondeterministic(model: nn.Module) -> Iterator[None]:
             + "\nUse other layers or operations there, or --compute.no-deterministic: then the run "
             "keeps every promise except the same bits."
         )
+
+
+class Tracker(ModuleTracker):
+    """Does not watch gradients of leaves, which `torch.autograd.grad` in a loss could not compute
+    then (in a physics-informed loss, or a gradient penalty)."""
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        super()._fw_pre_hook(mod, tree_map(_unless_leaf, input))
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        super()._fw_post_hook(mod, input, tree_map(_unless_leaf, output))
+
+
+def _unless_leaf(value: Any) -> Any:
+    return None if isinstance(value, torch.Tensor) and value.is_leaf else value
 
 
 class _Finder(TorchDispatchMode):

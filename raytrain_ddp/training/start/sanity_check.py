@@ -72,7 +72,7 @@ def try_evaluation(
     with (
         keeping_generators(world.device),
         evaluating(model),
-        torch.inference_mode(),
+        torch.no_grad(),
         autocast(world.device, config.compute.precision),
         naming_nondeterministic(model),
     ):

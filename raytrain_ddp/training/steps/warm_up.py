@@ -97,15 +97,15 @@ def warm_up(
             names = _pass(run, batch, require_gradients)
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients)
-        with torch.no_grad():
-            run(smallest, is_wrapped=False)
-            fewest = 1 if single is None else 1 + _is_too_small(run, single)
+        run(smallest, is_wrapped=False)
+        fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
         remedy = _remedy_of(str(error))
         if remedy is None:
             raise
         raise ConfigError(remedy) from error
-    found = WarmUp(names, fewest, flags.changed(), counter.get_total_flops() / samples)
+    flops, averaged = counter.get_total_flops() / samples, buffers.changed()
+    found = WarmUp(names, fewest, flags.changed(), flops, averaged)
     buffers.restore()
     return found
 
