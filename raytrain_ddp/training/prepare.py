@@ -84,8 +84,7 @@ def prepare(
     if eval_data is not None and (kept is None or kept.model is None):
         try_evaluation(config, task, model, eval_data, world, session.tell)
     if kept is None or not kept.has_trained:
-        _tell(session, *step_notes(config, plan.steps_per_epoch), _buffer_note(found))
-        _tell_notes(config, task, loader, state, session, reads)
+        _tell_notes(config, task, loader, state, session, reads, found)
     failpoint("start.warmed_up", world.rank)
 
     identity = kept.identity if kept else RunIdentity.of(data, eval_data, task)
@@ -97,6 +96,7 @@ def prepare(
     if checkpoint is None and kept and kept.has_trained:
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
     log = _loaded(state, checkpoint, world)
+    _tell(session, None if live else _kept_note(config, state))
     session.restore_log(log)
     cadence, patience, trained_s = ends_of(config, task, plan, state, log)
     failpoint("start.loaded", world.rank, state.step)
@@ -211,8 +211,10 @@ def _tell_notes(
     state: TrainState,
     session: Session,
     reads: Collection[str] | None,
+    found: Mapping[str, WarmUp],
 ) -> None:
     """Notes what is allowed, but may not be intended."""
+    _tell(session, *step_notes(config, loader.plan.steps_per_epoch), _buffer_note(found))
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones
@@ -256,6 +258,15 @@ def _warm_up(
     if kept is not None and kept.warm_up:
         return kept.warm_up
     return stepper.warm_up(*_batches(loader, epoch))
+
+
+def _kept_note(config: TrainConfig, state: TrainState) -> str | None:
+    if not state.kept_options:
+        return None
+    return (
+        f"the optimizer continues with {first_names(state.kept_options)}, as the checkpoint has "
+        f"it; a new run with --model.weights {config.name} has the new one."
+    )
 
 
 def _buffer_note(found: Mapping[str, WarmUp]) -> str | None:

@@ -183,6 +183,23 @@ def test_a_branch_has_the_new_options_of_the_tasks_own_optimizer(tmp_path: Path)
     assert '["betas", {"tuple": [0.9, 0.999]}]' in state.read_text()
 
 
+def test_a_resumed_run_says_which_options_of_the_optimizer_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fit_locally(config(tmp_path, "run", Optioned, epochs=1))
+    text = io.StringIO()
+    display = Display(Console(file=text, width=300), live=False)
+
+    def edited(_: Task, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5, fused=True)
+
+    monkeypatch.setattr(Optioned, "optimizer", edited)
+    fit_locally(config(tmp_path, "run", Optioned, epochs=2), display=display)
+    assert (
+        "continues with weight_decay = 0.0 (now 0.5), as the checkpoint has it" in text.getvalue()
+    )
+
+
 def test_evaluations_of_the_origin_do_not_count_for_the_patience_of_a_branch(tmp_path: Path):
     """The metric of the branch is a hundred times as large: none is better than the origin's."""
     fit_locally(config(tmp_path, "base", epochs=2))

@@ -31,6 +31,20 @@ def options_of(optimizer: Optimizer) -> set[str]:
     return {name for one in each for name in inspect.signature(type(one)).parameters} - {"params"}
 
 
+def kept_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The options of a checkpoint's groups, except the learning rate, that the task's code now
+    sets otherwise, as ``weight_decay = 0.1 (now 0.5)``."""
+    names = options_of(optimizer) - {"lr", *_KERNELS}
+    pairs = list(zip(optimizer.param_groups, saved, strict=False))
+    found = [
+        f"{name} = {old[name]!r} (now {own[name]!r})"
+        for own, old in pairs
+        for name in own
+        if name in names and name in old and str(own[name]) != str(old[name])
+    ]
+    return list(dict.fromkeys(found))
+
+
 def averages(optimizer: Optimizer) -> bool:
     """Whether it trains other weights than those to be evaluated, as schedule-free ones do, and has
     `train()` and `eval()` to change between them."""

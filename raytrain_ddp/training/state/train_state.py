@@ -32,7 +32,7 @@ from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.training.gradients.buffer_sync import REALS
 from raytrain_ddp.training.gradients.gradient_compression import Compression
 from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
-from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer, options_of
+from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
 from raytrain_ddp.training.optimizer.param_groups import regroup
 from raytrain_ddp.training.optimizer.weight_average import Average
 from raytrain_ddp.training.runtime.world import World
@@ -81,6 +81,7 @@ class TrainState:
     skipped_before: int = 0  # `counted_step`
     counted_step: int = 0  # the last one whose bad records are counted
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
+    kept_options: list[str] = field(default_factory=list)  # by `load`, though the code has others
     branched_at: int = 0  # the step that the run has from another one, see branching.py
     awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
@@ -209,6 +210,7 @@ class TrainState:
             for name in renewed:
                 group.pop(name, None)
         regroup(self.model, self.optimizer, saved["param_groups"])
+        self.kept_options = kept_options(self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, self.shares.own(self.optimizer, saved))
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
