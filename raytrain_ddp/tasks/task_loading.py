@@ -93,6 +93,14 @@ def imported(field: str, name: str) -> Any:
             if error.name is None or not f"{own}.".startswith(f"{error.name}."):
                 raise  # of a module that it imports itself
             raise _no_such_place(field, name) from None
+        except ImportError as error:
+            if not in_file or "no known parent package" not in str(error):
+                raise
+            module_name = ".".join(Path(place).with_suffix("").parts)
+            raise ConfigError(
+                f"{field} = {name!r}: the file has relative imports, which need its package: name "
+                f"the module, such as {module_name}:{object_name}."
+            ) from error
     try:
         return attrgetter(object_name)(module)
     except AttributeError:

@@ -632,3 +632,14 @@ def test_a_model_that_rests_as_a_whole_is_noted(tmp_path: Path):
 
     fit_locally(replace(config, checkpoint=CheckpointConfig(every_s=0.0)), display=Display())  # type: ignore[arg-type]
     assert any("model() returned the whole model in evaluation mode" in text for text in shown)
+
+
+def test_a_file_with_relative_imports_is_named_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/base.py").write_text("class Mine: ...\n")
+    (tmp_path / "package/own.py").write_text("from .base import Mine\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"relative imports.*such as package\.own:Mine\."):
+        task_of(TrainConfig(task="package/own.py:Mine"))
