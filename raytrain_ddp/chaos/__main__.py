@@ -24,7 +24,7 @@ class ChaosArgs(RecipeArgs):
 
     Weights, optimizer, the samples of each step, and the log must be bitwise identical, and no
     files or processes may be left behind: exit status 0, else 1. What is killed, and when, depends
-    on --seed only. --storage must be a folder of this machine.
+    on --seed only. --storage must be a folder on this machine.
     """
 
     kills: int | None = None

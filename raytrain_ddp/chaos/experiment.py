@@ -112,7 +112,7 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
-        PreflightError: the storage is not a folder of this machine.
+        PreflightError: the storage is not a folder on this machine.
         RaytrainError: the undisturbed run failed.
     """
     token = uuid.uuid4().hex
@@ -226,7 +226,7 @@ def _environment() -> dict[str, str]:
 def _new_folder(storage: str) -> Path:
     if "://" in storage:
         shown = without_secrets(storage)
-        raise PreflightError(f"storage = {shown}: chaos needs a folder of this machine.")
+        raise PreflightError(f"storage = {shown}: chaos needs a folder on this machine.")
     parent = expanded(storage).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))

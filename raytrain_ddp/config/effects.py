@@ -202,8 +202,8 @@ def step_notes(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     epochs = config.steps / steps_per_epoch if config.steps else math.inf
     reached = {
         "schedule.warmup_epochs": "the learning rate does not reach optim.lr",
-        "model.unfreeze_epoch": "what is frozen stays frozen",
-        "data.grow_epochs": "no image has data.image_size",
+        "model.unfreeze_epoch": "the frozen parameters stay frozen",
+        "data.grow_epochs": "no image reaches data.image_size",
     }
     return [
         f"{name} = {value:g}: steps = {config.steps} are {epochs:.3g} epochs, so {what}."

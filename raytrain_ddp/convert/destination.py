@@ -123,8 +123,8 @@ def require_up_to_date(
     if dataset.get("seen", now := seen_of(splits)) == now:
         return ""
     return (
-        f"files of {source} have been written since, or others are read, with the same names and "
-        f"sizes. If they have other pixels, delete {place}, and convert again."
+        f"files of {source} have been written since, or replaced by others with the same names and "
+        f"sizes. If their pixels differ, delete {place}, and convert again."
     )
 
 

@@ -47,7 +47,7 @@ def shrink_image(content: bytes, short: int, quality: int) -> bytes:
         )
         pixels = picture.pixels(shrink_for((picture.height, picture.width), size))
     if max(size) > _JPEG_SIDE:
-        raise ValueError(f"{size[1]} x {size[0]} pixels: a JPEG has at most {_JPEG_SIDE} a side")
+        raise ValueError(f"{size[1]} x {size[0]} pixels: a JPEG has at most {_JPEG_SIDE} per side")
     resized = Image.fromarray(pixels).resize(size[::-1], Image.Resampling.BICUBIC)
     exif = Image.Exif()
     if (orientation := orientation_of(image)) != 1:

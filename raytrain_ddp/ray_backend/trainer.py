@@ -1,4 +1,4 @@
-"""Builds Ray Train's `TorchTrainer` for a run, and ends what it leaves."""
+"""Builds Ray Train's `TorchTrainer` for a run, and cleans up what it leaves behind."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(is_trained)  # a module's own `train` may do more, such as take LoRA out again
+        model.train(is_trained)  # a module's own `train` may do more, such as unmerge LoRA weights
         for module, training in modes:
             module.training = training
 

@@ -36,11 +36,12 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         hint = f" Return {model.__name__}()." if isinstance(model, type) else ""
         raise refused(task.model, model, "a torch.nn.Module", hint)
     for name, module in model.named_modules():
+        called = name or type(module).__name__
         if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
-            hint = f" {name} has no weights yet: call the model with a batch in model()."
+            hint = f" {called} has no weights yet: call the model with a batch in model()."
             raise refused(task.model, model, "a model without lazy layers", hint)
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            hint = f" {name} has sparse gradients: set sparse=False."
+            hint = f" {called} has sparse gradients: set sparse=False."
             raise refused(task.model, model, "a model with dense gradients", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"

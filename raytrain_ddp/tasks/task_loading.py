@@ -150,7 +150,7 @@ def _no_such_place(field: str, name: str) -> ConfigError:
         return ConfigError(f"{field} = {name!r}: no module {place!r} can be imported from here.")
     where = "" if Path(place).is_absolute() else f" in {Path.cwd()}"
     text = f"{field} = {name!r}: there is no file {place}{where}."
-    return ConfigError(f"{text} Run this in the folder of the file." if where else text)
+    return ConfigError(f"{text} Run the command in the file's folder." if where else text)
 
 
 def _check_defined(field: str, name: str, path: Path, defined: str) -> None:

@@ -265,7 +265,7 @@ def _kept_note(config: TrainConfig, state: TrainState) -> str | None:
         return None
     return (
         f"the optimizer continues with {first_names(state.kept_options)}, as the checkpoint has "
-        f"it; a new run with --model.weights {config.name} has the new one."
+        f"it; to use the new value, start a new run with --model.weights {config.name}."
     )
 
 
@@ -277,7 +277,7 @@ def _buffer_note(found: Mapping[str, WarmUp]) -> str | None:
     return (
         f"the buffers {first_names([*names])} change in forward passes: each step applies the mean "
         "of the changes of its slots (the micro-batches). What must not be averaged, such as a "
-        "queue or a count, belongs into after_step()."
+        "queue or a count, belongs in after_step()."
     )
 
 

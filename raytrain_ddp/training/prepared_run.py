@@ -165,7 +165,9 @@ class PreparedRun:
         """Logs the evaluation of the model after `step`; returns whether it is the best so far."""
         monitor = self.task.monitor
         if math.isnan(evaluation.metrics.get(monitor, 0.0)):
-            text = f"{monitor} is not a number after step {step}: this is not the best checkpoint."
+            text = (
+                f"{monitor} is not a number after step {step}: this checkpoint cannot be the best."
+            )
             self.session.tell(events.Note(text))
         best = self.state.improve(step, evaluation.metrics, monitor, self.task.goal)
         self.session.log(

@@ -298,7 +298,7 @@ def test_epochs_that_a_number_of_steps_does_not_reach_are_noted():
 
 
 class Informed(Regression):
-    """A physics-informed loss: the gradient of the outputs by the inputs, which are a leaf."""
+    """A physics-informed loss: the gradient of the outputs with respect to the inputs, a leaf."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -412,14 +412,17 @@ def test_a_monitor_that_is_not_a_number_is_noted(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)
     fit_locally(config(tmp_path, "nan", Undefined, epochs=1), display=display)
-    assert "mse is not a number after step 5: this is not the best" in text.getvalue()
+    assert "mse is not a number after step 5: this checkpoint cannot be the best" in text.getvalue()
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (lambda: nn.Sequential(nn.LazyLinear(1)), "without lazy layers. 0 has no weights yet"),
-        (lambda: nn.Embedding(3, 1, sparse=True), "dense gradients.  has sparse gradients"),
+        (
+            lambda: nn.Embedding(3, 1, sparse=True),
+            "dense gradients. Embedding has sparse gradients",
+        ),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused(model: Any, message: str):

@@ -137,7 +137,7 @@ def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
         folders[:] = [name for name in folders if not is_hidden(name)]
         for link in (os.path.join(place, name) for name in folders):
             if os.path.islink(link) and leads_above(link, place):
-                raise DataError(f"the link {link} points to a folder above it.")
+                raise DataError(f"the link {link} points to a folder above it: delete it.")
         yield place, [name for name in names if not is_hidden(name)]
 
 

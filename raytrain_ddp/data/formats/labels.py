@@ -103,7 +103,7 @@ def is_class_value(value: Any, kind: Kind) -> bool:
 
 
 def is_rounded(value: Any) -> bool:
-    """Whether a whole number may have lost digits, and be equal to others that it was not."""
+    """Whether a float may have lost digits of a whole number, and so equals different ones."""
     return isinstance(value, float) and abs(value) >= _EXACT
 
 

@@ -150,11 +150,11 @@ def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
 
 
 def _require_closed(table: Any, name: str) -> None:
-    """Raises DataError if an unclosed quotation mark has made one value of several rows."""
+    """Raises DataError if an unclosed quotation mark has merged several rows into one value."""
     for column in table.columns:
         for row, value in enumerate(column.to_pylist() if is_string(column.type) else ()):
             if value and "\n" in value:
-                raise DataError(f"{name}, row {row}: a quotation mark is not closed.")
+                raise DataError(f"{name}, row {row}: a quotation mark is not closed: close it.")
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:

@@ -175,7 +175,7 @@ def _of_pil(image: Any, exif_orientation: bool) -> EncodedImage:
 
 
 def orientation_of(image: Any) -> int:
-    """EXIF's orientation of an image of Pillow, 1 to 8; 1 for TIFF, which Pillow turns itself."""
+    """The EXIF orientation of a Pillow image, 1 to 8; 1 for TIFF, which Pillow rotates itself."""
     turn = 1 if image.format == "TIFF" else image.getexif().get(ORIENTATION, 1)
     return turn if turn in range(1, 9) else 1
 

@@ -67,7 +67,7 @@ class SavedBuffers:
             if now.shape != value.shape:
                 raise ConfigError(
                     f"the model's buffer {place.name} changes its size in a forward pass: give it "
-                    "its size in model(), such as by a call with a batch."
+                    "its size in model(), for example by calling the model with a batch."
                 )
         if self._values:
             torch._foreach_copy_([tensor.detach() for tensor in self._tensors], self._values)

@@ -162,7 +162,7 @@ class TrainState:
 
     def is_backed_up(self, files: Sequence[Names]) -> bool:
         """Whether a second rank keeps a copy of the checkpoint of this step until the next one: it
-        is needed even if rank 0 dies before it is committed. A large state is not."""
+        is needed even if rank 0 dies before it is committed. A large state is not copied."""
         return (
             self.step in (self.best_step, *self.awaited) and not self.is_own and not any(files[1:])
         )
