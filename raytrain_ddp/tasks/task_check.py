@@ -40,14 +40,22 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
             hint = f" {called} has no weights yet: call the model with a batch in model()."
             raise refused(task.model, model, "a model without lazy layers", hint)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            hint = f" {called} has sparse gradients: set sparse=False."
-            raise refused(task.model, model, "a model with dense gradients", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"
         hint = " All parameters are frozen (requires_grad is False), or there are none."
         raise refused(task.model, model, wanted, hint)
     return model
+
+
+def require_dense(task: Task, model: nn.Module) -> None:
+    """Raises TaskError for gradients that the configured optimizers cannot take."""
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            called = name or type(module).__name__
+            hint = f" {called} has sparse gradients: set sparse=False, or train with --exact."
+            raise refused(task.model, model, "a model with dense gradients", hint)
 
 
 def train_data_of(task: Task, seed: int) -> Data:

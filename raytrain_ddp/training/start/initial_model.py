@@ -11,7 +11,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import begin_training
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import model_of, optional_method
+from raytrain_ddp.tasks.task_check import model_of, optional_method, require_dense
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.gradients.reduction import broadcast_model, require_same_model
 from raytrain_ddp.training.runtime.seeding import seed_all
@@ -44,6 +44,8 @@ def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
     seed_all(config.seed)
     # A resumed run needs no pretrained weights: its own follow.
     model = model_of(task, newest_manifest(run_storage(config)) is None)
+    if not config.exact and optional_method(task, "optimizer") is None:
+        require_dense(task, model)  # else the gradients are dense, or the task's optimizer decides
     begin_training(model)
     own_memory(model)
     if config.compute.channels_last is True:
