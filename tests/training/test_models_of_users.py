@@ -38,7 +38,7 @@ from raytrain_ddp.tasks.model_parts import evaluating, freeze, head_of
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of, require_dense
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
-from raytrain_ddp.training.optimizer.param_groups import is_decayed
+from raytrain_ddp.training.optimizer.param_groups import decayed_parameters
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.optimizer.weight_average import WeightAverage
 from raytrain_ddp.training.steps.early_stop import seconds_trained
@@ -258,8 +258,7 @@ def test_decay_goes_by_the_kind_of_module():
     model = nn.ModuleDict(parts)
 
     def decayed(**fields: bool) -> set[str]:
-        named = model.named_parameters()
-        return {n for n, p in named if is_decayed(model, n, p, OptimConfig(**fields))}
+        return decayed_parameters(model, OptimConfig(**fields))
 
     every = {name for name, _ in model.named_parameters()}
     biases = {name for name in every if "bias" in name}

@@ -173,6 +173,8 @@ class Labels:
             kind, typed = typed_texts([value])
             if kind != "string":
                 number = Labels(self._classes, kind).number(typed[value])
+                if number is not None:  # many rows have it
+                    self._numbers[value] = number
         return number
 
     def what_is_wrong(self, value: Any) -> str:

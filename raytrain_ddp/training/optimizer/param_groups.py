@@ -35,8 +35,8 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
         ConfigError: a pattern matches nothing, or the model has no layers to decay by.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decayed = {name: is_decayed(model, name, p, config) for name, p in trained.items()}
-    decay = {name: config.weight_decay * decayed[name] for name in trained}
+    decayed = decayed_parameters(model, config)
+    decay = {name: config.weight_decay * (name in decayed) for name in trained}
     scale = _layer_scales(model, config.layer_decay)
     if config.head_lr is not None:
         head = trained.keys() & set(head_of(model))
@@ -54,8 +54,8 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
             if "lr" in values:
                 scale[name] = values["lr"] / config.lr
     groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
-    for name in sorted(trained, key=lambda name: (scale.get(name, 1.0) != 1, not decayed[name])):
-        kind = decayed[name], decay[name], scale.get(name, 1.0)
+    for name in sorted(trained, key=lambda name: (scale.get(name, 1.0) != 1, name not in decayed)):
+        kind = name in decayed, decay[name], scale.get(name, 1.0)
         groups.setdefault(kind, {"params": []})["params"].append(trained[name])
     for (_, weight_decay, share), group in groups.items():
         group["weight_decay"] = weight_decay
@@ -64,17 +64,28 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def is_decayed(model: nn.Module, name: str, parameter: nn.Parameter, config: OptimConfig) -> bool:
-    """Whether weight decay applies to a parameter; `optim.groups` may still change it."""
-    last = name.rpartition(".")[2]
-    listed: Any = getattr(model, "no_weight_decay", tuple)
-    if last in _NOT_DECAYED or any(fnmatchcase(name, each) for each in listed()):
-        return False
-    if last.endswith("bias") or last.startswith("bias"):  # also those of LSTMs and attention
-        return config.decay_bias
-    if isinstance(dict(model.named_modules()).get(name.rpartition(".")[0]), _NORMS):
-        return config.decay_norms
-    return parameter.ndim > 1 or (config.decay_norms and last == "weight")
+def decayed_parameters(model: nn.Module, config: OptimConfig) -> set[str]:
+    """Names of the parameters that weight decay applies to; `optim.groups` may still change it."""
+    given: Any = getattr(model, "no_weight_decay", tuple)
+    listed = given()
+    of_norms = {
+        f"{name}.{key}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, _NORMS)
+        for key, _ in module.named_parameters(recurse=False)
+    }
+
+    def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+        last = name.rpartition(".")[2]
+        if last in _NOT_DECAYED or any(fnmatchcase(name, each) for each in listed):
+            return False
+        if last.endswith("bias") or last.startswith("bias"):  # also those of LSTMs and attention
+            return config.decay_bias
+        if name in of_norms:
+            return config.decay_norms
+        return parameter.ndim > 1 or (config.decay_norms and last == "weight")
+
+    return {name for name, parameter in model.named_parameters() if is_decayed(name, parameter)}
 
 
 def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
