@@ -712,7 +712,7 @@ def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
 def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
     root = write(tmp_path / "root", "train/a/0.png")
     (root / "train" / "a" / "up").symlink_to(root)
-    with pytest.raises(DataError, match="the link train/a/up points to a folder above it"):
+    with pytest.raises(DataError, match=r"the link .*train/a/up points to a folder above it"):
         found_at(root)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import mse_loss
@@ -37,10 +39,12 @@ from raytrain_ddp.events import Train
 from raytrain_ddp.tasks.model_parts import evaluating, freeze, head_of
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of, require_dense
+from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.optimizer.param_groups import decayed_parameters
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.optimizer.weight_average import WeightAverage
+from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.early_stop import seconds_trained
 
 X = torch.randn(80, 5, generator=torch.Generator().manual_seed(1))
@@ -131,8 +135,6 @@ def test_an_adapter_that_is_merged_for_evaluations_is_trained(tmp_path: Path):
     losses = [r["metrics"]["mse"] for r in result.history if r["kind"] == "eval"]
     assert losses[-1] < 0.95 * losses[0]
     (trained,) = (tmp_path / "lora/checkpoints").glob("step-00000015-*/model.safetensors")
-    from safetensors.torch import load_file
-
     assert load_file(trained)["0.b"].abs().max() > 0.01
 
 
@@ -391,6 +393,65 @@ class Queued(Regression):
 
 class Growing(Queued):
     size = 0
+
+
+class Observed(nn.Module):
+    """An observer, as quantization-aware training has: the range of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 1)
+        self.register_buffer("low", torch.tensor(math.inf))
+        self.register_buffer("unused", torch.tensor([math.inf, -math.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.low = torch.minimum(self.low, x.detach().min())
+        return self.net(x)
+
+
+class Observing(Regression):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Observed()
+
+
+def test_a_range_that_starts_at_inf_is_observed_and_continues_with_the_same_bits(tmp_path: Path):
+    states = {}
+    for name, epochs in (("whole", (3,)), ("resumed", (1, 3))):
+        for count in epochs:
+            made = config(tmp_path, name, Observing, epochs=count, ema=EmaConfig(decay=0.9))
+            fit_locally(made)
+        (folder,) = (tmp_path / name / "checkpoints").glob("step-00000015-*")
+        states[name] = [load_file(each) for each in sorted(folder.glob("*.safetensors"))]
+    assert len(states["whole"]) > 1
+    for whole, resumed in zip(states["whole"], states["resumed"], strict=True):
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert -4 < states["whole"][0]["low"] < -1
+    assert states["whole"][0]["unused"].tolist() == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("exact_slots", [0, 4])
+def test_numbers_that_are_not_finite_get_the_mean_of_all_slots(exact_slots: int):
+    model = Observed()
+    alone = World(0, 1, 0, torch.device("cpu"), threads=1)
+    buffers = SlotBuffers(model, alone, exact_slots=exact_slots, with_loss=True)
+
+    def low_after(*lows: float, weights: Sequence[float] = (0.25,) * 4) -> float:
+        buffers.begin()
+        for slot, (low, weight) in enumerate(zip(lows, weights, strict=True)):
+            buffers.rewind()
+            model.low = torch.tensor(float(low))
+            buffers.add(slot, weight, torch.ones(()))
+        buffers.finish(~buffers.agree()[1].isfinite())
+        return model.low.item()
+
+    last_is_skipped = (0.5, 0.25, 0.25, 0.0)
+    assert low_after(1, 2, math.inf, 3) == math.inf  # one has not set it
+    assert low_after(1, 2, 3, 5, weights=last_is_skipped) == math.inf
+    assert low_after(1, 2, 3, 6) == 3
+    assert low_after(1, 2, 3, 9, weights=last_is_skipped) == 1.75
+    assert low_after(1, 2, math.inf, 3) == 1.75  # refused
 
 
 def test_buffers_that_may_not_be_meant_to_be_averaged_are_named(tmp_path: Path):

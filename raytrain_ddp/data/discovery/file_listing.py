@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import is_hidden, is_image
+from raytrain_ddp.data.formats.image_folder import files_below, is_image
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import expanded
 
@@ -89,7 +89,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     folders: list[str] = []
     pattern = ""
     if path.is_dir():
-        files = _below(str(path), shown, folders)
+        files, folders = _below(str(path), shown)
     elif path.is_file():
         path, pattern = path.parent, glob.escape(path.name)
         files = [Path(source).name]
@@ -121,44 +121,24 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     )
 
 
-def _below(root: str, shown: str, folders: list[str]) -> list[str]:
-    """Files below a folder, of images the first in each; appends the folders.
+def _below(root: str, shown: str) -> tuple[list[str], list[str]]:
+    """Files below a folder, of images the first one in each; and the folders.
 
     Raises:
         DataError: a folder cannot be read, or a link leads back to a folder above it.
     """
     files: list[str] = []
-
-    def visit(below: str, above: frozenset[str]) -> None:
-        place = os.path.join(root, below)
-        try:
-            with os.scandir(place) as found:
-                entries = [(e.name, e.is_dir(), e.is_symlink()) for e in found]
-        except OSError as error:
-            raise DataError(f"{shown}: {place} cannot be read: {error.strerror}.") from error
-        first_image = ""
-        for name, is_folder, is_link in entries:
-            if is_hidden(name):
-                continue
-            path = f"{below}{name}"
-            if is_folder:
-                inside = above
-                if is_link:
-                    real = os.path.realpath(os.path.join(root, path))
-                    if any((one + os.sep).startswith(real + os.sep) for one in above):
-                        raise DataError(f"{shown}: the link {path} points to a folder above it.")
-                    inside = above | {real}
-                folders.append(path)
-                visit(f"{path}/", inside)
-            elif not is_image(name):
-                files.append(path)
-            elif not first_image or path < first_image:
-                first_image = path
-        if first_image:
-            files.append(first_image)
-
-    visit("", frozenset({os.path.realpath(root)}))
-    return files
+    folders: list[str] = []
+    try:
+        for place, names in files_below(root):
+            below = "" if place == root else f"{os.path.relpath(place, root)}/"
+            images = [name for name in names if is_image(name)]
+            files += [below + name for name in names if not is_image(name)]
+            files += [below + min(images)] if images else []
+            folders += [below[:-1]] if below else []
+    except DataError as error:
+        raise DataError(f"{shown}: {error}") from error
+    return files, folders
 
 
 def _root_and_pattern(path: Path) -> tuple[Path, str]:

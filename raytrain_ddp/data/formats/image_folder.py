@@ -136,14 +136,20 @@ def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         folders[:] = [name for name in folders if not is_hidden(name)]
         for link in (os.path.join(place, name) for name in folders):
-            if os.path.islink(link) and leads_above(link, place):
+            if os.path.islink(link) and _leads_above(link, folder):
                 raise DataError(f"the link {link} points to a folder above it: delete it.")
         yield place, [name for name in names if not is_hidden(name)]
 
 
-def leads_above(link: str, place: str) -> bool:
-    """Whether a link in the folder `place` leads to it, or to a folder above it."""
-    return (os.path.realpath(place) + os.sep).startswith(os.path.realpath(link) + os.sep)
+def _leads_above(link: str, root: str) -> bool:
+    """Whether a link leads to a folder on the way from `root` to it, or to one that contains such a
+    folder; also where other links are on this way."""
+    real, place = os.path.realpath(link) + os.sep, os.path.dirname(link)
+    while not (os.path.realpath(place) + os.sep).startswith(real):
+        if len(place) <= len(root):
+            return False
+        place = os.path.dirname(place)
+    return True
 
 
 def is_image(name: str) -> bool:

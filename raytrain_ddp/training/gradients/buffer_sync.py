@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,7 +94,9 @@ class SlotBuffers:
 
     Each slot starts from the buffers before the step; their changes are averaged over all
     slots, weighted by samples. DDP's way, rank 0's buffers for all, would make them depend on the
-    number of workers. A bool buffer is inverted if any slot has inverted it.
+    number of workers. A bool buffer is inverted if any slot has inverted it. A number that is not
+    finite (an observer's minimum starts at inf) gets the mean of what all slots have set, once all
+    of them have set it.
 
     Args:
         with_loss: the ranks also agree on the loss, even if there are no buffers.
@@ -132,6 +134,7 @@ class SlotBuffers:
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
+        self._base = [torch.nan_to_num(start, 0.0, 0.0, 0.0) for start in self._start]
         self._is_open = True
         self._change: list[Tensor] = []
         self._flags.begin()
@@ -153,31 +156,34 @@ class SlotBuffers:
 
     def add(self, slot: int, weight: float, losses: Tensor) -> None:
         """Records the changes that a slot made to the buffers, and its loss and scalars, shape
-        (1 + scalars,)."""
+        (1 + scalars,). One of weight 0 has changed nothing."""
         self._flags.require_constant()
         parts = []
-        for group, start in zip(self._groups, self._start, strict=True):
-            now = _flat(group)
-            if start.is_floating_point():  # equal means no change: inf - inf would be nan
-                parts.append(torch.where(now == start, 0, now - start).double())
+        for group, start, base in zip(self._groups, self._start, self._base, strict=True):
+            now = _flat(group) if weight else start
+            if start.is_floating_point():
+                parts.append((now - base).double())
             elif start.dtype is torch.bool:
                 parts.append((now ^ start).double())
             else:  # in 64 bits, as uint8 cannot be negative
                 parts.append((now.long() - start.long()).double())
         shares = losses.double().view(-1)
         self._own += shares * weight
+        # What is not finite stays so: it is not multiplied by 0.
+        added = torch.cat([*parts, shares if weight else shares * 0]) * (weight or 1.0)
         if self._tree is not None:
-            self._tree.put(slot, torch.cat([*parts, shares]) * weight)
+            self._tree.put(slot, added)
         elif self._agrees:
-            self._total += torch.cat([*parts, shares]) * weight
+            self._total += added
 
     def agree(self) -> tuple[Tensor, Tensor]:
         """All ranks take part.
 
         Returns:
             This worker's shares of the mean loss and scalars, float64, shape (1 + scalars,): the
-            shares of all workers add up to them. And the sum of all changes and losses, shape ():
-            finite if each of them is; 0 if there are no buffers, and nothing to agree on.
+            shares of all workers add up to them. And the sum of the losses and all changes to
+            finite numbers, shape (): finite if each of them is; 0 if there are no buffers, and
+            nothing to agree on.
         """
         if not self._agrees:
             return self._own, self._own.new_zeros(())
@@ -189,15 +195,18 @@ class SlotBuffers:
         if self._tree is not None:
             # One share holds all of it, so that its sum has the same bits, too.
             self._own = losses if self._world.is_main else torch.zeros_like(losses)
-        return self._own, self._total[: sum(self._lengths) + 1].sum()
+        pairs = zip(self._start, self._change, strict=True)
+        judged = [torch.where(start.isfinite(), change, 0) for start, change in pairs]
+        return self._own, torch.cat([*judged, losses[:1]]).sum()
 
     def finish(self, refused: Tensor) -> None:
         """Sets the buffers after the step; those before it if `refused`, shape (), is true."""
         self._is_open = False
-        for group, start, change in zip(self._groups, self._start, self._change, strict=True):
+        each = zip(self._groups, self._start, self._base, self._change, strict=True)
+        for group, start, base, change in each:
             applied = torch.where(refused, 0, change)
             if start.is_floating_point():
-                _spread((start + applied).to(start.dtype), group)
+                _spread(torch.where(refused, start, (base + change).to(start.dtype)), group)
             elif start.dtype is torch.bool:
                 _spread(start ^ (applied > 0), group)
             else:  # float64 cannot hold all 64-bit integers, but it holds changes
@@ -234,12 +243,19 @@ class BoolBuffers:
             )
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def spread(values: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Writes a flat vector into the tensors, in one kernel on a GPU."""
+    pieces = values.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])
+
+
 def _flat(places: list[BufferLocation]) -> Tensor:
-    return torch.cat([place.tensor().reshape(-1) for place in places])
+    return flat(place.tensor() for place in places)
 
 
 def _spread(values: Tensor, places: list[BufferLocation]) -> None:
-    """Writes a flat vector into the buffers, in one kernel on a GPU."""
-    buffers = [place.tensor() for place in places]
-    pieces = values.split([buffer.numel() for buffer in buffers])
-    torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(pieces, buffers, strict=True)])
+    spread(values, [place.tensor() for place in places])

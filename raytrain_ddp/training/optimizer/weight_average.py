@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_of
+from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_of, flat, spread
 from raytrain_ddp.training.optimizer.optimizer_state import averages
 
 
@@ -58,9 +58,10 @@ class OptimizerAverage:
 
 
 class WeightAverage:
-    """The average of parameters and finite floating-point buffers over the applied steps; other
-    buffers, such as counters and masks, are those of the newest step. (Polyak averaging; timm's
-    ModelEmaV3 is the same, but moves in refused steps, too.)
+    """The average of parameters and floating-point buffers over the applied steps. Other buffers,
+    such as counters, are those of the newest step, as is what is not finite now or in the average:
+    in masks, for example. (Polyak averaging; timm's ModelEmaV3 is the same, but moves in refused
+    steps, too, and averages of inf are nan.)
 
     Raises:
         ConfigError: a trained weight has too few bits for averages.
@@ -88,14 +89,13 @@ class WeightAverage:
     def restart(self) -> None:
         now = self._tensors()
         self.values = {name: tensor.clone() for name, tensor in now.items()}
-        fixed = {  # such as masks with inf, of which an average would be nan
-            place.name
-            for place in self._buffers
-            if now[place.name].is_floating_point() and not now[place.name].isfinite().all()
-        }
-        moving = {name for name, tensor in now.items() if tensor.is_floating_point()}
-        self._moving = [name for name in now if name in moving - fixed]
-        self._newest = [name for name in now if name not in {*self._moving}]
+        buffers = {place.name for place in self._buffers}
+        real = [name for name, tensor in now.items() if tensor.is_floating_point()]
+        self._moving = [name for name in real if name not in buffers]
+        self._newest = [name for name in now if name not in {*real}]
+        self._by_type: dict[torch.dtype, list[str]] = {}
+        for name in (name for name in real if name in buffers):
+            self._by_type.setdefault(now[name].dtype, []).append(name)
 
     def decay(self, step: int) -> float:
         """Of `step` (from 1); with a warm-up at most (1 + step) / (10 + step)."""
@@ -114,6 +114,11 @@ class WeightAverage:
             torch._foreach_add_(means, change)
         elif not refused:
             torch._foreach_lerp_(means, targets, weight)
+        for names in self._by_type.values():
+            kept = [self.values[name] for name in names]
+            mean, target = flat(kept), flat(now[name] for name in names)
+            moved = torch.lerp(mean, target, (~refused).to(mean) * weight)
+            spread(torch.where(mean.isfinite() & target.isfinite(), moved, target), kept)
         if self._newest:
             kept = [self.values[name] for name in self._newest]
             torch._foreach_copy_(kept, [now[name] for name in self._newest])
