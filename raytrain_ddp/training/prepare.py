@@ -46,7 +46,7 @@ from raytrain_ddp.training.steps.device_feed import loader_threads, make_feed, p
 from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.steps.nonfinite import handle_nonfinite
 from raytrain_ddp.training.steps.step import Stepper, make_stepper
-from raytrain_ddp.training.steps.warm_up import Forward, warm_up
+from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
 
 
 def prepare(
@@ -214,7 +214,7 @@ def _tell_notes(
     found: Mapping[str, WarmUp],
 ) -> None:
     """Notes what is allowed, but may not be intended."""
-    _tell(session, *step_notes(config, loader.plan.steps_per_epoch), _buffer_note(found))
+    _tell(session, *step_notes(config, loader.plan.steps_per_epoch), *warm_up_notes(found))
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones
@@ -266,18 +266,6 @@ def _kept_note(config: TrainConfig, state: TrainState) -> str | None:
     return (
         f"the optimizer continues with {first_names(state.kept_options)}, as the checkpoint has "
         f"it; to use the new value, start a new run with --model.weights {config.name}."
-    )
-
-
-def _buffer_note(found: Mapping[str, WarmUp]) -> str | None:
-    """A note if a model has buffers that may not be meant to be averaged, such as a queue."""
-    names = dict.fromkeys(name for each in found.values() for name in each.averaged)
-    if not names:
-        return None
-    return (
-        f"the buffers {first_names([*names])} change in forward passes: each step applies the mean "
-        "of the changes of its slots (the micro-batches). What must not be averaged, such as a "
-        "queue or a count, belongs in after_step()."
     )
 
 

@@ -53,6 +53,7 @@ class WarmUp(NamedTuple):
         changing: the bool buffers that a forward pass changes.
         flops: floating-point operations of a sample, forward and backward; 0 if unknown.
         averaged: other buffers that it changes, but for statistics of normalization layers.
+        unsaved: what it changes and no checkpoint holds: other buffers, and attributes.
     """
 
     scalar_names: tuple[str, ...]
@@ -60,6 +61,7 @@ class WarmUp(NamedTuple):
     changing: list[BufferLocation]
     flops: float
     averaged: Sequence[str] = ()
+    unsaved: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -458,7 +458,7 @@ def test_buffers_that_may_not_be_meant_to_be_averaged_are_named(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)
     fit_locally(config(tmp_path, "queue", Queued, epochs=1), display=display)
-    assert "the buffers queue change in forward passes" in text.getvalue()
+    assert "forward passes change the buffers queue: each step" in text.getvalue()
     with pytest.raises(ConfigError, match="buffer queue changes its size in a forward pass"):
         fit_locally(config(tmp_path, "growing", Growing, epochs=1))
 

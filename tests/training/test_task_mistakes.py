@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ class ChannelsInEvaluation(Channels):
 def test_a_wrong_count_of_samples_is_found_before_the_first_step(
     tmp_path: Path, kind: type[TinyTask]
 ) -> None:
-    with pytest.raises(DataError, match=r"3 samples for 8 records.*Data\(\.\.\., count=\.\.\.\)"):
+    with pytest.raises(DataError, match=r"3 samples for 8 records.*Data\(source, collate, count="):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), kind=kind)
     config = tiny_config(tmp_path, "more", eval=EvalConfig(micro_batch=2))
     if kind is ChannelsInEvaluation:
@@ -399,6 +400,113 @@ def test_a_wrong_source_is_answered_with_the_right_one() -> None:
             MapSource(dataset)
     with pytest.raises(DataError, match="It must yield all items on each worker"):
         IterableSource(Shuffling(), rows=50).read(np.arange(30, 50))
+
+
+# ------------------------------------------------------------------ what a step may not change
+
+
+class Changing(TinyTask):
+    """Does what a plain loop would allow.
+
+    Args:
+        what: the mistake.
+    """
+
+    def __init__(self, config: TrainConfig, what: str) -> None:
+        super().__init__(config)
+        self.what, self.calls, self.factor = what, 0, 1.0
+        self.apart = nn.Linear(5, 5)
+        self.own: torch.optim.Optimizer | None = None
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        if self.what == "unfreezes":
+            next(made.parameters()).requires_grad_(False)
+        elif self.what == "forgets":
+            made.register_buffer("seen", torch.zeros(()), persistent=False)
+            made.calls = 0  # type: ignore[assignment]
+        return made
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        return self.own
+
+    def schedule(self, step: int) -> float:
+        return self.factor
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if self.what == "forgets" and model.training:
+            self.made.seen += 1  # type: ignore[operator]
+            self.made.calls += 1  # type: ignore[operator]
+            self.calls += 1
+        if self.what == "gathers":
+            others = [torch.ones(()) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(others, torch.ones(()))
+        logits = model(batch["x"])
+        return cross_entropy(self.apart(logits) if self.what == "apart" else logits, batch["y"])
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.what in ("freezes", "unfreezes"):
+            next(model.parameters()).requires_grad_(self.what == "unfreezes")
+        elif self.what == "rates":
+            assert self.own is not None
+            self.own.param_groups[0]["lr"] = 0.01
+        elif self.what == "schedules":
+            self.factor = 0.5
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "apart",
+            r"Changing\.loss: the loss depends on parameters .* shapes \[5, 5\], \[5\]: they",
+        ),
+        ("unfreezes", r"unfreezes conv\.weight in step 1: .* schedule\(step\) until then"),
+        ("rates", r"Changing\.after_step: sets a learning rate, .*: define schedule\(step\)"),
+        ("schedules", r"schedule: returned \[0\.5\] for step 1, but \[1\.0\] at the start"),
+    ],
+)
+def test_what_would_be_without_effect_is_refused(tmp_path: Path, what: str, text: str) -> None:
+    with pytest.raises(TaskError, match=text):
+        run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), {"what": what}, kind=Changing)
+
+
+def ran_changing(rank: int, size: int, config: Any, what: str) -> list[dict[str, Any]]:
+    return run_tiny(rank, size, config, {"what": what}, kind=Changing).events
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("freezes", r"freezes conv\.weight in step 1: .* schedule\(step\) from then"),
+        (
+            "gathers",
+            r"calls collectives \(allgather\), but a step has 4 micro-batches for 3 workers",
+        ),
+    ],
+)
+def test_what_other_workers_would_wait_for_is_refused(
+    workers: Group, tmp_path: Path, what: str, text: str
+) -> None:
+    config = plain(tiny_config(tmp_path, "run"))
+    for end in workers.outcomes(3, ran_changing, config, what):
+        assert isinstance(end, Raised)
+        assert re.search(text, end.text)
+    exact = plain(tiny_config(tmp_path, "exact", epochs=1, exact=True))
+    ends = workers.outcomes(2, ran_changing, exact, what)
+    texts = {"freezes": "in step 1: what is", "gathers": "--exact sums gradients between them"}
+    assert all(texts[what] in end.text for end in ends)
+    of_each = plain(tiny_config(tmp_path, "even", epochs=1, micro_batch=16))
+    workers(2, ran_changing, {**of_each}, what if what == "gathers" else "")
+
+
+def test_what_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    notes = [e["text"] for e in ran_changing(0, 1, config, "forgets") if e["kind"] == "note"]
+    changed = "the buffer seen (persistent=False), task.calls, model.calls"
+    assert any(f"forward passes change {changed}. This is not in" in text for text in notes)
+    assert not any("forward passes" in str(e) for e in ran_changing(0, 1, config, ""))
 
 
 # ------------------------------------------------------------------ tracebacks

@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
-from raytrain_ddp.data.loading.nested import bytes_of, digest_of, map_tensors, require_samples
+from raytrain_ddp.data.loading.nested import bytes_of, digest_of, pinned
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
 from raytrain_ddp.data.order.sample_rng import Draws, Rows, kept_globals
@@ -120,8 +119,7 @@ class TrainLoader:
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
             draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
             batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
-            found = self.data.samples_of(batch)
-            require_samples(found, wanted, self.skip)
+            found = self.data.checked_samples(batch, wanted, self.skip)
             if found:
                 return batch
         raise DataError(f"none of the first {len(self._first_rows)} records can be used.")
@@ -170,11 +168,10 @@ class TrainLoader:
         failpoint("data.read", self.rank, task.step + 1)
         batch: Batch = {} if task.batch is None else task.batch()
         planned = len(task.rows)
-        samples = self.data.samples_of(batch) if planned else 0
-        require_samples(samples, planned, self.skip)
+        samples = self.data.checked_samples(batch, planned, self.skip) if planned else 0
         digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
-        batch = map_tensors(Tensor.pin_memory, batch) if self.pin else batch
+        batch = pinned(batch) if self.pin else batch
         return Slot(task.step, task.slot, planned, samples, batch, digest)
 
 
@@ -204,7 +201,7 @@ def eval_batches(
             yield _begun(data, Draws(0, 0, rows), gate)
 
     def load(batch: Pending) -> Batch:
-        return map_tensors(Tensor.pin_memory, batch()) if pin else batch()
+        return pinned(batch()) if pin else batch()
 
     try:
         yield from prefetched(begun(), load, threads, bytes_of, gate)

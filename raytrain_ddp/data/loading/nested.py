@@ -1,6 +1,7 @@
 """Nested batches: tensors in mappings, lists, tuples, named tuples and dataclasses.
 
-Everything else in them (strings, numbers, arrays) is passed through unchanged.
+Everything else in them (strings, numbers, arrays) is passed through unchanged. A packed sequence is
+not a named tuple here, but one leaf.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from raytrain_ddp.errors import DataError, TaskError
 
 _PLAIN = (str, bytes, int, float, complex, type(None))
 _MOST_NAMED = 6
+_COUNTED = "specify how to count samples: Data(source, collate, count=...)."
+
+
+def _is_sequence(batch: Any) -> bool:
+    return isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence)
 
 
 def leaves_of(batch: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -25,7 +32,7 @@ def leaves_of(batch: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(batch, Mapping):
         for key, inner in batch.items():
             yield from leaves_of(inner, f"{at}[{key!r}]")
-    elif isinstance(batch, (list, tuple)):
+    elif _is_sequence(batch):
         names = getattr(batch, "_fields", None)
         for place, inner in enumerate(batch):
             yield from leaves_of(inner, f"{at}.{names[place]}" if names else f"{at}[{place}]")
@@ -47,7 +54,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
             batch.update(mapped)
             return batch
         return type(batch)(mapped)  # type: ignore[call-arg]
-    if isinstance(batch, (list, tuple)):
+    if _is_sequence(batch):
         items = [map_leaves(function, inner) for inner in batch]
         make = getattr(batch, "_make", type(batch))
         return make(items)
@@ -60,9 +67,14 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The same nest with function(tensor) in place of each tensor."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+def pinned(batch: Any) -> Any:
+    """The same nest with its plain tensors page-locked."""
+
+    def of_leaf(leaf: Any) -> Any:
+        is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+        return leaf.pin_memory() if is_plain else leaf
+
+    return map_leaves(of_leaf, batch)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -78,18 +90,23 @@ def samples_of(batch: Any) -> int:
     """
     leaves = list(leaves_of(batch))
     shapes = [(at, tuple(leaf.shape)) for at, leaf in leaves if isinstance(leaf, Tensor)]
+    packed = [(at, leaf) for at, leaf in leaves if isinstance(leaf, PackedSequence)]
+    shapes += [(at, (int(leaf.batch_sizes[0]),)) for at, leaf in packed]
     if len({shape[:1] for _, shape in shapes}) == 1 and shapes[0][1]:
         return int(shapes[0][1][0])
     if not leaves:
         return 0
     if not shapes:
         kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
-        raise TaskError(f"collate returned a batch without tensors (it contains {kinds}).")
+        raise TaskError(
+            f"collate returned a batch without tensors (it contains {kinds}): return tensors, or "
+            f"{_COUNTED}"
+        )
     shown = ", ".join(f"batch{at} {list(shape)}" for at, shape in _one_per_size(shapes))
     raise TaskError(
         f"collate returned tensors whose first dimensions differ: {shown}. The first dimension of "
         "each tensor must be the number of samples: pass a value that belongs to the whole batch "
-        "as a Python number, or specify how to count samples: Data(source, collate, count=...)."
+        f"as a Python number, or {_COUNTED}"
     )
 
 
@@ -102,7 +119,20 @@ def _one_per_size(shapes: list[tuple[str, tuple[int, ...]]]) -> list[tuple[str, 
 
 def bytes_of(batch: Any) -> int:
     """Bytes of the tensors and arrays."""
-    return sum(int(getattr(leaf, "nbytes", 0)) for _, leaf in leaves_of(batch))
+    parts = (part for _, leaf in leaves_of(batch) for part in _parts_of(leaf))
+    return sum(int(getattr(part, "nbytes", 0)) for part in parts)
+
+
+def _parts_of(leaf: Any) -> list[Any]:
+    """The plain tensors of a sparse, nested or packed one; otherwise the leaf itself."""
+    if isinstance(leaf, PackedSequence):
+        return [leaf.data, leaf.batch_sizes]
+    if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
+        return [leaf]
+    if leaf.is_nested:
+        return [leaf.values()]
+    coo = leaf.to_sparse_coo().coalesce()
+    return [coo.indices(), coo.values()]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -123,10 +153,11 @@ def digest_of(start: bytes, batch: Any) -> str:
     """sha256 of `start` and of all tensors, arrays, strings and numbers, and of where they are."""
     digest = sha256(start)
     for at, leaf in sorted(leaves_of(batch), key=lambda pair: pair[0]):
-        if isinstance(leaf, Tensor):
-            digest.update(f"{at} {leaf.dtype} {tuple(leaf.shape)}".encode())
-            dense = leaf.detach().cpu().contiguous().view(-1)
-            digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
+        if isinstance(leaf, (Tensor, PackedSequence)):
+            for part in _parts_of(leaf):
+                digest.update(f"{at} {part.dtype} {tuple(part.shape)}".encode())
+                dense = part.detach().cpu().contiguous().view(-1)
+                digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
         elif isinstance(leaf, _PLAIN):
             digest.update(f"{at} {leaf!r}".encode())
         else:  # bytes that have a shape, or an object whose text may hold an address
@@ -135,25 +166,30 @@ def digest_of(start: bytes, batch: Any) -> str:
     return digest.hexdigest()
 
 
-def require_samples(samples: int, records: int, may_skip: bool) -> None:
+def require_samples(samples: int, records: int, may_skip: bool, is_own: bool = False) -> None:
     """Checks the number of samples in a batch.
 
     Args:
         may_skip: whether bad records may be left out.
+        is_own: `Data.count` has counted them.
 
     Raises:
         DataError, TaskError: there are fewer or more samples than records.
     """
-    counted = "specify how to count samples: Data(..., count=...)."
+    if is_own and (samples > records or (samples < records and not may_skip)):
+        raise TaskError(
+            f"Data.count returned {samples} for a batch of {records} records: it must return how "
+            "many of them are in the batch, however many rows or tokens each of them has."
+        )
     if samples < records and not may_skip:
         raise DataError(
             f"collate returned {samples} samples for {records} records, but data.bad_records is "
             "error: return all of them; or, if the first dimension does not count samples, "
-            f"{counted}"
+            f"{_COUNTED}"
         )
     if samples > records:
         raise TaskError(
             f"collate returned {samples} samples for {records} records: the first "
             "dimension must be the number of records. Put several views of a record into "
-            f"another dimension, or {counted}"
+            f"another dimension, or {_COUNTED}"
         )

@@ -125,6 +125,14 @@ class Data:
 
         return samples_of(batch) if self.count is None else int(self.count(batch))
 
+    def checked_samples(self, batch: Batch, records: int, may_skip: bool) -> int:
+        """The number of samples in the batch of so many records; raises as `require_samples`."""
+        from raytrain_ddp.data.loading.nested import require_samples
+
+        samples = self.samples_of(batch)
+        require_samples(samples, records, may_skip, self.count is not None)
+        return samples
+
     def processes(self) -> LoaderProcesses:
         """The loader processes, started by the first call, with copies of the data made at that
         time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -247,7 +247,7 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def spread(values: Tensor, tensors: Sequence[Tensor]) -> None:
+def spread(values: Tensor, tensors: list[Tensor]) -> None:
     """Writes a flat vector into the tensors, in one kernel on a GPU."""
     pieces = values.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [p.view_as(t) for p, t in zip(pieces, tensors, strict=True)])

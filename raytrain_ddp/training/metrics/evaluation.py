@@ -15,7 +15,6 @@ from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.nested import require_samples
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.tasks.model_parts import evaluating
@@ -124,9 +123,8 @@ def evaluate(
             beat()
             seed_slot(world.device, 0, 0, chunks[chunk])
             scores.reset()
-            count = data.samples_of(batch)  # 0: all records are bad, and skipped
             rows = min(batch_size, data.rows - chunks[chunk] * batch_size)
-            require_samples(count, rows, may_skip)
+            count = data.checked_samples(batch, rows, may_skip)  # 0: all are bad, and skipped
             if count:
                 task.evaluate(model, own, scores.given)
                 buffers.restore()  # a chunk affects neither the next one nor the training

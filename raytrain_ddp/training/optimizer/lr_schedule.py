@@ -88,20 +88,29 @@ class LearningRates:
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
         self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
+        self._checked: dict[int, list[float]] = {}
         if self._schedule is not None:
             for step in steps_to_check(total_steps):
-                self._factors(self._schedule, step)
+                self._checked[step] = self._factors(self._schedule, step)
 
     def __call__(self, step: int) -> list[float]:
         """The rates in `step` (from 0), one for each group.
 
         Raises:
-            TaskError: the task's schedule gives something else than finite factors of 0 or more.
+            TaskError: the task's schedule gives something else than finite factors of 0 or more, or
+                other ones than when training began.
         """
         if self._schedule is None:
             rate, peak = self.configured(step), self._config.optim.lr
             return [rate * (each / peak) for each in self._peaks]
         factors = self._factors(self._schedule, step)
+        before = self._checked.get(step, factors)
+        if factors != before:
+            raise TaskError(
+                f"{place_of(self._schedule)}: returned {factors} for step {step}, but {before} at "
+                "the start: it must depend on nothing but the step, which all workers and all "
+                "resumed runs have in common."
+            )
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 
     def configured(self, step: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
 from raytrain_ddp.errors import ConfigError
@@ -46,14 +46,16 @@ class Tracker(ModuleTracker):
     then (in a physics-informed loss, or a gradient penalty)."""
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
-        super()._fw_pre_hook(mod, tree_map(_unless_leaf, input))
+        super()._fw_pre_hook(mod, _without_leaves(input))
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
-        super()._fw_post_hook(mod, input, tree_map(_unless_leaf, output))
+        super()._fw_post_hook(mod, input, _without_leaves(output))
 
 
-def _unless_leaf(value: Any) -> Any:
-    return None if isinstance(value, torch.Tensor) and value.is_leaf else value
+def _without_leaves(values: Any) -> tuple[Any, ...]:
+    """The tensors with a gradient function; torch only flattens what it receives."""
+    found = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return tuple(each for each in found if not each.is_leaf)
 
 
 class _Finder(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.nested import require_samples, to_device
+from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.events import Note
@@ -78,10 +78,8 @@ def try_evaluation(
     ):
         with closing(loaded):
             for chunk, batch in enumerate(loaded):
-                samples = data.samples_of(batch)
                 rows = min(batch_size, data.rows - chunk * batch_size)
-                require_samples(samples, rows, may_skip)
-                if samples:
+                if data.checked_samples(batch, rows, may_skip):
                     break
             else:
                 return  # all are bad records; the evaluation will count them

@@ -44,6 +44,7 @@ class Stepper:
         turns: by name; each with the context in which only its parameters are trained.
         due: the names of the turns in a step, from 0.
         logs: whether a step, from 1, is logged: all ranks then get the losses of all.
+        fixes_trained: what is trained at the start must stay so, as gradients are summed for it.
 
     Attributes:
         shares: the result of the last step; see `__call__`.
@@ -58,6 +59,7 @@ class Stepper:
         logs: Callable[[int], bool],
         clock: Clock,
         replica_check: ReplicaCheck,
+        fixes_trained: bool = False,
     ) -> None:
         self.replica_check, self._logs = replica_check, logs
         self.shares: Tensor | None = None
@@ -71,6 +73,9 @@ class Stepper:
                 self._groups[name] = slice(first, first + len(optimizer.param_groups))
                 first += len(optimizer.param_groups)
         self._after_step = optional_method(task, "after_step")
+        named = [*state.model.named_parameters()] if self._is_one else []
+        fixed = named if fixes_trained else [(n, p) for n, p in named if not p.requires_grad]
+        self._fixed = [(name, p, p.requires_grad) for name, p in fixed]
 
     def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
         """Takes one step; all ranks take part. A non-finite turn counts but changes nothing.
@@ -172,17 +177,33 @@ class Stepper:
         """What follows an update, unless all turns were refused."""
         state = self._state
         if self._after_step is not None and not refused:
-            before = model_tensors(state.model).keys()
+            before, rates = model_tensors(state.model).keys(), self._rates()
             with torch.no_grad():
                 self._after_step(state.model, state.step + 1)
             added = before ^ model_tensors(state.model).keys()
+            if rates != self._rates():
+                raise TaskError(
+                    f"{place_of(self._after_step)}: sets a learning rate, which each step sets "
+                    "anew: define schedule(step) in the task."
+                )
             if added:
                 raise TaskError(
                     f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
                     "which a resumed run would lack: make all parameters and buffers in model()."
                 )
+        for name, parameter, was_trained in self._fixed:
+            if parameter.requires_grad != was_trained:
+                remedy = "from" if was_trained else "until"
+                raise TaskError(
+                    f"the task {'freezes' if was_trained else 'unfreezes'} {name} in step "
+                    f"{state.step + 1}: what is trained is fixed when training begins. Train it in "
+                    f"all steps, with a factor of 0 in the task's schedule(step) {remedy} then."
+                )
         if state.average is not None:
             state.average.follow(refused, state.step + 1)
+
+    def _rates(self) -> list[object]:
+        return [group["lr"] for group in self._state.optimizer.param_groups]
 
 
 def make_stepper(
@@ -223,7 +244,8 @@ def make_stepper(
         turns[name] = turn, alone
     logs = Cadence(config, steps_per_epoch).logs
     replica_check = ReplicaCheck(config.scaling, state, session)
-    return Stepper(task, state, turns, due, logs, clock, replica_check)
+    fixes = world.size > 1 or config.exact
+    return Stepper(task, state, turns, due, logs, clock, replica_check, fixes)
 
 
 def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:

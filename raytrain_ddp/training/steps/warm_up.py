@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch
-from raytrain_ddp.errors import ConfigError, TaskError
+from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
@@ -23,6 +24,7 @@ from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.session import WarmUp
 
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
@@ -94,7 +96,9 @@ def warm_up(
             counting_flops(run.config.compute.compile) as counter,
             naming_nondeterministic(run.model),
         ):
+            before = _attributes(run)
             names = _pass(run, batch, require_gradients)
+        now = _attributes(run)
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients)
         run(smallest, is_wrapped=False)
@@ -105,9 +109,27 @@ def warm_up(
             raise
         raise ConfigError(remedy) from error
     flops, averaged = counter.get_total_flops() / samples, buffers.changed()
-    found = WarmUp(names, fewest, flags.changed(), flops, averaged)
+    stored = run.model.state_dict().keys()
+    unsaved = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
+    unsaved += [name for name, value in before.items() if now.get(name, value) != value]
+    averaged = [name for name in averaged if name in stored]
+    found = WarmUp(names, fewest, flags.changed(), flops, averaged, unsaved)
     buffers.restore()
     return found
+
+
+def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
+    """Notes about what forward passes change, but tasks may mean differently."""
+    averaged = first_names([*dict.fromkeys(n for each in found.values() for n in each.averaged)])
+    unsaved = first_names([*dict.fromkeys(n for each in found.values() for n in each.unsaved)])
+    notes = {
+        averaged: f"forward passes change the buffers {averaged}: each step applies the mean of "
+        "the changes of its slots (the micro-batches). What must not be averaged, such as a queue "
+        "or a count, belongs in after_step().",
+        unsaved: f"forward passes change {unsaved}. This is not in checkpoints, and each worker "
+        "has its own: a resumed run starts anew. Use buffers of the model.",
+    }
+    return [text for names, text in notes.items() if names]
 
 
 def _is_too_small(run: Forward, single: Batch) -> bool:
@@ -122,20 +144,96 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 
 def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> tuple[str, ...]:
     """Returns the names of the scalars with the loss."""
-    with _counting_calls(run.net) as calls:
+    collectives = _Collectives(run)
+    with _counting_calls(run.net) as calls, collectives:
         loss, scalars = run(batch)
+    collectives.require_none_or_as_many()
     if not calls and run.net is not run.model:
         raise TaskError(
             f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
             "model(...): otherwise, gradients are not summed over the workers."
         )
+    others = _others(run, loss)
     loss.backward()
     if all(each.grad is None for each in run.model.parameters()):
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
+    if others:
+        raise TaskError(
+            f"{place_of(run.task.loss)}: the loss depends on parameters that the model does not "
+            f"contain, of shapes {first_names(others)}: they would not be trained or saved. Make "
+            "them part of what model() returns (modules in a Python list need nn.ModuleList), or, "
+            "if they stay as they are, use torch.no_grad() or requires_grad_(False)."
+        )
     require_gradients()
     run.model.zero_grad()
     return (*scalars,)
+
+
+def _attributes(run: Forward) -> dict[str, object]:
+    """What Python attributes of the task and the modules hold: values, and the states of tensors
+    that no parameter or buffer is."""
+    owners: dict[str, object] = {"task": run.task, "model": run.model}
+    owners |= {f"model.{name}": each for name, each in run.model.named_modules() if name}
+    found: dict[str, object] = {}
+    for owner, each in owners.items():
+        for key, value in getattr(each, "__dict__", {}).items():
+            if isinstance(value, _VALUES):
+                found[f"{owner}.{key}"] = value
+            elif isinstance(value, Tensor) and value.grad_fn is None:
+                found[f"{owner}.{key}"] = (id(value), value._version)
+    return found
+
+
+class _Collectives(TorchDispatchMode):
+    """Sees which collectives a loss calls."""
+
+    def __init__(self, run: Forward) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run, self._names = run, dict[str, None]()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        space, _, name = str(func).partition(".")
+        if space in ("c10d", "_c10d_functional") and not name.startswith("broadcast"):  # as of DDP
+            self._names[name.partition(".")[0].rstrip("_")] = None
+        return func(*args, **(kwargs or {}))
+
+    def require_none_or_as_many(self) -> None:
+        """Raises ConfigError if some ranks could call them more often than others, or at another
+        place between the collectives of exact sums."""
+        slots, size, exact = self._run.config.slots, self._run.world.size, self._run.config.exact
+        if self._names and size > 1 and (exact or slots != size):
+            why = f"a step has {slots} micro-batches for {size} workers"
+            remedy = "Each worker must have one: set --micro-batch to --batch-size / workers."
+            if exact:
+                why, remedy = "--exact sums gradients between them", "Use --no-exact."
+            raise ConfigError(
+                f"{place_of(self._run.task.loss)}: calls collectives ({', '.join(self._names)}), "
+                f"but {why}: some workers would wait forever. {remedy}"
+            )
+
+
+def _others(run: Forward, loss: Tensor) -> list[str]:
+    """The shapes of parameters that the loss, shape (), depends on and the model lacks."""
+    own = {id(parameter) for parameter in run.model.parameters()}
+    others: list[str] = []
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            others.append(str([*leaf.shape]))
+        left += [before for before, _ in node.next_functions]
+    return others
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,10 +12,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 
 from raytrain_ddp.data.loading.loader import Slot, TrainLoader
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.nested import bytes_of, digest_of, map_tensors, samples_of, to_device
+from raytrain_ddp.data.loading.nested import (
+    bytes_of,
+    digest_of,
+    map_leaves,
+    pinned,
+    samples_of,
+    to_device,
+)
 from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.order.sample_rng import Draws
@@ -72,6 +81,35 @@ def test_every_nest_is_counted_and_moved_whole(batch: Any):
     assert bytes_of(same) == bytes_of(batch)
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def odd_leaves(factor: float = 1.0) -> dict[str, Any]:
+    lengths = [torch.full((n, 2), factor) for n in (3, 1, 2, 2)]
+    return {
+        "packed": pack_sequence(lengths, enforce_sorted=False),
+        "coo": (torch.eye(4) * factor).to_sparse_coo(),
+        "csr": (torch.eye(4) * factor).to_sparse_csr(),
+        "jagged": torch.nested.nested_tensor(lengths, layout=torch.jagged),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_packed_sparse_and_nested_tensors_are_leaves(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pytest.fail(str(tensor.layout)))
+    batch = odd_leaves()
+    assert [samples_of(leaf) for leaf in batch.values()] == [4] * 4
+    assert samples_of(batch) == 4
+    moved = to_device(batch, torch.device("cpu"))
+    assert [type(leaf) for leaf in moved.values()] == [type(leaf) for leaf in batch.values()]
+    assert digest_of(b"", pinned(moved)) == digest_of(b"", batch)
+    for name, leaf in odd_leaves(2.0).items():
+        assert digest_of(b"", leaf) != digest_of(b"", batch[name])
+        assert bytes_of(leaf) >= 4 * 4
+    assert bytes_of(batch["packed"]) == 8 * 2 * 4 + 3 * 8  # of 8 rows, and of 3 steps
+
+
 def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
     def batch(name: str, number: float, row: int) -> Any:
         return {"x": x(), "name": [name], "number": number, "rows": np.array([row])}
@@ -94,7 +132,7 @@ def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
         ([{"boxes": x(3)}, {"boxes": x(2)}], r"batch\[0\]\['boxes'\] \[3, 2\], batch\[1\]"),
         (Pair(x(), [torch.ones(5)]), r"batch\.image \[4, 2\], batch\.label\[0\] \[5\]"),
         (torch.tensor(1.0), r"differ: batch \[\]\."),
-        ({"x": np.ones(4), "id": ["a"]}, r"without tensors \(it contains ndarray, str\)"),
+        ({"x": np.ones(4), "id": ["a"]}, r"tensors \(it contains ndarray, str\): .* count=..."),
     ],
 )
 def test_a_number_of_samples_is_never_guessed(batch: Any, reported: str):
