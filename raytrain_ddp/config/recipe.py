@@ -6,6 +6,7 @@ Imports nothing heavy; see config.py for the fields themselves.
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_HELD = re.compile(r"\([0-9a-f]{8}\)$")  # what a task's object holds, see TaskName
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -175,6 +178,9 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     for values in (then, now):  # auto: on CPUs, where it decides the result, 1
         if values["scaling.cpus_per_worker"] == "auto":
             values["scaling.cpus_per_worker"] = 1.0
+    if not _HELD.search(then["task"]):  # of a run from before tasks had it
+        empty = "()" if then["task"].endswith("()") else ""
+        now["task"] = _HELD.sub(empty, now["task"])
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 

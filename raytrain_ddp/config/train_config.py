@@ -52,10 +52,14 @@ class TaskName(str):
 
     @classmethod
     def of(cls, target: Any) -> TaskName:
-        """``module:Class``, or ``module:Class()`` for an object."""
+        """``module:Class``, or ``module:Class()`` for an object: what it holds, if it does, is in
+        the parentheses (see `state_digest`)."""
+        from raytrain_ddp.config.task_state import state_digest
+
         is_made = not hasattr(target, "__qualname__")
         kind = type(target) if is_made else target
-        name = cls(f"{kind.__module__}:{kind.__qualname__}{'()' if is_made else ''}")
+        held = state_digest(target)
+        name = cls(f"{kind.__module__}:{kind.__qualname__}{f'({held})' if is_made or held else ''}")
         name.target = target
         return name
 

@@ -28,9 +28,10 @@ class IterableSource:
     and a run resumes at the correct item. However, only the data set itself can shuffle, one
     process does all reading, and seeking takes as long as reading up to that offset, unless the
     data set has a method `skip_to(offset)` that returns an iterator starting there. The order of
-    such a data set must be the same in all epochs.
+    such a data set must be the same in all epochs, unless it has `set_epoch(epoch)`.
 
-    Each iterator has its own copy of the data set. Before it begins, the global generators of
+    Each iterator has its own copy of the data set, whose `set_epoch(epoch)`, if it has one, is
+    called first. Before it begins, the global generators of
     torch, NumPy and Python are seeded by (seed, epoch), and before each later item by (seed, epoch,
     offset), as are those that are skipped. So a data set that shuffles with them, also by a buffer,
     has the same order in all iterators.
@@ -61,7 +62,8 @@ class IterableSource:
         self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
         self._pickled: bytes | None = None
         self._waiting: dict[tuple[int, int], Iterator[Any]] = {}  # epoch, offset of the next item
-        self._is_random = False  # the order may differ between epochs
+        # The order may differ between epochs.
+        self._is_random = hasattr(dataset, "set_epoch") and not shared
 
     def read(self, rows: Rows) -> list[Any]:
         """Raises DataError if the stream ends early; `rows` must be consecutive."""
@@ -108,6 +110,8 @@ class IterableSource:
         dataset = self.dataset if self.shared else self._copy()
         if draws is not None:
             draws.seed_globals_of_epoch()
+            if hasattr(dataset, "set_epoch") and not self.shared:
+                dataset.set_epoch(draws.epoch)
         if hasattr(dataset, "skip_to"):
             return iter(dataset.skip_to(offset))
         before = global_state()

@@ -225,8 +225,9 @@ def _differs(name: str, changed: Changes) -> str:
 
 def _default_name(config: TrainConfig) -> str:
     if config.task not in BUILT_IN:
-        return str(config.task).rpartition(":")[2].rpartition(".")[2].removesuffix("()")
-    source = without_secrets(config.data.source)
-    name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
-    name = name.split(".")[0].lower()
+        name = config.task.rpartition(":")[2].partition("(")[0].rpartition(".")[2].strip("<>")
+    else:
+        source = without_secrets(config.data.source)
+        name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
+        name = name.split(".")[0].lower()
     return name if RUN_NAME.fullmatch(name) else "run"

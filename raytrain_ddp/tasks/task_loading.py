@@ -116,7 +116,7 @@ def check_task_name(name: str) -> None:
     if name in BUILT_IN or isinstance(name, TaskName):
         return
     place, colon, class_name = name.rpartition(":")
-    from_python = class_name.endswith("()") or "<" in class_name
+    from_python = class_name.endswith(")") or "<" in class_name
     if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):
         raise ConfigError(
             f"task = {name!r} was defined in a script or notebook and cannot be imported. Run "

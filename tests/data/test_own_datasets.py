@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -27,7 +28,7 @@ from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading import loader_processes
-from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches
+from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.data.order.epoch_order import Plan
@@ -104,6 +105,51 @@ def test_repeats_epochs_and_seeds_draw_differently_and_evaluations_alike(picture
     ours = [list(eval_batches(data, 16, range(7), LoaderThreads(count))) for _ in range(2)]
     for one, other in zip(*ours, strict=True):
         assert torch.equal(one["x"], other["x"])
+    data.close()
+
+
+class Curriculum:
+    """Its items depend on the epoch, and, if it is iterated, so does their order."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> dict[str, int]:
+        return {"row": row, "epoch": self.epoch}
+
+
+class Ordered(Curriculum):
+    __getitem__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for row in range(ROWS):
+            yield {"row": (row + self.epoch) % ROWS, "epoch": self.epoch}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize(
+    "made", [lambda: MapSource(Curriculum()), lambda: IterableSource(Ordered())]
+)
+def test_a_data_set_knows_its_epoch(made: Any, count: int):
+    data = Data(made())
+    steps = Plan(ROWS, 4, 6).steps_per_epoch
+    seen: dict[int, list[int]] = {}
+    for start, stop in ((0, steps + 2), (steps + 2, 2 * steps)):  # as after a restart
+        for rank in range(3):
+            loader = replace(loader_of(data, count, rank, 3), shuffle=shuffle_for(data, "full"))
+            for slots in loader.steps(start, stop):
+                for slot in slots:
+                    assert slot.batch["epoch"].unique().tolist() == [slot.step // steps]
+                    seen.setdefault(slot.step // steps, []).extend(
+                        slot.batch["row"].tolist() if slot.samples else []
+                    )
+    assert [sorted(rows) for rows in seen.values()] == [[*range(ROWS)]] * 2
+    assert next(iter(eval_batches(data, 8, [0], LoaderThreads(count))))["epoch"].tolist() == [0] * 8
     data.close()
 
 

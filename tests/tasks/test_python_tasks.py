@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from processes import ENVIRONMENT, run_cli
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.config.recipe import dumps, to_dict
+from raytrain_ddp.config.recipe import changed_fields, dumps, to_dict
 from raytrain_ddp.config.train_config import TaskName
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import find_run
@@ -108,7 +109,10 @@ def test_a_given_task_is_a_plain_name_in_files_and_other_processes():
     assert 'task = "tiny:TinyTask"' in dumps(config)
     assert type(pickle.loads(pickle.dumps(config)).task) is str
     assert find_run(check(config)).config.name == "TinyTask"
-    assert TrainConfig(task=TinyTask(config)).task == "tiny:TinyTask()"
+    given = TrainConfig(task=TinyTask(config))
+    assert re.fullmatch(r"tiny:TinyTask\([0-9a-f]{8}\)", given.task)
+    assert find_run(check(given)).config.name == "TinyTask"
+    assert changed_fields({**to_dict(given), "task": "tiny:TinyTask()"}, given) == []  # as before
     assert find_run(check(TrainConfig(task=local_class()))).config.name == "Local"
 
 

@@ -238,7 +238,8 @@ class MapSource:
     Each loader worker is a process with its own copy of the data set, as in a DataLoader. Before
     each `__getitem__`, the global generators of torch, NumPy and Python are seeded by (seed, epoch,
     row, repeat), so random transforms that use them give the same items on any number of workers
-    and after any restart; generators stored in the data set do not.
+    and after any restart; generators stored in the data set do not. If the data set has
+    `set_epoch(epoch)`, it is called before items of an epoch are read, counted from 0.
 
     Args:
         shared: several threads may read the data set at the same time, so the workers are threads,
@@ -263,6 +264,8 @@ class MapSource:
 
     def read_seeded(self, draws: Draws) -> Sequence[Any]:
         """The items of `draws.rows`; the global generators are seeded before each."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(draws.epoch)
         records = []
         for place, row in enumerate(draws.rows.tolist()):
             draws.seed_globals(place)
