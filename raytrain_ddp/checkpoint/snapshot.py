@@ -118,7 +118,7 @@ class TensorFile:
 
 def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:
     """The tensors that `encode_tensors` would refuse: name -> their kind."""
-    kinds = {n: t.dtype if isinstance(t, Tensor) else type(t) for n, t in tensors.items()}
+    kinds = {n: t.dtype if isinstance(t, Tensor) else type(t).__name__ for n, t in tensors.items()}
     return {n: str(k) for n, k in kinds.items() if k not in _DTYPE_NAMES or n == RESERVED_NAME}
 
 

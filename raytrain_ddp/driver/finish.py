@@ -6,7 +6,9 @@ import io
 import json
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,8 @@ from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult, Summary
 from raytrain_ddp.uri import below
+
+_COMMIT_S, _PAUSE_S = 60.0, 0.1
 
 
 def draw_run_curves(config: TrainConfig, run: Storage) -> None:
@@ -140,6 +144,16 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         paths=paths,
         commands=commands,
     )
+
+
+def wait_for_rank_0(run: Storage, step: int) -> None:
+    """Waits until the last checkpoint is there, which rank 0 commits, or may fail to."""
+    until_s = time.monotonic() + _COMMIT_S
+    while time.monotonic() < until_s:
+        with suppress(OSError):
+            if any(name.step >= step for name in checkpoint_store(run).names()):
+                return
+        time.sleep(_PAUSE_S)
 
 
 def _twice(config: TrainConfig, result: FitResult) -> str:

@@ -29,6 +29,7 @@ from raytrain_ddp.driver.finish import (
     is_tidy,
     run_summary,
     tidy,
+    wait_for_rank_0,
 )
 from raytrain_ddp.driver.preflight import (
     answered,
@@ -133,6 +134,8 @@ def fit_locally(
                 outcome, watch = _train_here(config, folder, main, tell, session)
                 if main:
                     _draw(config, folder, tell)
+                else:
+                    wait_for_rank_0(folder, outcome.step)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
         shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))

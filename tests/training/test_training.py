@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
+from raytrain_ddp.driver import finish
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.events import Eval
 from raytrain_ddp.tasks.image_classification import ImageClassification
@@ -774,6 +776,18 @@ def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
     assert newest(config).manifest.world_size == 2
     assert (kept_steps(config), newest(config).manifest.attempt) == ([12, 24], 1)
     assert out.count("loading torch") == 1  # rank 0 alone speaks
+
+
+def test_other_ranks_wait_for_the_commit_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They return its checkpoint, too."""
+    listed = iter([[], [CheckpointName(12, 1)], [CheckpointName(24, 1), CheckpointName(12, 1)]])
+    store = SimpleNamespace(names=lambda: next(listed))
+    monkeypatch.setattr(finish, "checkpoint_store", lambda _: store)
+    finish.wait_for_rank_0(open_storage(str(tmp_path)), 24)
+    assert next(listed, None) is None
+    monkeypatch.setattr(finish, "_COMMIT_S", 0.2)  # rank 0 may fail
+    store.names = list
+    finish.wait_for_rank_0(open_storage(str(tmp_path)), 36)
 
 
 def test_fault_35_sigterm_ends_with_143_and_the_same_command_ends_with_the_same_bits(

@@ -99,9 +99,18 @@ def turns_of(
             raise refused(turns, given, f"a list of some of {', '.join(names)}", at)
         return given
 
-    for step in steps:
-        checked(step)
-    return checked
+    before = {step: [*checked(step)] for step in steps}
+
+    def same(step: int) -> Sequence[str]:
+        given = checked(step)
+        if [*given] != before.get(step, [*given]):
+            raise TaskError(
+                f"{place_of(turns)}: returned {given} for step {step}, but {before[step]} at the "
+                "start: it must depend on nothing but the step."
+            )
+        return given
+
+    return same
 
 
 def _require_loss_of(task: Task, *arguments: str) -> None:

@@ -242,6 +242,10 @@ def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
     one = torch.optim.SGD(model.parameters())
     with pytest.raises(TaskError, match="has no effect: optimizer"):
         turns_of(task, one, [0])
+    drawn = iter(["generator"] * 3 + ["discriminator"])
+    task.turns = lambda step: [next(drawn)]  # type: ignore[attr-defined]
+    with pytest.raises(TaskError, match=r"\['discriminator'\] for step 1, but \['generator'\]"):
+        turns_of(task, several, range(3))(1)
     del task.turns  # type: ignore[attr-defined]
     with pytest.raises(TaskError, match=r"must take \(model, batch\), as there is one optimizer"):
         turns_of(task, one, [0])
