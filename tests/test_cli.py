@@ -182,7 +182,8 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
         (("bad.toml",), 2, ("bad.toml", "not valid TOML")),
         (("wrong.toml",), 2, ("wrong.toml", "epoch", "'epochs'")),
         (("latin1.toml",), 2, ("latin1.toml",)),
-        (("nothere.toml",), 2, ("nothere.toml", "digits")),
+        (("nothere.toml",), 2, ("nothere.toml: no such file", "digits")),
+        (("folder.toml",), 2, ("folder.toml: is a folder", "digits")),
         (("--task", "no_such_module:Task"), 2, ("task", "no_such_module")),
         (("--task", "missing.py:Task"), 2, ("task", "missing.py")),
         (("--task", "mine.py:Taks"), 2, ("mine.py", "'Task'")),
@@ -196,6 +197,7 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     (tmp_path / "wrong.toml").write_text("epoch = 3\n")
     (tmp_path / "latin1.toml").write_bytes("name = 'é'\n".encode("latin-1"))
     (tmp_path / "mine.py").write_text("class Task: ...\n")
+    (tmp_path / "folder.toml").mkdir()
     before = contents(tmp_path)
     answer = run_cli("fit", *argv, cwd=tmp_path)
     assert answer.status == status, answer.err

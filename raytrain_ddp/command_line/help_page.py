@@ -29,7 +29,8 @@ def asked_for(argv: Sequence[str]) -> str | None:
     for word, behind in pairwise([*words, "-"]):
         name, equals, text = word.replace("_", "-").partition("=")
         if name in ("-h", "--help"):
-            return text if equals else "" if behind.startswith("-") else behind
+            is_topic = behind.startswith("--") or not behind.startswith("-")
+            return text if equals else behind if is_topic else ""
         if name == "--help-all":
             return "all"
     return None

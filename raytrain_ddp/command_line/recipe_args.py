@@ -127,6 +127,9 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
     config = load(recipe) if recipe is not None else TrainConfig()
     args: Any = command.parse(argv, config=config)
     if args.recipe != recipe:
+        before = argv[argv.index(args.recipe) - 1]
+        if before.startswith("--") and "=" not in before:  # all others take the next word
+            raise ConfigError(f"{before} {args.recipe}: takes true, false, or nothing.")
         raise ConfigError(
             f"unexpected argument {args.recipe!r}: a recipe must be the first argument, before the "
             "flags."

@@ -136,7 +136,7 @@ class DataConfig(Section, name="data"):
     def _require_holdout(self) -> None:
         self.below_one("holdout")
         self.at_least(0, "holdout_seed")
-        rule = "already provides the evaluation data: remove data.{} = {!r}"
+        rule = "already provides the evaluation data: set it to 0, or remove data.{} = {!r}"
         for name, unset in (("eval_source", (None,)), ("eval_split", ("auto", "none"))):
             given = getattr(self, name)
             ok = not self.holdout or given in unset

@@ -82,8 +82,12 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     if path.suffix != ".toml" and path_or_name in shipped:
         path = shipped[path_or_name]
     if not path.is_file():
+        why = "is a folder" if path.is_dir() else "no such file"
+        wrong = (
+            f"{path_or_name}: {why}" if path.suffix == ".toml" else f"no recipe {path_or_name!r}"
+        )
         raise ConfigError(
-            f"no recipe {path_or_name!r}: give a .toml file or one of {', '.join(shipped)}."
+            f"{wrong}: give a .toml file or one of {', '.join(shipped)}."
             + did_you_mean(path_or_name, shipped)
         )
     try:
@@ -111,7 +115,8 @@ def default_name(path_or_name: str | None) -> str | None:
     if path_or_name is None:
         return None
     path = Path(path_or_name).absolute()
-    return path.parent.name if path.name == "config.toml" else path.stem
+    name = path.parent.name if path.name == "config.toml" else path.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100].strip("-.") or None
 
 
 def dumps(config: TrainConfig) -> str:

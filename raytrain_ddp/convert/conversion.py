@@ -252,11 +252,15 @@ def _bad_record(split: SourceSplit, row: int, why: str) -> DataError:
     )
 
 
+def _size(count: int) -> str:
+    return f"{count / MIB:,.0f} MiB" if count >= 10 * MIB else f"{count / 1024:,.0f} KiB"
+
+
 def _require_space(stage: Stage, need: int) -> None:
     free = shutil.disk_usage(stage.folder).free
     if need > free:
         raise PreflightError(
-            f"{stage.dest}: about {need / MIB:,.0f} MiB are needed, {free / MIB:,.0f} MiB are free."
+            f"{stage.dest}: about {_size(need)} are needed, {_size(free)} are free."
         )
 
 

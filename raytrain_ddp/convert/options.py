@@ -7,6 +7,8 @@ from typing import Literal
 
 from raytrain_ddp.config.validation import require
 
+_QUALITY = 90
+
 
 @dataclass(frozen=True)
 class ConvertConfig:
@@ -30,7 +32,7 @@ class ConvertConfig:
     resize_short: int = 0
     """Resize larger images to this many pixels on the shorter side, and make all images RGB JPEG.
     0: keep the bytes as they are."""
-    quality: int = 90
+    quality: int = _QUALITY
     """JPEG quality with --resize-short, 1 to 100."""
     seed: int = 0
     """Random seed of the shuffle."""
@@ -55,6 +57,8 @@ class ConvertConfig:
     def __post_init__(self) -> None:
         require(self.resize_short >= 0, "--resize-short", self.resize_short, "must be 0 or more")
         require(1 <= self.quality <= 100, "--quality", self.quality, "must be 1 to 100")
+        ok = self.resize_short > 0 or self.quality == _QUALITY
+        require(ok, "--quality", self.quality, "has no effect without --resize-short")
         require(0 <= self.seed < 2**64, "--seed", self.seed, "must be 0 or more, below 2**64")
         require(self.stats_images >= 0, "--stats-images", self.stats_images, "must be 0 or more")
         for name in ("shard_mib", "row_group_mib", "rows_per_group"):

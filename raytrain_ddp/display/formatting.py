@@ -100,7 +100,11 @@ def format_share(share: float) -> str:
 
 
 def error_summary(message: str) -> str:
-    """The first line of an error's message; for a traceback below it, also the exception."""
+    """The first line of an error's message; for a traceback below it, also the exception, whose
+    own message may have several lines."""
     first, _, rest = message.strip().partition("\n")
-    last = rest.splitlines()[-1:] if "Traceback" in rest else []
-    return ": ".join([first.rstrip(":"), *(line.strip() for line in last)])
+    lines = rest.splitlines() if "Traceback" in rest else []
+    frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+    behind = lines[frames[-1] + 1 :] if frames else lines[-1:]
+    last = next((line for line in behind if line[:1].strip()), "")
+    return ": ".join([first.rstrip(":"), *([last] if last else [])])

@@ -84,7 +84,7 @@ def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     """
     if config.name is not None:
         return answered(config, lambda: _of_name(config))
-    return answered(config, lambda: _of_config(config, default_name or _default_name(config)))
+    return answered(config, lambda: _of_config(config, default_name or name_by_config(config)))
 
 
 def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> NamedRun:
@@ -223,7 +223,8 @@ def _differs(name: str, changed: Changes) -> str:
     return f"{name} has a different config ({first_names(fields, _SHOWN)})"
 
 
-def _default_name(config: TrainConfig) -> str:
+def name_by_config(config: TrainConfig) -> str:
+    """The name of a run whose config and recipe have none: that of its task or data."""
     if config.task not in BUILT_IN:
         name = config.task.rpartition(":")[2].partition("(")[0].rpartition(".")[2].strip("<>")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -120,10 +121,13 @@ def missing_capacity(layout: GroupedLayout, nodes: NodeResources) -> str:
 
 def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
     """The error for workers that do not fit."""
-    return PreflightError(
-        f"{layout.said} do not fit on {where}: {lacks}. Use fewer with --num-workers, or smaller "
-        "ones with --cpus-per-worker."
-    )
+    remedy = "Use fewer with --num-workers, or smaller ones with --cpus-per-worker."
+    if re.search(r"GPU: want .*, have 0\b", lacks):
+        remedy = "Leave out --use-gpu, or give the --address of a Ray cluster with GPUs."
+    elif isinstance(layout, GroupedLayout) and layout.apart:
+        remedy = "Use fewer with --nnodes and --nproc-per-node, or the --address of a Ray cluster."
+    verb = "does" if layout.said.startswith("1 ") else "do"
+    return PreflightError(f"{layout.said} {verb} not fit on {where}: {lacks}. {remedy}")
 
 
 @contextmanager

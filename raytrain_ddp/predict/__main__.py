@@ -74,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     args = COMMAND.parse(argv)
     if args.out is None:
         raise ConfigError(f"--out is missing: the file to write ({_SUFFIXES}).")
+    if args.image_column is not None and not args.inputs:
+        raise ConfigError("--image-column has no effect without INPUT.")
     if args.address is None and args.workers is not None:
         raise ConfigError("--workers has no effect without --address.")
     if args.address is not None and args.device.startswith("cuda:"):
@@ -143,7 +145,8 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
 
 def _print(totals: Totals, maker: PartMaker, parts: OutputParts, seconds: float) -> None:
     print(maker.job.checkpoint)
-    print(f"{totals.rows:,} {maker.unit}, each once, in {seconds:.1f} s")
+    unit = maker.unit.removesuffix("s") if totals.rows == 1 else maker.unit
+    print(f"{totals.rows:,} {unit}, each once, in {seconds:.1f} s")
     if totals.bad:
         print(f"  {totals.bad:,} cannot be read: see the column error")
     if totals.labeled:

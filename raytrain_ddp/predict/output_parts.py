@@ -75,16 +75,21 @@ class OutputParts:
         with lock:
             text = "another process is writing it: wait for it, or stop it."
             require_alone(lock, f"--out {self.out}: {text}")
-            yield
+            try:
+                yield
+            finally:
+                if self.folder.exists() and not any(self.folder.glob("part-*")):
+                    shutil.rmtree(self.folder, ignore_errors=True)  # nothing to continue with
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:  # such as a full disk
+            kept = f" Finished work is kept in {self.folder}: the same command continues."
             raise PreflightError(
-                f"--out {self.out}: cannot be written: {error.strerror or error}. Finished work is "
-                f"kept in {self.folder}: the same command continues."
+                f"--out {self.out}: cannot be written: {error.strerror or error}."
+                f"{kept if any(self.folder.glob('part-*')) else ''}"
             ) from None
 
     def begin(self, plan: Mapping[str, Any]) -> None:

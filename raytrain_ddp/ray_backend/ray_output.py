@@ -47,7 +47,7 @@ class _ByThread(io.TextIOBase):
 
     def _is_logged(self) -> bool:
         thread = threading.current_thread()
-        return thread is self._own or thread.name.startswith("ray_")
+        return thread is self._own or thread.name.startswith(("ray_", "ray-"))
 
 
 class _LazyFile(io.TextIOBase):

@@ -158,7 +158,7 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
         base = from_dict(sweep.settings.config)
         commands += [] if best.origin else [("train it", best_command(base, best))]
     place = shlex.quote(f"{folder}/{best.name}")
-    if "://" not in place:
+    if best.status == "stopped" and "://" not in place:
         commands.append(("train it further", f"python -m raytrain_ddp.fit {place}/config.toml"))
     commands.append(("report", f"python -m raytrain_ddp.report {place}"))
     cards = [(f"Best {sweep.monitor}", format_metric(sweep.monitor, value), best.name)]

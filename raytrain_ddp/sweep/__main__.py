@@ -35,7 +35,7 @@ class SweepArgs(RecipeArgs):
     VALUES is LOW:HIGH (uniform), log:LOW:HIGH (uniform in the logarithm), or a list."""
     trials: int | None = None
     """Number of points to try. Default: 20, or all if there are fewer; for a grid, all. A larger
-    number continues a sweep."""
+    number continues a sweep, but not with --scheduler halving or pbt."""
     seeds: int = 1
     """Train each point with this many seeds, from --seed on. Points are compared by their mean."""
     search: Literal["random", "grid", "optuna"] = "random"
@@ -81,7 +81,10 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, or 128 + the signal that stopped the sweep."""
     args = parse(argv)
-    from raytrain_ddp.sweep.run_sweep import SweepOrder, checked, run_sweep, settings_of
+    from raytrain_ddp.checkpoint.storage import open_storage
+    from raytrain_ddp.driver.preflight import answered
+    from raytrain_ddp.driver.run_naming import name_by_config
+    from raytrain_ddp.sweep.run_sweep import SweepOrder, checked, found, run_sweep, settings_of
     from raytrain_ddp.sweep.space import grid, parse_space, size_of
     from raytrain_ddp.sweep.sweep_display import SweepDisplay
     from raytrain_ddp.sweep.trial_configs import known_points, scaling_of_trial, shown
@@ -91,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     if args.search == "grid":
         trials = len(grid(space))
     config = args.config
-    name = config.name or f"{default_name(args.recipe) or 'digits'}-sweep"
+    name = config.name or f"{default_name(args.recipe) or name_by_config(config)}-sweep"
     settings = settings_of(
         config,
         space=space,
@@ -112,6 +115,8 @@ def main(argv: Sequence[str]) -> int:
     )
     if args.dry_run:
         order = checked(order)
+        folder = open_storage(order.base.storage).join(name)
+        answered(order.base, lambda: found(folder, order.settings))
         points = known_points(settings, config.seed)
         for number, point in enumerate(points):
             print(f"trial-{number:04}  {shown(point)}")

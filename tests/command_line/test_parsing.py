@@ -171,9 +171,10 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
             "--task-options takes pairs of KEY and VALUE, or KEY=VALUE, each key once, not 'a'.",
         ),
         ("--task-options a=1 a=2", f"--task-options takes {PAIRS}, not 'a=1 a=2'."),
+        ("--exact maybe", "--exact maybe: takes true, false, or nothing."),
         (
-            "--exact maybe",
-            "unexpected argument 'maybe': a recipe must be the first argument, before the flags.",
+            "--epochs=3 digits",
+            "unexpected argument 'digits': a recipe must be the first argument, before the flags.",
         ),
         ("--=3", "there is no flag --. See --help-all."),
         ("digits cifar10", "unexpected argument 'cifar10'. See --help."),

@@ -380,6 +380,8 @@ def test_a_recipe_file_is_read_and_its_runs_are_called_like_it(tmp_path: Path):
     config = load(str(tmp_path / "mine.toml"))
     assert (config.name, config.epochs, config.optim.lr) == (None, 3, 1.0)
     assert recipe.default_name(str(tmp_path / "mine.toml")) == "mine"
+    assert recipe.default_name("my recipe (é).toml") == "my-recipe"
+    assert recipe.default_name("é.toml") is None
     assert recipe.default_name(str(tmp_path / "config.toml")) == tmp_path.name
 
 

@@ -870,7 +870,7 @@ def test_too_little_space_is_reported_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(PreflightError, match="MiB are needed"):
+    with pytest.raises(PreflightError, match="KiB are needed, 1 KiB are free"):
         run_convert(folder, tmp_path / "out")
     assert not list(hidden(tmp_path / "out").glob("*.part*"))
 
@@ -1047,6 +1047,7 @@ def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
         ((), 2, "SRC and DST must be given"),
         (("a", "b", "--verify", "c"), 2, "do not give SRC and DST"),
         (("a", "b", "--quality", "0"), 2, "--quality"),
+        (("a", "b", "--quality", "50"), 2, "has no effect without --resize-short"),
         (("a", "b", "--workers", "0"), 2, "--workers"),
         (("--verify", "nothing"), 4, "dataset.json"),
     ],

@@ -17,7 +17,23 @@ from rich.text import Text
 
 from raytrain_ddp.display import progress_display as module
 from raytrain_ddp.display import redraw
+from raytrain_ddp.display.formatting import error_summary
 from raytrain_ddp.display.progress_display import Pace, Summary
+
+TRACEBACK = """The task failed:
+Traceback (most recent call last):
+  File "task.py", line 3, in loss
+    raise RuntimeError(text)
+RuntimeError: sizes differ:
+\tconv.weight: 3
+second line
+(rank 0)"""
+
+
+def test_of_an_error_with_several_lines_the_first_is_shown():
+    assert error_summary(TRACEBACK) == "The task failed: RuntimeError: sizes differ:"
+    assert error_summary("a line\nand another") == "a line"
+
 
 PLAN = {
     "kind": "plan",

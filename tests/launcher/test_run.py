@@ -26,7 +26,7 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher import code_shipping, worker_group
 from raytrain_ddp.launcher import script_launch as launching
 from raytrain_ddp.launcher.agent import Agent
-from raytrain_ddp.launcher.capacity import connected, layout_for, missing_capacity
+from raytrain_ddp.launcher.capacity import capacity_error, connected, layout_for, missing_capacity
 from raytrain_ddp.launcher.exit_report import RankExit, failure_report, first_failure, format_ranks
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import (
@@ -543,6 +543,22 @@ def test_what_lacks_is_said_with_have_and_want():
     assert missing_capacity(layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
     flags = RunFlags(num_workers=2, per="node", cpus_per_worker=1)
     assert "want 2, have 1" in missing_capacity(layout_for(flags, []), [{"CPU": 4.0}])
+
+
+@pytest.mark.parametrize(
+    ("flags", "have", "text"),
+    [
+        ({"num_workers": 1, "use_gpu": True}, {"CPU": 4.0}, "1 worker does not .* out --use-gpu"),
+        ({"num_workers": 2, "use_gpu": True}, {"CPU": 4.0, "GPU": 1.0}, "2 workers do not .*fewer"),
+        ({"nnodes": "3", "nproc_per_node": "2"}, {"CPU": 4.0}, "Use fewer with --nnodes and"),
+    ],
+)
+def test_what_does_not_fit_has_advice_that_helps(
+    flags: dict[str, Any], have: dict[str, float], text: str
+):
+    layout = layout_for(RunFlags(**flags), [])
+    error = capacity_error(layout, missing_capacity(layout, [have]), "this machine")
+    assert re.search(text, str(error))
 
 
 def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):

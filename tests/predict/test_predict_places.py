@@ -53,6 +53,7 @@ def test_what_the_cluster_does_not_have_is_refused(
     ("flags", "message"),
     [
         (("--workers", "2"), "--workers has no effect without --address"),
+        (("--image-column", "x"), "--image-column has no effect without INPUT"),
         (("--address", "auto", "--workers", "0"), "--workers = 0: must be 1 or more"),
         (("--address", "auto", "--device", "cuda:1"), "give cuda or cpu with --address"),
     ],

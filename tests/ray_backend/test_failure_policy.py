@@ -880,13 +880,16 @@ def test_what_other_threads_print_is_not_rays(tmp_path: Path, capsys: pytest.Cap
         began.set()
         assert ended.wait(20)
         print("from Ray")
-        for name, text in (("ray_print_logs", "from a thread of Ray"), ("own", "from a new one")):
+        of_ray, own = "from a thread of Ray", "from a new one"
+        for name, text in (("ray_print_logs", of_ray), ("ray-tune", "from Tune"), ("own", own)):
             late = threading.Thread(target=print, args=(text,), name=name)
             late.start()
             late.join()
     thread.join()
     assert capsys.readouterr() == ("the user's\nfrom a new one\n", "also the user's\n")
-    assert (tmp_path / "logs/driver.log").read_text() == "from Ray\nfrom a thread of Ray\n"
+    assert (tmp_path / "logs/driver.log").read_text() == (
+        "from Ray\nfrom a thread of Ray\nfrom Tune\n"
+    )
 
 
 def test_a_second_run_on_ray_in_another_thread_is_refused():

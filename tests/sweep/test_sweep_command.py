@@ -160,6 +160,19 @@ def test_a_dry_run_prints_the_trials_and_writes_nothing(
     assert first.startswith("trial-0000  optim.lr=0.02492, augment.policy=")
     assert second.startswith("trial-0001  optim.lr=")
     assert [*tmp_path.iterdir()] == []
+    Path("runs/digits-sweep").mkdir(parents=True)
+    storage = open_storage("runs").join("digits-sweep")
+    save(made(tmp_path / "another"), storage)
+    with pytest.raises(ConfigError, match="contains a different sweep"):
+        main(words)
+
+
+def test_a_sweep_has_the_name_of_its_task():
+    Path("runs/TinyTask-sweep").mkdir(parents=True)
+    save(made(Path("another")), open_storage("runs").join("TinyTask-sweep"))
+    task = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
+    with pytest.raises(ConfigError, match="/TinyTask-sweep contains a different sweep"):
+        main(["--task", task, "--space", LR, "--trials", "2", "--dry-run"])
 
 
 def test_the_resources_of_a_trial_become_its_scaling():
@@ -247,6 +260,7 @@ def test_the_report_of_a_sweep_is_one_page(tmp_path: Path):
     assert "&lt;b&gt;the loss&lt;/b&gt; is not finite" in page
     assert "<b>the loss" not in page
     assert "python -m raytrain_ddp.fit --epochs 9" in page
+    assert "train it further" not in page  # it has finished
     assert "29 finished, 1 failed" in page
 
 
