@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _OF_SOURCE = ("blocks", "read", "fingerprint")
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
+_OF_RESULT = ("step", "skipped")  # beside the metrics of an evaluation
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -110,6 +111,8 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
     if not len(metrics):
         raise refused(function, metrics, wanted, " Without evaluation, return None in eval_data().")
     for name, metric in metrics.items():
+        if name in _OF_RESULT:
+            raise refused(function, metrics, f"other names of metrics than {name!r}")
         lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
         if isinstance(metric, type):
             raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")

@@ -371,6 +371,16 @@ def test_a_metric_that_counts_beside_its_states_is_refused(tmp_path: Path) -> No
         run_tiny(0, 1, config, {"metric": "s"}, kind=Measured)
 
 
+class Misnamed(TinyTask):
+    def metrics(self) -> dict[str, Any]:
+        return {**super().metrics(), "step": Counted()}
+
+
+def test_a_metric_has_no_name_that_a_result_has(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"Misnamed\.metrics: .* names of metrics than 'step'"):
+        run_tiny(0, 1, plain(tiny_config(tmp_path, "run", epochs=1)), kind=Misnamed)
+
+
 def test_a_goal_that_contradicts_its_metric_is_noted(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     told = run_tiny(0, 1, config, {"metric": "c"}, kind=Measured).events

@@ -27,7 +27,7 @@ from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetric
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.steps.warm_up import forward
+from raytrain_ddp.training.steps.warm_up import forward, others_error
 
 _MOST_BAD = 4096  # rows searched for a readable one
 
@@ -39,13 +39,16 @@ def try_loss(
     optimizers, that of the one of this name.
 
     Raises:
-        TaskError: it has no gradient.
+        TaskError: it has no gradient, or depends on parameters that the model lacks.
     """
     buffers = SavedBuffers(model)
     with keeping_generators(world.device):
         seed_slot(world.device, config.seed, 0, 0)
         loss = forward(config, task, model, batch, world, name)
     buffers.restore()
+    others = others_error(task, model, loss)
+    if others is not None:
+        raise others
     return loss
 
 

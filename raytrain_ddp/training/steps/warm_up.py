@@ -153,18 +153,13 @@ def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> 
             f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
             "model(...): otherwise, gradients are not summed over the workers."
         )
-    others = _others(run, loss)
+    others = others_error(run.task, run.model, loss)  # before the graph is freed
     loss.backward()
     if all(each.grad is None for each in run.model.parameters()):
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
-    if others:
-        raise TaskError(
-            f"{place_of(run.task.loss)}: the loss depends on parameters that the model does not "
-            f"contain, of shapes {first_names(others)}: they would not be trained or saved. Make "
-            "them part of what model() returns (modules in a Python list need nn.ModuleList), or, "
-            "if they stay as they are, use torch.no_grad() or requires_grad_(False)."
-        )
+    if others is not None:
+        raise others
     require_gradients()
     run.model.zero_grad()
     return (*scalars,)
@@ -219,9 +214,9 @@ class _Collectives(TorchDispatchMode):
             )
 
 
-def _others(run: Forward, loss: Tensor) -> list[str]:
-    """The shapes of parameters that the loss, shape (), depends on and the model lacks."""
-    own = {id(parameter) for parameter in run.model.parameters()}
+def others_error(task: Task, model: nn.Module, loss: Tensor) -> TaskError | None:
+    """An error if the loss, shape (), depends on parameters that the model lacks."""
+    own = {id(parameter) for parameter in model.parameters()}
     others: list[str] = []
     seen, left = set(), [loss.grad_fn]
     while left:
@@ -233,7 +228,14 @@ def _others(run: Forward, loss: Tensor) -> list[str]:
         if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
             others.append(str([*leaf.shape]))
         left += [before for before, _ in node.next_functions]
-    return others
+    if not others:
+        return None
+    return TaskError(
+        f"{place_of(task.loss)}: the loss depends on parameters that the model does not contain, "
+        f"of shapes {first_names(others)}: they would not be trained or saved. Make them part of "
+        "what model() returns (modules in a Python list need nn.ModuleList), or, if they stay as "
+        "they are, use torch.no_grad() or requires_grad_(False)."
+    )
 
 
 @contextmanager
