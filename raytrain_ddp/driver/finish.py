@@ -147,8 +147,9 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
 
 
 def wait_for_rank_0(run: Storage, step: int) -> None:
-    """Waits until the last checkpoint is there, which rank 0 commits, or may fail to."""
-    until_s = time.monotonic() + _COMMIT_S
+    """Waits until the last checkpoint is there, which rank 0 commits, or may fail to. There is none
+    before the first step."""
+    until_s = time.monotonic() + (_COMMIT_S if step else 0.0)
     while time.monotonic() < until_s:
         with suppress(OSError):
             if any(name.step >= step for name in checkpoint_store(run).names()):

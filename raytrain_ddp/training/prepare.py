@@ -218,7 +218,7 @@ def _tell_notes(
     note = memory_note(loader, config.data.memory_mib * 2**20)
     unread = unread_notes(config, reads, replaced_fields(task, state.optimizer, config))
     of_task = getattr(task, "notes", ())  # of the built-in ones
-    _tell(session, note, *of_task, _mode_note(state.model), *unread)
+    _tell(session, note, *of_task, _mode_note(state.model), _compiled_note(state.model), *unread)
 
 
 def _tell(session: Session, *notes: str | None) -> None:
@@ -275,6 +275,18 @@ def _batches(loader: TrainLoader, epoch: int) -> tuple[Batch, int, Batch, Batch 
     smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
     single = loader.any_batch(1, epoch) if loader.skip else None
     return batch, loader.data.samples_of(batch), smallest, single
+
+
+def _compiled_note(model: nn.Module) -> str | None:
+    """A note if the task has compiled the model, or a part of it, which renames its parameters."""
+    name = next((name for name in model.state_dict() if "_orig_mod." in name), None)
+    if name is None:
+        return None
+    return (
+        f"model() has compiled modules, so names in checkpoints contain _orig_mod. ({name}). To "
+        "keep the names, use --compute.compile, or module.compile() instead of "
+        "torch.compile(module)."
+    )
 
 
 def _mode_note(model: nn.Module) -> str | None:

@@ -468,6 +468,22 @@ class Undefined(Regression):
         metrics["mse"].update(torch.tensor([math.nan]), torch.ones(1))
 
 
+class Compiled(Regression):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return torch.compile(super().model(), backend="eager")  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("error:Using `torch.compile")
+def test_a_model_that_the_task_has_compiled_trains_and_its_names_are_noted(tmp_path: Path):
+    text = io.StringIO()
+    display = Display(Console(file=text, width=300), live=False)
+    result = fit_locally(config(tmp_path, "run", Compiled, epochs=1), display=display)
+    assert "names in checkpoints contain _orig_mod. (_orig_mod.0.weight)" in text.getvalue()
+    plainly = fit_locally(config(tmp_path, "plain", epochs=1))
+    assert result.last["mse"] == pytest.approx(plainly.last["mse"])
+
+
 def test_a_monitor_that_is_not_a_number_is_noted(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import resource
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -163,6 +164,10 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
         compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
+    # Of modules that the task has compiled; the tracker's hooks do not mind.
+    warnings.filterwarnings(
+        "ignore", r"Using `torch.compile\(module\)` when there are global hooks"
+    )
     try:
         counter = FlopCounterMode(display=False)
         counter.mod_tracker = Tracker()
