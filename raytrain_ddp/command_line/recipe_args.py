@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 from raytrain_ddp.command_line.commands import Command
@@ -127,9 +128,11 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
     config = load(recipe) if recipe is not None else TrainConfig()
     args: Any = command.parse(argv, config=config)
     if args.recipe != recipe:
-        before = argv[argv.index(args.recipe) - 1]
-        if before.startswith("--") and "=" not in before:  # all others take the next word
-            raise ConfigError(f"{before} {args.recipe}: takes true, false, or nothing.")
+        flags = command.flags(command.defaults(config=config))
+        switches = {f"--{flag.name}" for flag in flags if flag.kind is bool}
+        for before, word in pairwise(argv):
+            if word == args.recipe and before.replace("_", "-") in switches:
+                raise ConfigError(f"{before} {word}: takes true, false, or nothing.")
         raise ConfigError(
             f"unexpected argument {args.recipe!r}: a recipe must be the first argument, before the "
             "flags."

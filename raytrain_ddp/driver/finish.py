@@ -108,7 +108,7 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
     again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"  # of a local run
     commands = []
     # No command can load an object, or a class from a script, a notebook or a function.
-    is_importable = re.search(r"^__main__:|<locals>|\(\)$", config.task) is None
+    is_importable = re.search(r"^__main__:|<locals>|<lambda>|\)$", config.task) is None
     if result.monitor and is_importable:
         commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {word}"))
     if result.monitor and config.task == IMAGES:

@@ -173,6 +173,10 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
         ("--task-options a=1 a=2", f"--task-options takes {PAIRS}, not 'a=1 a=2'."),
         ("--exact maybe", "--exact maybe: takes true, false, or nothing."),
         (
+            "--name digits digits",
+            "unexpected argument 'digits': a recipe must be the first argument, before the flags.",
+        ),
+        (
             "--epochs=3 digits",
             "unexpected argument 'digits': a recipe must be the first argument, before the flags.",
         ),

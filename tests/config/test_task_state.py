@@ -5,7 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +32,22 @@ from raytrain_ddp import (
     TrainConfig,
     fit_locally,
 )
+from raytrain_ddp.config.task_state import state_digest
 from raytrain_ddp.errors import ConfigError
+
+
+class Place:
+    def __init__(self, k: int) -> None:
+        self.k, self.own = k, self
+
+
+@dataclass(slots=True)
+class Slotted:
+    k: int
+
+
+class Color(Enum):
+    RED, BLUE, GREEN, WHITE = range(4)
 
 
 class Fold(TinyTask):
@@ -51,12 +71,18 @@ class Fold(TinyTask):
             "namespace": SimpleNamespace(k=k),
             "frame": pd.DataFrame({"x": np.arange(20)[rows]}),
             "text": pd.Series([f"a{k}"]),
+            "objects": np.array([{"k": k}, Place(k)], dtype=object),
+            "keys": {Fold: k, local_fold: 1, Place(3): 2},
+            "bf16": torch.tensor([float(k)], dtype=torch.bfloat16),
+            "values": deque([range(k), slice(k), date(2026, 1, 1 + k), Decimal(k), bytearray([k])]),
+            "slots": Slotted(k),
+            "enum": Color(k),
         }
         self.held, self.net, self.lock = held[kind], nn.Linear(2, 2), threading.Lock()
 
 
 KINDS = ["number", "array", "tensor", "subset", "source", "set", "path", "namespace"]
-KINDS += ["frame", "text"]
+KINDS += ["frame", "text", "objects", "keys", "bf16", "values", "slots", "enum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,6 +99,30 @@ def local_fold(k: int) -> type[TinyTask]:
     return Local
 
 
+def local_property(k: int) -> type[TinyTask]:
+    class Local(TinyTask):
+        width = k
+
+        @property
+        def fold(self) -> int:
+            return k
+
+    return Local
+
+
+class ModuleTask(nn.Module, TinyTask):  # type: ignore[misc]
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k, self.layer = k, nn.Linear(2, 2)
+
+
+def test_many_objects_that_refer_to_each_other_are_visited_once():
+    places = [Place(number) for number in range(60)]
+    for place in places:
+        place.own = places  # type: ignore[assignment]
+    assert state_digest(places[0]) != state_digest(places[1])
+
+
 @pytest.mark.parametrize(
     "made",
     [
@@ -82,6 +132,8 @@ def local_fold(k: int) -> type[TinyTask]:
         local_fold,
         lambda k: Fold(k).model,
         lambda k: (lambda: Fold(0), lambda: Fold(1))[k],
+        local_property,
+        ModuleTask,
     ],
 )
 def test_what_a_function_holds_tells_it_apart(made: Callable[[int], Any]):

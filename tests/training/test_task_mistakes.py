@@ -4,6 +4,7 @@ function, or they work."""
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 from pathlib import Path
@@ -435,6 +436,7 @@ class Changing(TinyTask):
         elif self.what == "forgets":
             made.register_buffer("seen", torch.zeros(()), persistent=False)
             made.calls = 0  # type: ignore[assignment]
+            made.cache, made.value = None, math.nan  # type: ignore[assignment]
         return made
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -448,6 +450,7 @@ class Changing(TinyTask):
         if self.what == "forgets" and model.training:
             self.made.seen += 1  # type: ignore[operator]
             self.made.calls += 1  # type: ignore[operator]
+            self.made.cache = len(batch["x"])  # type: ignore[assignment]
             self.calls += 1
         if self.what == "gathers":
             others = [torch.ones(()) for _ in range(torch.distributed.get_world_size())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +97,12 @@ def warm_up(
             naming_nondeterministic(run.model),
         ):
             before = _attributes(run)
-            names = _pass(run, batch, require_gradients)
+            collectives = _Collectives(run)
+            names = _pass(run, batch, require_gradients, collectives)
+            collectives.require_none_or_as_many()
         now = _attributes(run)
         if run.config.ddp.static_graph:
-            _pass(run, batch, require_gradients)
+            _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
         run(smallest, is_wrapped=False)
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
@@ -111,7 +113,8 @@ def warm_up(
     flops, averaged = counter.get_total_flops() / samples, buffers.changed()
     stored = run.model.state_dict().keys()
     unsaved = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
-    unsaved += [name for name, value in before.items() if now.get(name, value) != value]
+    known = ((name, value) for name, value in before.items() if value is not None)  # else a cache
+    unsaved += [name for name, value in known if repr(now.get(name, value)) != repr(value)]
     averaged = [name for name in averaged if name in stored]
     found = WarmUp(names, fewest, flags.changed(), flops, averaged, unsaved)
     buffers.restore()
@@ -142,12 +145,15 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
     return False
 
 
-def _pass(run: Forward, batch: Batch, require_gradients: Callable[[], None]) -> tuple[str, ...]:
-    """Returns the names of the scalars with the loss."""
-    collectives = _Collectives(run)
-    with _counting_calls(run.net) as calls, collectives:
+def _pass(
+    run: Forward,
+    batch: Batch,
+    require_gradients: Callable[[], None],
+    watching: AbstractContextManager[object],
+) -> tuple[str, ...]:
+    """Returns the names of the scalars with the loss, which is computed in the context."""
+    with _counting_calls(run.net) as calls, watching:
         loss, scalars = run(batch)
-    collectives.require_none_or_as_many()
     if not calls and run.net is not run.model:
         raise TaskError(
             f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
@@ -183,6 +189,8 @@ def _attributes(run: Forward) -> dict[str, object]:
 class _Collectives(TorchDispatchMode):
     """Sees which collectives a loss calls."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, run: Forward) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run, self._names = run, dict[str, None]()
@@ -195,7 +203,7 @@ class _Collectives(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         space, _, name = str(func).partition(".")
-        if space in ("c10d", "_c10d_functional") and not name.startswith("broadcast"):  # as of DDP
+        if space in ("c10d", "_c10d_functional"):
             self._names[name.partition(".")[0].rstrip("_")] = None
         return func(*args, **(kwargs or {}))
 
