@@ -1,6 +1,6 @@
-"""What tells two objects of one task class apart, such as the folds of a cross-validation.
+"""Distinguishes objects of the same task class, such as the folds of a cross-validation.
 
-A run is recognized by its config. If Python code passes an object, what it holds is part of that.
+A run is recognized by its config. If Python code passes an object, its contents are part of that.
 """
 
 from __future__ import annotations
@@ -13,38 +13,46 @@ import enum
 import fractions
 import functools
 import hashlib
-import os
+import pathlib
+import re
 import sys
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DATES = (datetime.date, datetime.time, datetime.timedelta)
-_BY_REPR = (bytearray, range, slice, decimal.Decimal, fractions.Fraction, uuid.UUID, *_DATES)
+_NUMBERS = (decimal.Decimal, fractions.Fraction)
+_BY_REPR = (bytearray, range, slice, uuid.UUID, re.Pattern, *_NUMBERS, *_DATES)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _MOST_VALUES = 1_000_000  # of an array: others are skipped evenly
 _OF_TORCH = "torch.utils.data"  # such as a Subset
 _OURS = "raytrain_ddp."
+_ARRAYS = {"numpy.ndarray", "numpy.generic", "torch.Tensor"}
+_ARRAYS |= {"pandas.Series", "pandas.Index", "pandas.Categorical"}
 
 _known: dict[int, tuple[weakref.ref[Any], str]] = {}  # as it was when it was first seen
 
 
 def state_digest(target: Any) -> str:
-    """Eight hex digits of what an object, a function, a partial or a class made in a function
-    holds; "" if that is nothing.
+    """An eight-digit hex digest of the contents of an object, a partial, or a function or class
+    that is made in a function; "" if it has none.
 
     It is the same in another process. Values count as such, arrays by a million of their values,
     modules of torch by their type and plain attributes, and other objects of installed packages by
     their type. An object that training has changed keeps its digest.
     """
+    if isinstance(target, _FUNCTIONS) and "<" not in target.__qualname__:
+        return ""
     known = _known.get(id(target))
     if known is not None and known[0]() is target:
         return known[1]
-    parts = _Parts()
-    inside = parts.inside(target)
+    inside: list[Any] = []
+    with suppress(Exception):  # an object that cannot be read, or is nested too deeply
+        inside = _Parts().inside(target, is_task=True)
     digest = hashlib.sha256(repr(inside).encode()).hexdigest()[:8] if inside else ""
     with suppress(TypeError):  # a class with __slots__
         _known[id(target)] = weakref.ref(target), digest
@@ -59,10 +67,10 @@ class _Parts:
         self._visited: list[Any] = []  # they stay alive, so that their ids stay theirs
 
     def text(self, value: Any) -> str:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         own = _own_text(value)
         if own is not None:
-            return f"{kind} {own}"
+            return own
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if id(value) not in self._texts:
             self._visited.append(value)
             self._texts[id(value)] = kind  # for what refers back to it
@@ -70,35 +78,37 @@ class _Parts:
             self._texts[id(value)] = f"{kind} {hashlib.sha256(content).hexdigest()}"
         return self._texts[id(value)]
 
-    def inside(self, value: Any) -> list[Any]:
+    def inside(self, value: Any, is_task: bool = False) -> list[Any]:
         """The texts of the parts of a value, in a fixed order."""
         if isinstance(value, (list, tuple, collections.deque)):
+            if all(type(each) in _PLAIN for each in value):  # at once, as there may be millions
+                return [len(value), *_chosen([*value])]
             return [*map(self.text, value)]
-        if isinstance(value, (set, frozenset)):
-            return sorted(map(self.text, value))
+        if isinstance(value, (set, frozenset)):  # they may refer to each other, in any order
+            return sorted(_Parts().text(each) for each in value)
         if isinstance(value, Mapping):
             return sorted((self.text(key), self.text(each)) for key, each in value.items())
         if _is_array(value):
             return [*map(self.text, _values(value).tolist())]
-        return [(name, self.text(each)) for name, each in _parts(value)]
+        return [(name, self.text(each)) for name, each in _parts(value, is_task)]
 
 
 def _own_text(value: Any) -> str | None:
     """What a value is, if it has no parts."""
-    text: str | None = None
-    if isinstance(value, enum.Enum):
-        text = value.name
-    elif isinstance(value, (*_PLAIN, *_BY_REPR)):
-        text = repr(value)
-    elif isinstance(value, os.PathLike):
-        text = repr(os.fspath(value))
-    elif isinstance(value, type) and not _is_local(value):
-        text = f"{value.__module__}.{value.__qualname__}"
-    elif _is_array(value):
+    kind, text = type(value), None
+    if _is_array(value):
         values = _values(value)
         if not values.dtype.hasobject:
             content = hashlib.sha256(values.tobytes()).hexdigest()
             text = f"{value.dtype} {tuple(value.shape)} {content}"
+    elif isinstance(value, enum.Enum):
+        text = f"{kind.__qualname__} {value.value!r}"
+    elif isinstance(value, (*_PLAIN, *_BY_REPR)) or kind.__module__ == "torch":
+        text = repr(value)  # also a dtype or device of torch
+    elif isinstance(value, pathlib.PurePath):
+        text = f"path {str(value)!r}"
+    elif isinstance(value, _FUNCTIONS) and "<" not in value.__qualname__:
+        text = f"{value.__module__}.{value.__qualname__}"
     elif isinstance(getattr(value, "__dict__", {}).get("_fingerprint"), str):
         text = value._fingerprint  # a data set of Hugging Face
     return text
@@ -107,7 +117,7 @@ def _own_text(value: Any) -> str | None:
 def _is_array(value: Any) -> bool:
     """Of NumPy, pandas, or torch."""
     kinds = {f"{k.__module__.partition('.')[0]}.{k.__name__}" for k in type(value).__mro__}
-    return not kinds.isdisjoint({"numpy.ndarray", "numpy.generic", "torch.Tensor", "pandas.Series"})
+    return not kinds.isdisjoint(_ARRAYS)
 
 
 def _values(value: Any) -> Any:
@@ -116,43 +126,43 @@ def _values(value: Any) -> Any:
 
     if hasattr(value, "detach"):
         value = value.detach().cpu()
+        value = value.values() if value.is_nested else value
         value = value.to_dense() if value.is_sparse else value
         is_known = str(value.dtype).removeprefix("torch.") in np.sctypeDict
-        value = value.numpy() if is_known else value.double().numpy()  # bfloat16
-    flat = np.asarray(value).reshape(-1)
-    return np.ascontiguousarray(flat[:: 1 + flat.size // _MOST_VALUES])
+        value = value.resolve_conj().numpy() if is_known else value.double().numpy()  # bfloat16
+    return np.ascontiguousarray(_chosen(np.asarray(value).reshape(-1)))
 
 
-def _parts(value: Any) -> Iterable[tuple[str, Any]]:
+def _chosen(values: Any) -> Any:
+    return values[:: 1 + len(values) // _MOST_VALUES]
+
+
+def _parts(value: Any, is_task: bool) -> Iterable[tuple[str, Any]]:
     """The parts of an object, a function or a class, by name."""
     match value:
         case functools.partial():
             return [("", value.func), ("", value.args), ("", value.keywords)]
         case MethodType():
             return [("", value.__func__), ("", value.__self__)]
-        case FunctionType():
+        case FunctionType():  # one without a name of its own
             held = [*(value.__defaults__ or ()), value.__kwdefaults__, *_closure(value)]
-            if "<" in value.__qualname__:  # it has no name of its own
-                held += [each for each in value.__code__.co_consts if isinstance(each, _PLAIN)]
-            return [("", each) for each in held if each is not None]
-        case type() if _is_local(value):
+            held += [each for each in value.__code__.co_consts if isinstance(each, _PLAIN)]
+            named = (value.__qualname__, *value.__code__.co_names)
+            return [("", each) for each in (named, *held) if each is not None] if held else []
+        case type():  # made in a function
             return _parts_of_class(value)
     if type(value).__name__ == "DataFrame":
-        return [(str(name), value[name]) for name in value.columns]
-    return sorted(_attributes(value).items())
-
-
-def _is_local(kind: type) -> bool:
-    return "<locals>" in kind.__qualname__
+        return [("index", value.index), *((str(name), column) for name, column in value.items())]
+    return sorted(_attributes(value, is_task).items())
 
 
 def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
-    """Of a class made in a function: what its functions hold, and plain attributes."""
+    """What its functions hold, and its other attributes."""
     found: list[tuple[str, Any]] = []
     for name, value in sorted(vars(kind).items()):
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
         found += [(name, each) for each in _closure(inner) if each is not kind]  # as of super()
-        if isinstance(value, _PLAIN) and not name.startswith("__"):
+        if not (name.startswith("_") or callable(inner) or hasattr(kind, f"{name}.__get__")):
             found.append((name, value))
     return found
 
@@ -165,16 +175,25 @@ def _closure(function: Any) -> list[Any]:
     return held
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Of an object of the user's, or of a data set or source."""
+def _attributes(value: Any, is_task: bool) -> dict[str, Any]:
+    """Of the task, an object of the user's, or a data set or source."""
     kind = type(value)
-    names = [*getattr(value, "__dict__", ())]
-    if dataclasses.is_dataclass(value):  # it may have __slots__
-        names = [field.name for field in dataclasses.fields(value)]
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    slots = [getattr(each, "__slots__", ()) for each in kind.__mro__]
+    names = {*getattr(value, "__dict__", ()), *(field.name for field in fields)}
+    names |= {name for each in slots for name in ([each] if isinstance(each, str) else each)}
+    found = {name: getattr(value, name) for name in names if _counts(kind, name, value)}
     if any(each.__module__ == "torch.nn.modules.module" for each in kind.__mro__):
         return {n: v for n, v in found.items() if n[0] != "_" and isinstance(v, _PLAIN)}
-    return found if _is_own(kind) else {}
+    return found if is_task or _is_own(kind) else {}
+
+
+def _counts(kind: type, name: str, value: Any) -> bool:
+    """Whether an attribute is no cache, which depends on what was done before."""
+    if isinstance(getattr(kind, name, None), functools.cached_property):
+        return False
+    of_source = kind.__module__.startswith(_OURS) and name[0] == "_" and name != "_arrays"
+    return not of_source and not name.startswith("__") and hasattr(value, name)
 
 
 def _is_own(kind: type) -> bool:
