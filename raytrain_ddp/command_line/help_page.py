@@ -29,8 +29,10 @@ def asked_for(argv: Sequence[str]) -> str | None:
     for word, behind in pairwise([*words, "-"]):
         name, equals, text = word.replace("_", "-").partition("=")
         if name in ("-h", "--help"):
-            is_topic = behind.startswith("--") or not behind.startswith("-")
-            return text if equals else behind if is_topic else ""
+            topic = behind.partition("=")[0]
+            is_flag = topic.startswith("--") and topic not in ("--help", "--help-all")
+            is_topic = is_flag or not topic.startswith("-")
+            return text if equals else topic if is_topic else ""
         if name == "--help-all":
             return "all"
     return None

@@ -106,5 +106,5 @@ def error_summary(message: str) -> str:
     lines = rest.splitlines() if "Traceback" in rest else []
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
     behind = lines[frames[-1] + 1 :] if frames else lines[-1:]
-    last = next((line for line in behind if line[:1].strip()), "")
+    last = next((line for line in behind if line[:1].strip()), lines[-1].strip() if lines else "")
     return ": ".join([first.rstrip(":"), *([last] if last else [])])

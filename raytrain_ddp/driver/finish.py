@@ -147,14 +147,14 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
 
 
 def wait_for_rank_0(run: Storage, step: int) -> None:
-    """Waits until the last checkpoint is there, which rank 0 commits, or may fail to. There is none
-    before the first step."""
+    """Waits up to a minute until rank 0 has committed the last checkpoint. There is none before the
+    first step."""
     until_s = time.monotonic() + (_COMMIT_S if step else 0.0)
     while time.monotonic() < until_s:
         with suppress(OSError):
             if any(name.step >= step for name in checkpoint_store(run).names()):
                 return
-        time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S if run.is_local else 10 * _PAUSE_S)
 
 
 def _twice(config: TrainConfig, result: FitResult) -> str:

@@ -122,10 +122,10 @@ def missing_capacity(layout: GroupedLayout, nodes: NodeResources) -> str:
 def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
     """The error for workers that do not fit."""
     remedy = "Use fewer with --num-workers, or smaller ones with --cpus-per-worker."
-    if re.search(r"GPU: want .*, have 0\b", lacks):
-        remedy = "Leave out --use-gpu, or give the --address of a Ray cluster with GPUs."
+    if re.search(r"GPU: want [^;]*, have 0(?![\d.])", lacks):
+        remedy = "Remove --use-gpu, or pass the --address of a Ray cluster with GPUs."
     elif isinstance(layout, GroupedLayout) and layout.apart:
-        remedy = "Use fewer with --nnodes and --nproc-per-node, or the --address of a Ray cluster."
+        remedy = "Lower --nnodes or --nproc-per-node, or pass the --address of a Ray cluster."
     verb = "does" if layout.said.startswith("1 ") else "do"
     return PreflightError(f"{layout.said} {verb} not fit on {where}: {lacks}. {remedy}")
 

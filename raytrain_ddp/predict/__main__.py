@@ -91,7 +91,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         totals, maker = _predict(args, parts)
     except KeyboardInterrupt:
-        print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
+        if parts.folder.exists():
+            text = "Finished work is kept: run the same command again to continue."
+            print(text, file=sys.stderr)
         raise
     _print(totals, maker, parts, time.monotonic() - began)
     if totals.bad == totals.rows:

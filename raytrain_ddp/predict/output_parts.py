@@ -9,11 +9,12 @@ often the command was killed."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -78,8 +79,14 @@ class OutputParts:
             try:
                 yield
             finally:
-                if self.folder.exists() and not any(self.folder.glob("part-*")):
+                if self._is_held(lock) and not any(self.folder.glob("part-*")):
                     shutil.rmtree(self.folder, ignore_errors=True)  # nothing to continue with
+
+    def _is_held(self, lock: IO[str]) -> bool:
+        """Whether the folder is still the one that this process has locked."""
+        with suppress(OSError):
+            return os.path.samestat((self.folder / "lock").stat(), os.fstat(lock.fileno()))
+        return False
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ from raytrain_ddp.training.steps.device_feed import loader_threads, make_feed, p
 from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.steps.nonfinite import handle_nonfinite
 from raytrain_ddp.training.steps.step import Stepper, make_stepper
-from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
+from raytrain_ddp.training.steps.warm_up import Forward, require_equal_calls, warm_up, warm_up_notes
 
 
 def prepare(
@@ -79,7 +79,7 @@ def prepare(
     refuse = partial(handle_nonfinite, config, state, session, loader)
     stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)
     state.average = average_of(model, optimizer, config.ema)
-    found = _warm_up(stepper, loader, config.data.grow_epochs, kept)
+    found = _warm_up(config, task, stepper, loader, kept)
     flops = stepper.adopt(found)
     if eval_data is not None and (kept is None or kept.model is None):
         try_evaluation(config, task, model, eval_data, world, session.tell)
@@ -248,16 +248,14 @@ def _open(config: TrainConfig, task: Task, world: World) -> tuple[Data, Data | N
 
 
 def _warm_up(
-    stepper: Stepper, loader: TrainLoader, epoch: int, kept: Kept | None
+    config: TrainConfig, task: Task, stepper: Stepper, loader: TrainLoader, kept: Kept | None
 ) -> Mapping[str, WarmUp]:
-    """See `Stepper.warm_up`.
-
-    Args:
-        epoch: one whose images are as large as any.
-    """
-    if kept is not None and kept.warm_up:
-        return kept.warm_up
-    return stepper.warm_up(*_batches(loader, epoch))
+    """See `Stepper.warm_up` and `require_equal_calls`."""
+    found = kept.warm_up if kept is not None else {}
+    if not found:  # with images of an epoch that has the largest
+        found = stepper.warm_up(*_batches(loader, config.data.grow_epochs))
+    require_equal_calls(task, found, config, loader.world_size)
+    return found
 
 
 def _kept_note(config: TrainConfig, state: TrainState) -> str | None:

@@ -548,9 +548,13 @@ def test_what_lacks_is_said_with_have_and_want():
 @pytest.mark.parametrize(
     ("flags", "have", "text"),
     [
-        ({"num_workers": 1, "use_gpu": True}, {"CPU": 4.0}, "1 worker does not .* out --use-gpu"),
+        (
+            {"num_workers": 1, "use_gpu": True},
+            {"CPU": 4.0},
+            "1 worker does .* Remove --use-gpu",
+        ),
         ({"num_workers": 2, "use_gpu": True}, {"CPU": 4.0, "GPU": 1.0}, "2 workers do not .*fewer"),
-        ({"nnodes": "3", "nproc_per_node": "2"}, {"CPU": 4.0}, "Use fewer with --nnodes and"),
+        ({"nnodes": "3", "nproc_per_node": "2"}, {"CPU": 4.0}, "Lower --nnodes or"),
     ],
 )
 def test_what_does_not_fit_has_advice_that_helps(

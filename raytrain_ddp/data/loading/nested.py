@@ -89,7 +89,8 @@ def samples_of(batch: Any) -> int:
             names the entries.
     """
     leaves = list(leaves_of(batch))
-    shapes = [(at, tuple(leaf.shape)) for at, leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [(at, leaf) for at, leaf in leaves if isinstance(leaf, Tensor)]
+    shapes = [(at, (t.size(0),) if t.is_nested else tuple(t.shape)) for at, t in tensors]
     packed = [(at, leaf) for at, leaf in leaves if isinstance(leaf, PackedSequence)]
     shapes += [(at, (int(leaf.batch_sizes[0]),)) for at, leaf in packed]
     if len({shape[:1] for _, shape in shapes}) == 1 and shapes[0][1]:
@@ -126,13 +127,14 @@ def bytes_of(batch: Any) -> int:
 def _parts_of(leaf: Any) -> list[Any]:
     """The plain tensors of a sparse, nested or packed one; otherwise the leaf itself."""
     if isinstance(leaf, PackedSequence):
-        return [leaf.data, leaf.batch_sizes]
+        return [each for each in leaf if each is not None]
     if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
         return [leaf]
     if leaf.is_nested:
-        return [leaf.values()]
-    coo = leaf.to_sparse_coo().coalesce()
-    return [coo.indices(), coo.values()]
+        offsets: Any = getattr(leaf, "offsets", list)  # of jagged ones
+        return [leaf.values(), *([offsets()] if leaf.layout is torch.jagged else [])]
+    coo = leaf.to_sparse_coo()
+    return [coo._indices(), coo._values()]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

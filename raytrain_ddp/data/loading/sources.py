@@ -256,6 +256,11 @@ class MapSource:
                 f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "
                 "for data that can only be iterated."
             )
+        if shared and hasattr(dataset, "set_epoch"):
+            raise DataError(
+                f"MapSource({type(dataset).__name__}, shared=True): threads may read items of two "
+                "epochs at the same time, but the data set has set_epoch(): remove shared=True."
+            )
         self.dataset, self.shared = dataset, shared
         self.blocks = runs_of(len(dataset), rows_per_block)
 

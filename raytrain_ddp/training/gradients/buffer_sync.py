@@ -206,7 +206,9 @@ class SlotBuffers:
         for group, start, base, change in each:
             applied = torch.where(refused, 0, change)
             if start.is_floating_point():
-                _spread(torch.where(refused, start, (base + change).to(start.dtype)), group)
+                new = (base + change).to(start.dtype)
+                keeps = refused | new.isnan() & ~start.isnan()  # such as inf + -inf
+                _spread(torch.where(keeps, start, new), group)
             elif start.dtype is torch.bool:
                 _spread(start ^ (applied > 0), group)
             else:  # float64 cannot hold all 64-bit integers, but it holds changes

@@ -44,7 +44,8 @@ class Stepper:
         turns: by name; each with the context in which only its parameters are trained.
         due: the names of the turns in a step, from 0.
         logs: whether a step, from 1, is logged: all ranks then get the losses of all.
-        fixes_trained: what is trained at the start must stay so, as gradients are summed for it.
+        fixes_trained: whether parameters that are trained at the start must stay trained, as
+            their gradients are summed over all workers.
 
     Attributes:
         shares: the result of the last step; see `__call__`.
@@ -73,9 +74,8 @@ class Stepper:
                 self._groups[name] = slice(first, first + len(optimizer.param_groups))
                 first += len(optimizer.param_groups)
         self._after_step = optional_method(task, "after_step")
-        named = [*state.model.named_parameters()] if self._is_one else []
-        fixed = named if fixes_trained else [(n, p) for n, p in named if not p.requires_grad]
-        self._fixed = [(name, p, p.requires_grad) for name, p in fixed]
+        self._fixes_trained = fixes_trained
+        self._fixed: list[tuple[str, torch.nn.Parameter, bool]] = []
 
     def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
         """Takes one step; all ranks take part. A non-finite turn counts but changes nothing.
@@ -145,6 +145,9 @@ class Stepper:
         first steps."""
         for name, (turn, _) in self._turns.items():
             turn.adopt(found[name])
+        named = self._state.model.named_parameters() if self._is_one else ()
+        flags = ((name, parameter, parameter.requires_grad) for name, parameter in named)
+        self._fixed = [each for each in flags if self._fixes_trained or not each[2]]
         first = [name for step in range(_FIRST) for name in self._due(step)]
         return sum(found[name].flops for name in first) / _FIRST
 
@@ -181,7 +184,7 @@ class Stepper:
             with torch.no_grad():
                 self._after_step(state.model, state.step + 1)
             added = before ^ model_tensors(state.model).keys()
-            if rates != self._rates():
+            if len(rates) == len(now := self._rates()) and rates != now:
                 raise TaskError(
                     f"{place_of(self._after_step)}: sets a learning rate, which each step sets "
                     "anew: define schedule(step) in the task."

@@ -25,6 +25,7 @@ from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.session import WarmUp
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
+_NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
@@ -97,13 +98,14 @@ def warm_up(
             naming_nondeterministic(run.model),
         ):
             before = _attributes(run)
-            collectives = _Collectives(run)
-            names = _pass(run, batch, require_gradients, collectives)
-            collectives.require_none_or_as_many()
+            collectives = _Collectives()
+            names, others = _pass(run, batch, require_gradients, collectives)
         now = _attributes(run)
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
-        run(smallest, is_wrapped=False)
+        again, _ = run(smallest, is_wrapped=False)
+        require_own(run.task, others, others_of(run.model, again))
+        later = _attributes(run)
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
         remedy = _remedy_of(str(error))
@@ -113,10 +115,13 @@ def warm_up(
     flops, averaged = counter.get_total_flops() / samples, buffers.changed()
     stored = run.model.state_dict().keys()
     unsaved = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
-    known = ((name, value) for name, value in before.items() if value is not None)  # else a cache
-    unsaved += [name for name, value in known if repr(now.get(name, value)) != repr(value)]
+    # What was None, or what the second pass does not change, is a cache.
+    known = (name for name, value in before.items() if value is not None)
+    seen = {name: {repr(each.get(name)) for each in (before, now, later)} for name in known}
+    unsaved += [name for name, values in seen.items() if len(values) == 3]
     averaged = [name for name in averaged if name in stored]
-    found = WarmUp(names, fewest, flags.changed(), flops, averaged, unsaved)
+    calls = tuple(collectives.names)
+    found = WarmUp(names, fewest, flags.changed(), flops, averaged, unsaved, calls)
     buffers.restore()
     return found
 
@@ -150,8 +155,9 @@ def _pass(
     batch: Batch,
     require_gradients: Callable[[], None],
     watching: AbstractContextManager[object],
-) -> tuple[str, ...]:
-    """Returns the names of the scalars with the loss, which is computed in the context."""
+) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
+    """Returns the names of the scalars with the loss, which is computed in the context, and
+    parameters that the model lacks; see `others_of`."""
     with _counting_calls(run.net) as calls, watching:
         loss, scalars = run(batch)
     if not calls and run.net is not run.model:
@@ -159,16 +165,14 @@ def _pass(
             f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
             "model(...): otherwise, gradients are not summed over the workers."
         )
-    others = others_error(run.task, run.model, loss)  # before the graph is freed
+    others = others_of(run.model, loss)  # before the graph is freed
     loss.backward()
     if all(each.grad is None for each in run.model.parameters()):
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
-    if others is not None:
-        raise others
     require_gradients()
     run.model.zero_grad()
-    return (*scalars,)
+    return (*scalars,), others
 
 
 def _attributes(run: Forward) -> dict[str, object]:
@@ -191,9 +195,9 @@ class _Collectives(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, run: Forward) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run, self._names = run, dict[str, None]()
+        self.names = dict[str, None]()
 
     def __torch_dispatch__(
         self,
@@ -203,47 +207,62 @@ class _Collectives(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         space, _, name = str(func).partition(".")
-        if space in ("c10d", "_c10d_functional"):
-            self._names[name.partition(".")[0].rstrip("_")] = None
+        name = name.partition(".")[0].strip("_")
+        if space in ("c10d", "_c10d_functional") and name not in _NO_COLLECTIVES:
+            self.names[name] = None
         return func(*args, **(kwargs or {}))
 
-    def require_none_or_as_many(self) -> None:
-        """Raises ConfigError if some ranks could call them more often than others, or at another
-        place between the collectives of exact sums."""
-        slots, size, exact = self._run.config.slots, self._run.world.size, self._run.config.exact
-        if self._names and size > 1 and (exact or slots != size):
-            why = f"a step has {slots} micro-batches for {size} workers"
-            remedy = "Each worker must have one: set --micro-batch to --batch-size / workers."
-            if exact:
-                why, remedy = "--exact sums gradients between them", "Use --no-exact."
-            raise ConfigError(
-                f"{place_of(self._run.task.loss)}: calls collectives ({', '.join(self._names)}), "
-                f"but {why}: some workers would wait forever. {remedy}"
-            )
+
+def require_equal_calls(
+    task: Task, found: Mapping[str, WarmUp], config: TrainConfig, size: int
+) -> None:
+    """Raises ConfigError if a loss calls collectives, but some of `size` ranks could call them more
+    often than others, or in another order relative to those of exact sums."""
+    names = dict.fromkeys(name for each in found.values() for name in each.collectives)
+    why = ""
+    if config.exact:
+        why, remedy = "--exact sums gradients between them", "Use --no-exact."
+    elif config.slots != size:
+        why = f"a step has {config.slots} micro-batches for {size} workers"
+        remedy = "Set --micro-batch to --batch-size divided by the number of workers."
+    if names and why and size > 1:
+        raise ConfigError(
+            f"{place_of(task.loss)}: calls collectives ({', '.join(names)}), but {why}: some "
+            f"workers would wait forever. {remedy}"
+        )
 
 
-def others_error(task: Task, model: nn.Module, loss: Tensor) -> TaskError | None:
-    """An error if the loss, shape (), depends on parameters that the model lacks."""
+def others_of(model: nn.Module, loss: Tensor) -> dict[int, nn.Parameter]:
+    """Parameters that the loss, shape (), depends on and the model lacks, by id."""
     own = {id(parameter) for parameter in model.parameters()}
-    others: list[str] = []
+    others: dict[int, nn.Parameter] = {}
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-            others.append(str([*leaf.shape]))
+        if type(node).__name__ == "AccumulateGrad":
+            leaf = node.variable  # type: ignore[attr-defined]
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                others[id(leaf)] = leaf
         left += [before for before, _ in node.next_functions]
-    if not others:
-        return None
-    return TaskError(
-        f"{place_of(task.loss)}: the loss depends on parameters that the model does not contain, "
-        f"of shapes {first_names(others)}: they would not be trained or saved. Make them part of "
-        "what model() returns (modules in a Python list need nn.ModuleList), or, if they stay as "
-        "they are, use torch.no_grad() or requires_grad_(False)."
-    )
+    return others
+
+
+def require_own(
+    task: Task, first: Mapping[int, nn.Parameter], second: Mapping[int, nn.Parameter]
+) -> None:
+    """Raises TaskError for parameters that the model lacks and two passes have in common: a loss
+    may make others for itself."""
+    shapes = [str([*each.shape]) for key, each in first.items() if key in second]
+    if shapes:
+        raise TaskError(
+            f"{place_of(task.loss)}: the loss depends on parameters that the model does not "
+            f"contain, of shapes {first_names(shapes)}: they would be neither trained nor saved. "
+            "Make them part of what model() returns (modules in a Python list need nn.ModuleList). "
+            "If they are meant to stay fixed, call requires_grad_(False) on them."
+        )
 
 
 @contextmanager

@@ -107,7 +107,12 @@ def test_packed_sparse_and_nested_tensors_are_leaves(monkeypatch: pytest.MonkeyP
     for name, leaf in odd_leaves(2.0).items():
         assert digest_of(b"", leaf) != digest_of(b"", batch[name])
         assert bytes_of(leaf) >= 4 * 4
-    assert bytes_of(batch["packed"]) == 8 * 2 * 4 + 3 * 8  # of 8 rows, and of 3 steps
+    assert bytes_of(batch["packed"]) == 8 * 2 * 4 + 3 * 8 + 2 * 4 * 8  # rows, steps, orders
+    other = torch.nested.nested_tensor(
+        [torch.ones(n, 2) for n in (1, 3, 2, 2)], layout=torch.jagged
+    )
+    assert digest_of(b"", other) != digest_of(b"", batch["jagged"])
+    assert samples_of(torch.nested.nested_tensor([torch.ones(n) for n in (1, 3)])) == 2
 
 
 def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
