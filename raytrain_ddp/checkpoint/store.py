@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -46,8 +47,7 @@ __all__ += ["CheckpointStore"]
 
 Verify = Callable[[Checkpoint], object]
 Others = Callable[[Storage], Mapping[str, FileEntry]]
-LEAST_KEPT = 2
-CLAIMS_KEPT = 10
+LEAST_KEPT, CLAIMS_KEPT = 2, 10
 
 _warn: Callable[[str], None] = logging.getLogger(__name__).warning
 
@@ -104,12 +104,11 @@ class CheckpointStore:
         """Writes a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
 
         When it returns, the checkpoint is complete and durable. If it raises, what was written is
-        removed now or swept at the next start. ``manifest.files`` is filled in here.
-        If `others` waits for files that other processes write, the next commit removes it.
+        removed now, by the next commit, or at the next start. ``manifest.files`` is filled in here.
 
         Raises:
-            CheckpointError: a checkpoint of that name already exists.
-            RunLockedError: a later start has claimed the run.
+            CheckpointError: a checkpoint of that name exists. RunLockedError: a later start has
+                claimed the run.
             ValueError: a file name is not plain or is reserved by the store.
             OSError: the disk is full, or the store does not respond.
         """
@@ -136,9 +135,10 @@ class CheckpointStore:
             self._owned(name.attempt)  # the files may have taken minutes
             failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
-        except Exception:
-            with suppress(Exception):  # whatever failed is likely to fail here, too
-                if others is None:  # else they may be writing
+        except Exception as error:
+            late = not self.storage.is_local and re.search("time(d )?out", str(error).lower())
+            if others is None and not late:  # else they write, or the store does later
+                with suppress(Exception):  # whatever failed is likely to fail here, too
                     self._delete(name)
             raise
         failpoint("checkpoint.committed", step=name.step)

@@ -7,6 +7,7 @@ repeats the evaluation.
 from __future__ import annotations
 
 import pickle
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytrain_ddp.checkpoint.evaluation_file import read_evaluation, write_evaluation
+from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
 from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.training.runtime.world import World
 
 _TRIES = 3  # of an evaluation whose process dies
+_AGAIN_S, _MOST_AGAIN = 30.0, 20  # of one whose storage fails
 
 
 class Evaluator:
@@ -60,6 +62,7 @@ class Evaluator:
         )(_Actor).remote()
         self._given = ray.put(given)
         self._asked: dict[str, Any] = {}
+        self._failed: dict[str, tuple[int, float]] = {}  # name -> how often, and when at last
 
     def ask(self, checkpoint: str) -> None:
         """Asks for the evaluation of the checkpoint of that name, once."""
@@ -70,13 +73,21 @@ class Evaluator:
         """Raises the error of an evaluation that failed: RaytrainError; cheap."""
         pending = [answer for answer in self._asked.values() if answer is not None]
         done = ray.wait(pending, num_returns=len(pending), timeout=0)[0] if pending else []
+        for name, (_, at) in [*self._failed.items()]:
+            if self._asked[name] is None and time.monotonic() - at > _AGAIN_S:
+                del self._asked[name]
+                self.ask(name)
         for name, answer in self._asked.items():
             if answer in done:
                 self._asked[name] = None
                 try:
                     ray.get(answer)
+                    self._failed.pop(name, None)
                 except ray.exceptions.RayTaskError as error:
-                    raise _of(name, error.cause) from error
+                    times = self._failed.get(name, (0, 0.0))[0] + 1
+                    if not _is_of_storage(error.cause) or times > _MOST_AGAIN:
+                        raise _of(name, error.cause) from error
+                    self._failed[name] = times, time.monotonic()
                 except ray.exceptions.RayError as error:
                     text = f"its process died {_TRIES + 1} times ({str(error).splitlines()[0]})"
                     raise RetriesExhausted(f"the evaluation of {name} failed: {text}") from error
@@ -87,6 +98,11 @@ class Evaluator:
             ray.kill(self._actor)
         with suppress(Exception):
             remove_placement_group(self._group)
+
+
+def _is_of_storage(error: BaseException) -> bool:
+    """Whether the storage failed, which may pass: training goes on meanwhile, too."""
+    return isinstance(error, OSError) or isinstance(error.__cause__, (OSError, TimeoutError))
 
 
 def _of(name: str, error: BaseException) -> RaytrainError:
@@ -121,7 +137,9 @@ class _Actor:
         config, task, data, world = self._parts
         try:
             found = store.open(name)
-        except DamagedError:  # removed by a start that resumed from an earlier one
+        except DamagedError as error:
+            if folder.names():  # otherwise, a start that resumed from an earlier one removed it
+                write_evaluation(folder, Evaluation(error=str(error)))
             return
         evaluation = evaluate_checkpoint(config, task, data, found, world)
         failpoint("evaluate.checkpoint", step=name.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -38,6 +39,7 @@ from raytrain_ddp.training.state.live_state import LiveState
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
+_COMMITS_S = 30.0  # that newcomers wait for commits which follow one another
 _LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
@@ -81,6 +83,7 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
+        self._came: float | None = None  # when a newcomer was first seen
         self._mailbox, self._start, self._place = mailbox, start, place
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
@@ -162,8 +165,11 @@ class RaySession(RecordingSession):
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
         requests = self._asked(self._notice.requests)
-        # A commit in several parts would be given up.
-        self._joins = self._newcomer and not (self.recorder and self.recorder.committer.is_busy())
+        # A commit in several parts would be given up; but there may always be one.
+        is_busy = self.recorder is not None and self.recorder.committer.is_busy()
+        self._came = (self._came or time.monotonic()) if self._newcomer else None
+        waited_s = time.monotonic() - (self._came or math.inf)
+        self._joins = self._newcomer and (not is_busy or waited_s > _COMMITS_S)
         return requests._replace(look=requests.look or self._joins)
 
     def requests_in_evaluation(self) -> Requests:
@@ -209,6 +215,9 @@ class RaySession(RecordingSession):
             return owner.state()
         pending = _on_its_node(Owner.state, owner)
         return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
+
+    def has_ended(self) -> bool:
+        return self._place is not None and (self._place.is_broken or self._place.has_left)
 
     def report_hang(self, hang: Hang) -> None:
         """The driver is notified by each rank that responds. Ranks that block the others end if

@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from raytrain_ddp.checkpoint import streams
 from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.storage import (
+    Storage,
     is_plain_name,
     open_storage,
 )
-from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
+from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError
 
 # ------------------------------------------------------------------ a file system that fails
@@ -197,6 +198,29 @@ def test_fault_08_failed_commit_cleans_up_itself(tmp_path: Path, mode: str, is_l
         tmp_path, lambda s: commit(s, 10), lambda s: commit(s, 20), mode, is_local
     ):
         assert returned or set(os.listdir(root)) == {"step-00000010-a0001"}, where
+
+
+def test_a_manifest_that_appears_after_its_time_limit_has_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store may apply a request that its client has given up."""
+    storage = replace(open_storage(str(tmp_path)), is_local=False)
+    store, late = CheckpointStore(storage), []
+    write = Storage.write_atomic
+
+    def slowly(folder: Storage, name: str, data: bytes) -> None:
+        if name != MANIFEST_FILE:
+            return write(folder, name, data)
+        late.append((folder, data))
+        raise OSError(5, "AWS Error NETWORK_CONNECTION: curlCode: 28, Timeout was reached")
+
+    monkeypatch.setattr(Storage, "write_atomic", slowly)
+    with pytest.raises(OSError, match="Timeout"):
+        commit(store, 10)
+    ((folder, data),) = late
+    write(folder, MANIFEST_FILE, data)
+    (name,) = store.names()
+    store.open(name).verify()
 
 
 def test_fault_02_first_commit_of_a_run_fails(tmp_path: Path) -> None:

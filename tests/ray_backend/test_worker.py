@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,12 @@ from raytrain_ddp.errors import (
     RetriesExhausted,
     status_of,
 )
+from raytrain_ddp.ray_backend import ray_session
 from raytrain_ddp.ray_backend.failure_causes import cause_of, failure_event, users_traceback
 from raytrain_ddp.ray_backend.failure_policy import as_error
+from raytrain_ddp.ray_backend.ray_session import RaySession
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
+from raytrain_ddp.training.session import Requests
 
 
 def because(error: Exception, cause: Exception) -> Exception:
@@ -179,3 +184,24 @@ def test_without_ray_the_end_of_another_worker_is_not_reported_as_this_ones_faul
         reported = failure_event(error)
     assert reported.message.startswith("the task failed:\nTraceback")
     assert (reported.rank, reported.error) == (0, "ValueError")
+
+
+def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    session: Any = RaySession.__new__(RaySession)
+    session.step, session._newcomer, session._came = 0, True, None
+    session._notice = SimpleNamespace(requests=None)
+    session._asked = lambda _: Requests()
+    committer = SimpleNamespace(is_busy=lambda: True)
+    session.recorder = SimpleNamespace(committer=committer)
+    assert not session.requests().look
+    monkeypatch.setattr(ray_session, "_COMMITS_S", 0.0)
+    assert session.requests().look
+    monkeypatch.undo()
+    session._newcomer = False
+    assert not session.requests().look
+    session._newcomer = True
+    assert not session.requests().look  # another one
+    committer.is_busy = lambda: False
+    assert session.requests().look

@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from raytrain_ddp.errors import RaytrainError, RetriesExhausted
+from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 from raytrain_ddp.training.runtime.connections import (
@@ -84,7 +84,7 @@ class Place:
         """Waits for the next generation and makes its process group; False: the run is over.
 
         Raises:
-            RuntimeError: the members repeatedly cannot connect to each other.
+            RankLost: the members repeatedly cannot connect to each other.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -99,10 +99,13 @@ class Place:
             try:
                 self._connect(offered if self.seat.rank == 0 else None)
                 return True
-            except RuntimeError:  # DistError is one
+            except RuntimeError as error:  # DistError is one
                 self.leave()
                 if attempt == _TRIES - 1:
-                    raise
+                    raise RankLost(
+                        f"{_TRIES} times in a row, not all of {self.seat.size} ranks connected to "
+                        f"each other, at last through {self.seat.address}: {first_line(error)}"
+                    ) from error
         return True
 
     def _met(self, address: str) -> Seat:
@@ -202,6 +205,11 @@ class Place:
         come from that."""
         return self._connections.is_broken
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this process is in no generation."""
+        return not self._connected.number
+
     def close(self) -> None:
         """No more heartbeats."""
         self._closed.set()
@@ -285,7 +293,7 @@ def through_generations(
                 raise
             traceback.clear_frames(error.__traceback__)  # of the loop and its batches
             live = None if isinstance(error, NoStateLeft) else session.live_state()
-            step = live.manifest.step if live else -1
+            step = live.manifest.step if live else getattr(session, "step", None) or -1
             losses = 0 if step > reached else losses
             reached, losses = max(reached, step), losses + (not is_planned)
             if losses > most:

@@ -71,6 +71,7 @@ class Watchdog:
         state: of a process on any machine; may take long for another machine. See State.
         end: reports a hang, and ends this process or its collectives.
         of_run: see `World.of_run`.
+        is_over: whether the others have left this start already: then nobody is to blame.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class Watchdog:
         state: State,
         end: Callable[[Hang], None],
         of_run: Callable[[int], int] = int,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._clock, self._rank, self._owners = clock, rank, owners
-        self._of_run = of_run
+        self._of_run, self._is_over = of_run, is_over
         self._least_s = _AUTO_S if isinstance(hang_s, str) else float(hang_s)
         self._run, self._exchange, self._end = run, exchange, end
         self._state = state
@@ -264,6 +266,10 @@ class Watchdog:
     ) -> None:
         """Saves what all ranks know, and ends the ranks that block the others."""
         hang = diagnose(statuses, self._owners, stopped, self._of_run)
+        is_over = self._is_over()
+        if is_over:  # those that are silent wait for this rank elsewhere
+            text = f"rank {self._of_run(self._rank)} has not left what a lost rank has ended"
+            hang = replace(hang, text=text, ranks=())
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
         hang = replace(hang, text=text)
@@ -280,7 +286,7 @@ class Watchdog:
             if all(rank in answers and answers[rank].kept for rank in statuses):
                 break
             time.sleep(min(0.1, self._ask_s / 2) + _ASK_OF_MANY_S / 4 * len(self._owners))
-        if len(statuses) > 1:
+        if len(statuses) > 1 and not is_over:
             for rank, owner in enumerate(self._owners):
                 if rank not in statuses:
                     owner.kill()  # it cannot end by itself

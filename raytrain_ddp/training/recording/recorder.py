@@ -111,7 +111,7 @@ class Recorder:
 
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         """Asks for an evaluation of the checkpoints of these steps, as far as they exist."""
-        for name in self.store.names() if steps else ():
+        for name in with_backoff(lambda _: self.store.names(), self._trying_again) if steps else ():
             if name.step in steps:
                 self._tell(EvaluationDue(str(name)))
 

@@ -99,7 +99,12 @@ class RecordingSession:
                 self.state,
                 self.report_hang,
                 self.world.of_run,
+                self.has_ended,
             )
+
+    def has_ended(self) -> bool:
+        """Whether a lost rank, or the loss of one, has ended this session for the others."""
+        return False
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         device = self.world.device

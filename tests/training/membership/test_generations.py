@@ -3,12 +3,14 @@ as undisturbed, no step twice."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import generation_runs
@@ -25,8 +27,15 @@ from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimC
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data, MapSource
 from raytrain_ddp.events import Plan
+from raytrain_ddp.ray_backend.failure_causes import cause_of
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.membership.generations import NoStateLeft, RankLost, through_generations
+from raytrain_ddp.training.membership.generations import (
+    NoStateLeft,
+    Place,
+    RankLost,
+    through_generations,
+)
+from raytrain_ddp.training.membership.roster import Member, Seat
 from raytrain_ddp.training.prepare import prepare_alone
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
@@ -387,6 +396,61 @@ class _ThreeStarts:
     def leave(self) -> None: ...
 
     def part(self) -> None: ...
+
+
+class _Progresses:
+    """A session that keeps no live state, as with PowerSGD."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __enter__(self) -> _Progresses:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def live_state(self) -> None: ...
+
+
+class _ManyStarts(_ThreeStarts):
+    def join(self) -> bool:
+        self.starts += 1
+        return self.starts <= 9
+
+
+@pytest.mark.parametrize("each", [10, 0])
+def test_losses_with_progress_between_do_not_add_up_without_a_live_state(each: int) -> None:
+    place, steps = _ManyStarts(), []
+
+    def start(_: LiveState | None) -> Any:
+        steps.append(each * place.starts)
+        return _Progresses(steps[-1])
+
+    def run(_: Any) -> None:
+        raise RankLost("a rank is lost")
+
+    loses = contextlib.nullcontext() if each else pytest.raises(RankLost)
+    with loses:
+        through_generations(place, start, run, lambda _: False, most=2)  # type: ignore[arg-type]
+    assert len(steps) == (9 if each else 3)
+
+
+def test_ranks_that_cannot_connect_are_a_loss_that_names_the_address() -> None:
+    """Another start may succeed: the task did not fail."""
+    registry = SimpleNamespace(meet=lambda _: Seat(1, "127.0.0.1:9", "key", 1, 2))
+    place = Place.__new__(Place)
+    place._registry, place._host, place.seat = registry, "127.0.0.1", Seat(0)
+    place._member = Member(1, 2, 2, "token", 0, "host", "id", "")
+    place._connect = place.leave = lambda *_: None  # type: ignore[method-assign]
+
+    def fails(_: object) -> None:
+        raise RuntimeError("a rank was lost before the generation was connected")
+
+    place._connect = fails  # type: ignore[method-assign]
+    text = r"not all of 2 ranks .* through 127\.0\.0\.1:9: a rank was"
+    with pytest.raises(RankLost, match=text) as caught:
+        place.join()
+    assert cause_of(caught.value) == "outside"
 
 
 def test_after_no_state_is_left_the_next_generation_begins_anew(

@@ -599,6 +599,23 @@ def test_what_follows_a_long_wait_has_the_time_of_a_step(tmp_path: Path, patient
     assert None not in exchanged, "the others would take it for one that does not respond"
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_rank_that_has_not_left_what_is_over_blames_nobody(tmp_path: Path, is_over: bool):
+    """The others are silent, as they wait for it in the next generation."""
+    found: list[Hang] = []
+    clock = Clock(torch.device("cpu"))
+    clock.steps, clock.doing = 1, "data wait"
+    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
+    owners[0] = Owner.here()
+    storage = open_storage(str(tmp_path))
+    ending = found.append, int, lambda: is_over
+    dog = Watchdog(clock, 0.2, 0, owners, storage, lambda _: {}, lambda _: "S", *ending)
+    until(lambda: bool(found))
+    dog.close()
+    assert found[0].ranks == (() if is_over else (1, 2))
+    assert ("has not left what a lost rank has ended" in found[0].text) == is_over
+
+
 def until(what: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not what():
