@@ -132,7 +132,7 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
         switches = {f"--{flag.name}" for flag in flags if flag.kind is bool}
         for before, word in pairwise(argv):
             if word == args.recipe and before.replace("_", "-") in switches:
-                raise ConfigError(f"{before} {word}: takes true, false, or nothing.")
+                raise ConfigError(f"{before} takes true, false or no value, not {word!r}.")
         raise ConfigError(
             f"unexpected argument {args.recipe!r}: a recipe must be the first argument, before the "
             "flags."

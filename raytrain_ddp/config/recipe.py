@@ -24,7 +24,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_HELD = re.compile(r"\([0-9a-f]{8}\)$")  # what a task's object holds, see TaskName
+_HELD = re.compile(r"\([0-9a-f]{8}\)$")  # the digest of a task object, see TaskName.of
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     if path.suffix != ".toml" and path_or_name in shipped:
         path = shipped[path_or_name]
     if not path.is_file():
-        why = "is a folder" if path.is_dir() else "no such file"
-        wrong = (
-            f"{path_or_name}: {why}" if path.suffix == ".toml" else f"no recipe {path_or_name!r}"
-        )
+        wrong = f"no recipe {path_or_name!r}: give"
+        if path.suffix == ".toml":
+            why = "is a folder" if path.is_dir() else "does not exist"
+            wrong = f"{path_or_name} {why}. Give"
         raise ConfigError(
-            f"{wrong}: give a .toml file or one of {', '.join(shipped)}."
+            f"{wrong} a .toml file or one of {', '.join(shipped)}."
             + did_you_mean(path_or_name, shipped)
         )
     try:
@@ -183,7 +183,7 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     for values in (then, now):  # auto: on CPUs, where it decides the result, 1
         if values["scaling.cpus_per_worker"] == "auto":
             values["scaling.cpus_per_worker"] = 1.0
-    if not _HELD.search(then["task"]):  # of a run from before tasks had it
+    if not _HELD.search(then["task"]):  # from a run before digests existed
         empty = "()" if then["task"].endswith("()") else ""
         now["task"] = _HELD.sub(empty, now["task"])
     fixed = [name for name in {**now, **then} if name not in free]

@@ -1,6 +1,7 @@
 """Distinguishes objects of the same task class, such as the folds of a cross-validation.
 
-A run is recognized by its config. If Python code passes an object, its contents are part of that.
+A run is identified by its config. If Python code passes an object as the task, its contents are
+part of the config.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ _DATES = (datetime.date, datetime.time, datetime.timedelta)
 _NUMBERS = (decimal.Decimal, fractions.Fraction)
 _BY_REPR = (bytearray, range, slice, uuid.UUID, re.Pattern, *_NUMBERS, *_DATES)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
-_MOST_VALUES = 1_000_000  # of an array: others are skipped evenly
+_MOST_VALUES = 1_000_000  # of an array; larger ones are sampled evenly
 _OF_TORCH = "torch.utils.data"  # such as a Subset
 _OURS = "raytrain_ddp."
 _ARRAYS = {"numpy.ndarray", "numpy.generic", "torch.Tensor"}
 _ARRAYS |= {"pandas.Series", "pandas.Index", "pandas.Categorical"}
 
-_known: dict[int, tuple[weakref.ref[Any], str]] = {}  # as it was when it was first seen
+_known: dict[int, tuple[weakref.ref[Any], str]] = {}  # id -> digest when first seen
 
 
 def state_digest(target: Any) -> str:
     """An eight-digit hex digest of the contents of an object, a partial, or a function or class
-    that is made in a function; "" if it has none.
+    defined in a function; "" if it has none.
 
-    It is the same in another process. Values count as such, arrays by a million of their values,
-    modules of torch by their type and plain attributes, and other objects of installed packages by
-    their type. An object that training has changed keeps its digest.
+    The digest is the same in every process. Plain values count in full, arrays by at most a million
+    values, torch modules by their type and plain attributes, and other objects of installed
+    packages by their type. An object keeps its first digest even if training changes it.
     """
     if isinstance(target, _FUNCTIONS) and "<" not in target.__qualname__:
         return ""
@@ -54,17 +55,17 @@ def state_digest(target: Any) -> str:
     with suppress(Exception):  # an object that cannot be read, or is nested too deeply
         inside = _Parts().inside(target, is_task=True)
     digest = hashlib.sha256(repr(inside).encode()).hexdigest()[:8] if inside else ""
-    with suppress(TypeError):  # a class with __slots__
+    with suppress(TypeError):  # no weak references, as with __slots__
         _known[id(target)] = weakref.ref(target), digest
     return digest
 
 
 class _Parts:
-    """Texts that are equal if two values are alike; each object is visited once."""
+    """Texts that are equal for equal values; each object is visited once."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
-        self._visited: list[Any] = []  # they stay alive, so that their ids stay theirs
+        self._visited: list[Any] = []  # kept alive so that ids are not reused
 
     def text(self, value: Any) -> str:
         own = _own_text(value)
@@ -94,7 +95,7 @@ class _Parts:
 
 
 def _own_text(value: Any) -> str | None:
-    """What a value is, if it has no parts."""
+    """The text of a value without parts; otherwise None."""
     kind, text = type(value), None
     if _is_array(value):
         values = _values(value)
@@ -144,12 +145,12 @@ def _parts(value: Any, is_task: bool) -> Iterable[tuple[str, Any]]:
             return [("", value.func), ("", value.args), ("", value.keywords)]
         case MethodType():
             return [("", value.__func__), ("", value.__self__)]
-        case FunctionType():  # one without a name of its own
+        case FunctionType():  # a lambda or a local function
             held = [*(value.__defaults__ or ()), value.__kwdefaults__, *_closure(value)]
             held += [each for each in value.__code__.co_consts if isinstance(each, _PLAIN)]
             named = (value.__qualname__, *value.__code__.co_names)
             return [("", each) for each in (named, *held) if each is not None] if held else []
-        case type():  # made in a function
+        case type():  # defined in a function
             return _parts_of_class(value)
     if type(value).__name__ == "DataFrame":
         return [("index", value.index), *((str(name), column) for name, column in value.items())]
@@ -161,7 +162,8 @@ def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, value in sorted(vars(kind).items()):
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        found += [(name, each) for each in _closure(inner) if each is not kind]  # as of super()
+        # Without the __class__ cell that super() uses.
+        found += [(name, each) for each in _closure(inner) if each is not kind]
         if not (name.startswith("_") or callable(inner) or hasattr(kind, f"{name}.__get__")):
             found.append((name, value))
     return found
@@ -170,13 +172,13 @@ def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
 def _closure(function: Any) -> list[Any]:
     held = []
     for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # it is not set yet
+        with suppress(ValueError):  # the cell is empty
             held.append(cell.cell_contents)
     return held
 
 
 def _attributes(value: Any, is_task: bool) -> dict[str, Any]:
-    """Of the task, an object of the user's, or a data set or source."""
+    """The attributes of the task, a user's object, a data set or a source."""
     kind = type(value)
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     slots = [getattr(each, "__slots__", ()) for each in kind.__mro__]

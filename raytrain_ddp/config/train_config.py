@@ -52,8 +52,8 @@ class TaskName(str):
 
     @classmethod
     def of(cls, target: Any) -> TaskName:
-        """``module:Class``, or ``module:Class()`` for an object: what it holds, if it does, is in
-        the parentheses (see `state_digest`)."""
+        """``module:Class``; ``module:Class(DIGEST)`` with contents (see `state_digest`), and
+        ``module:Class()`` for an object without."""
         from raytrain_ddp.config.task_state import state_digest
 
         is_made = not hasattr(target, "__qualname__")

@@ -260,7 +260,7 @@ def _require_space(stage: Stage, need: int) -> None:
     free = shutil.disk_usage(stage.folder).free
     if need > free:
         raise PreflightError(
-            f"{stage.dest}: about {_size(need)} are needed, {_size(free)} are free."
+            f"{stage.dest}: about {_size(need)} is needed, but only {_size(free)} is free."
         )
 
 

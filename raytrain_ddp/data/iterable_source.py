@@ -30,10 +30,10 @@ class IterableSource:
     data set has a method `skip_to(offset)` that returns an iterator starting there. The order of
     such a data set must be the same in all epochs, unless it has `set_epoch(epoch)`.
 
-    Each iterator has its own copy of the data set, whose `set_epoch(epoch)`, if it has one, is
-    called first. Before it begins, the global generators of
-    torch, NumPy and Python are seeded by (seed, epoch), and before each later item by (seed, epoch,
-    offset), as are those that are skipped. So a data set that shuffles with them, also by a buffer,
+    Each iterator has its own copy of the data set. If the data set has `set_epoch(epoch)`, it is
+    called first. Before the iterator begins, the global generators of torch, NumPy and Python are
+    seeded by (seed, epoch), and before each later item by (seed, epoch, offset), as are those that
+    are skipped. So a data set that shuffles with them, also by a buffer,
     has the same order in all iterators.
 
     Args:

@@ -100,8 +100,8 @@ def format_share(share: float) -> str:
 
 
 def error_summary(message: str) -> str:
-    """The first line of an error's message; for a traceback below it, also the exception, whose
-    own message may have several lines."""
+    """The first line of an error's message. If a traceback follows, also the first line of its
+    exception."""
     first, _, rest = message.strip().partition("\n")
     lines = rest.splitlines() if "Traceback" in rest else []
     frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]

@@ -147,8 +147,8 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
 
 
 def wait_for_rank_0(run: Storage, step: int) -> None:
-    """Waits up to a minute until rank 0 has committed the last checkpoint. There is none before the
-    first step."""
+    """Waits up to a minute until rank 0 has committed the last checkpoint. Before the first step,
+    there is none."""
     until_s = time.monotonic() + (_COMMIT_S if step else 0.0)
     while time.monotonic() < until_s:
         with suppress(OSError):

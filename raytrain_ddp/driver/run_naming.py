@@ -224,7 +224,7 @@ def _differs(name: str, changed: Changes) -> str:
 
 
 def name_by_config(config: TrainConfig) -> str:
-    """The name of a run whose config and recipe have none: that of its task or data."""
+    """The default name of a run whose config and recipe have none: that of its task or data."""
     if config.task not in BUILT_IN:
         name = config.task.rpartition(":")[2].partition("(")[0].rpartition(".")[2].strip("<>")
     else:

@@ -125,7 +125,8 @@ def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
     if re.search(r"GPU: want [^;]*, have 0(?![\d.])", lacks):
         remedy = "Remove --use-gpu, or pass the --address of a Ray cluster with GPUs."
     elif isinstance(layout, GroupedLayout) and layout.apart:
-        remedy = "Lower --nnodes or --nproc-per-node, or pass the --address of a Ray cluster."
+        larger = "the --address of a larger Ray cluster"
+        remedy = f"Lower --nnodes or --nproc-per-node, or pass {larger}."
     verb = "does" if layout.said.startswith("1 ") else "do"
     return PreflightError(f"{layout.said} {verb} not fit on {where}: {lacks}. {remedy}")
 

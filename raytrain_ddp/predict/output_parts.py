@@ -80,7 +80,7 @@ class OutputParts:
                 yield
             finally:
                 if self._is_held(lock) and not any(self.folder.glob("part-*")):
-                    shutil.rmtree(self.folder, ignore_errors=True)  # nothing to continue with
+                    shutil.rmtree(self.folder, ignore_errors=True)  # nothing to resume
 
     def _is_held(self, lock: IO[str]) -> bool:
         """Whether the folder is still the one that this process has locked."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OF_SOURCE = ("blocks", "read", "fingerprint")
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
-_OF_RESULT = ("step", "skipped")  # beside the metrics of an evaluation
+_OF_RESULT = ("step", "skipped")  # keys next to the metrics in an evaluation result
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -112,7 +112,8 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
         raise refused(function, metrics, wanted, " Without evaluation, return None in eval_data().")
     for name, metric in metrics.items():
         if name in _OF_RESULT:
-            raise refused(function, metrics, f"other names of metrics than {name!r}")
+            free = f"metrics with names other than {name!r}, which is reserved"
+            raise refused(function, metrics, free)
         lacking = [each for each in _OF_METRIC if not hasattr(metric, each)]
         if isinstance(metric, type):
             raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")

@@ -53,7 +53,8 @@ class WarmUp(NamedTuple):
         changing: the bool buffers that a forward pass changes.
         flops: floating-point operations of a sample, forward and backward; 0 if unknown.
         averaged: other buffers that it changes, but for statistics of normalization layers.
-        unsaved: state that it changes but checkpoints do not contain: buffers and attributes.
+        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
+            attributes.
         collectives: those that the loss calls.
     """
 

@@ -171,7 +171,7 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
             "--task-options takes pairs of KEY and VALUE, or KEY=VALUE, each key once, not 'a'.",
         ),
         ("--task-options a=1 a=2", f"--task-options takes {PAIRS}, not 'a=1 a=2'."),
-        ("--exact maybe", "--exact maybe: takes true, false, or nothing."),
+        ("--exact maybe", "--exact takes true, false or no value, not 'maybe'."),
         (
             "--name digits digits",
             "unexpected argument 'digits': a recipe must be the first argument, before the flags.",

@@ -870,7 +870,7 @@ def test_too_little_space_is_reported_before_anything_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(PreflightError, match="KiB are needed, 1 KiB are free"):
+    with pytest.raises(PreflightError, match="KiB is needed, but only 1 KiB is free"):
         run_convert(folder, tmp_path / "out")
     assert not list(hidden(tmp_path / "out").glob("*.part*"))
 

@@ -378,7 +378,7 @@ class Misnamed(TinyTask):
 
 
 def test_a_metric_has_no_name_that_a_result_has(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"Misnamed\.metrics: .* names of metrics than 'step'"):
+    with pytest.raises(TaskError, match=r"Misnamed\.metrics: .* names other than 'step', which"):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run", epochs=1)), kind=Misnamed)
 
 
@@ -475,7 +475,7 @@ class Changing(TinyTask):
             "apart",
             r"Changing\.loss: the loss depends on parameters .* shapes \[5, 5\], \[5\]: they",
         ),
-        ("unfreezes", r"unfreezes conv\.weight in step 1: .* schedule\(step\) until then"),
+        ("unfreezes", r"unfreezes conv\.weight in step 1, .* its group until then"),
         ("rates", r"Changing\.after_step: sets a learning rate, .*: define schedule\(step\)"),
         ("schedules", r"schedule: returned \[0\.5\] for step 1, but \[1\.0\] at the start"),
     ],
@@ -492,7 +492,7 @@ def ran_changing(rank: int, size: int, config: Any, what: str) -> list[dict[str,
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("freezes", r"freezes conv\.weight in step 1: .* schedule\(step\) from then"),
+        ("freezes", r"freezes conv\.weight in step 1, .* its group from then on"),
         (
             "gathers",
             r"calls collectives \(allgather\), but a step has 4 micro-batches for 3 workers",
@@ -508,7 +508,7 @@ def test_what_other_workers_would_wait_for_is_refused(
         assert re.search(text, end.text)
     exact = plain(tiny_config(tmp_path, "exact", epochs=1, exact=True))
     ends = workers.outcomes(2, ran_changing, exact, what)
-    texts = {"freezes": "in step 1: what is", "gathers": "--exact sums gradients between them"}
+    texts = {"freezes": "in step 1, but the set", "gathers": "--exact sums gradients in between"}
     assert all(texts[what] in end.text for end in ends)
     of_each = plain(tiny_config(tmp_path, "even", epochs=1, micro_batch=16))
     workers(2, ran_changing, {**of_each}, what if what == "gathers" else "")
@@ -518,7 +518,7 @@ def test_what_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     notes = [e["text"] for e in ran_changing(0, 1, config, "forgets") if e["kind"] == "note"]
     changed = "the buffer seen (persistent=False), task.calls, model.calls"
-    assert any(f"forward passes change {changed}. This is not in" in text for text in notes)
+    assert any(f"forward passes change {changed}. Checkpoints do not" in text for text in notes)
     assert not any("forward passes" in str(e) for e in ran_changing(0, 1, config, ""))
 
 

@@ -122,7 +122,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
 
 
 def _below(root: str, shown: str) -> tuple[list[str], list[str]]:
-    """Files below a folder, of images the first one in each; and the folders.
+    """The files below a folder (of the images, only the first in each folder), and the folders.
 
     Raises:
         DataError: a folder cannot be read, or a link leads back to a folder above it.

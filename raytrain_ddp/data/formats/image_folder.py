@@ -142,8 +142,8 @@ def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _leads_above(link: str, root: str) -> bool:
-    """Whether a link leads to a folder on the way from `root` to it, or to one that contains such a
-    folder; also where other links are on this way."""
+    """Whether following a link would lead back: its target is, or contains, a folder on the path
+    from `root` to the link. Other links on this path are resolved."""
     real, place = os.path.realpath(link) + os.sep, os.path.dirname(link)
     while not (os.path.realpath(place) + os.sep).startswith(real):
         if len(place) <= len(root):

@@ -1,7 +1,7 @@
 """Nested batches: tensors in mappings, lists, tuples, named tuples and dataclasses.
 
-Everything else in them (strings, numbers, arrays) is passed through unchanged. A packed sequence is
-not a named tuple here, but one leaf.
+Everything else in them (strings, numbers, arrays) is passed through unchanged. A packed sequence
+counts as one leaf, not as a named tuple.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def pinned(batch: Any) -> Any:
-    """The same nest with its plain tensors page-locked."""
+    """The same nest with its dense tensors page-locked."""
 
     def of_leaf(leaf: Any) -> Any:
         is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
@@ -125,7 +125,7 @@ def bytes_of(batch: Any) -> int:
 
 
 def _parts_of(leaf: Any) -> list[Any]:
-    """The plain tensors of a sparse, nested or packed one; otherwise the leaf itself."""
+    """The dense tensors that make up a sparse, nested or packed leaf; otherwise the leaf itself."""
     if isinstance(leaf, PackedSequence):
         return [each for each in leaf if each is not None]
     if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
@@ -173,15 +173,15 @@ def require_samples(samples: int, records: int, may_skip: bool, is_own: bool = F
 
     Args:
         may_skip: whether bad records may be left out.
-        is_own: `Data.count` has counted them.
+        is_own: whether `Data.count` counted the samples.
 
     Raises:
         DataError, TaskError: there are fewer or more samples than records.
     """
     if is_own and (samples > records or (samples < records and not may_skip)):
         raise TaskError(
-            f"Data.count returned {samples} for a batch of {records} records: it must return how "
-            "many of them are in the batch, however many rows or tokens each of them has."
+            f"Data.count returned {samples} for a batch of {records} records: it must return the "
+            "number of records in the batch, however many rows or tokens each record has."
         )
     if samples < records and not may_skip:
         raise DataError(

@@ -126,7 +126,10 @@ class Data:
         return samples_of(batch) if self.count is None else int(self.count(batch))
 
     def checked_samples(self, batch: Batch, records: int, may_skip: bool) -> int:
-        """The number of samples in the batch of so many records; raises as `require_samples`."""
+        """The number of samples in a batch of `records` records.
+
+        Raises the errors of `require_samples`.
+        """
         from raytrain_ddp.data.loading.nested import require_samples
 
         samples = self.samples_of(batch)
@@ -238,8 +241,9 @@ class MapSource:
     Each loader worker is a process with its own copy of the data set, as in a DataLoader. Before
     each `__getitem__`, the global generators of torch, NumPy and Python are seeded by (seed, epoch,
     row, repeat), so random transforms that use them give the same items on any number of workers
-    and after any restart; generators stored in the data set do not. If the data set has
-    `set_epoch(epoch)`, it is called before items of an epoch are read, counted from 0.
+    and after any restart; generators stored in the data set do not. If the data set has a
+    `set_epoch(epoch)` method, it is called before items of that epoch are read. Epochs count from
+    0.
 
     Args:
         shared: several threads may read the data set at the same time, so the workers are threads,

@@ -94,9 +94,9 @@ class SlotBuffers:
 
     Each slot starts from the buffers before the step; their changes are averaged over all
     slots, weighted by samples. DDP's way, rank 0's buffers for all, would make them depend on the
-    number of workers. A bool buffer is inverted if any slot has inverted it. A number that is not
-    finite (an observer's minimum starts at inf) gets the mean of what all slots have set, once all
-    of them have set it.
+    number of workers. A bool buffer is inverted if any slot has inverted it. A value that is not
+    finite (an observer's minimum starts at inf) is replaced by the mean over the slots in the first
+    step in which all of them set it.
 
     Args:
         with_loss: the ranks also agree on the loss, even if there are no buffers.
@@ -156,7 +156,7 @@ class SlotBuffers:
 
     def add(self, slot: int, weight: float, losses: Tensor) -> None:
         """Records the changes that a slot made to the buffers, and its loss and scalars, shape
-        (1 + scalars,). One of weight 0 has changed nothing."""
+        (1 + scalars,). A slot of weight 0 changes nothing."""
         self._flags.require_constant()
         parts = []
         for group, start, base in zip(self._groups, self._start, self._base, strict=True):
@@ -169,7 +169,7 @@ class SlotBuffers:
                 parts.append((now.long() - start.long()).double())
         shares = losses.double().view(-1)
         self._own += shares * weight
-        # What is not finite stays so: it is not multiplied by 0.
+        # Values that are not finite must stay so: never multiply them by 0.
         added = torch.cat([*parts, shares if weight else shares * 0]) * (weight or 1.0)
         if self._tree is not None:
             self._tree.put(slot, added)
@@ -181,8 +181,8 @@ class SlotBuffers:
 
         Returns:
             This worker's shares of the mean loss and scalars, float64, shape (1 + scalars,): the
-            shares of all workers add up to them. And the sum of the losses and all changes to
-            finite numbers, shape (): finite if each of them is; 0 if there are no buffers, and
+            shares of all workers add up to them. Also the sum of the loss and of all changes to
+            finite values, shape (): finite if all of them are; 0 if there are no buffers, and
             nothing to agree on.
         """
         if not self._agrees:

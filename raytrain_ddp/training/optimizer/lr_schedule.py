@@ -98,7 +98,7 @@ class LearningRates:
 
         Raises:
             TaskError: the task's schedule gives something else than finite factors of 0 or more, or
-                other ones than when training began.
+                other factors than at the start.
         """
         if self._schedule is None:
             rate, peak = self.configured(step), self._config.optim.lr
@@ -108,8 +108,8 @@ class LearningRates:
         if factors != before:
             raise TaskError(
                 f"{place_of(self._schedule)}: returned {factors} for step {step}, but {before} at "
-                "the start: it must depend on nothing but the step, which all workers and all "
-                "resumed runs have in common."
+                "the start: it must depend only on the step, so that all workers and resumed runs "
+                "agree."
             )
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 

@@ -106,7 +106,7 @@ def turns_of(
         if [*given] != before.get(step, [*given]):
             raise TaskError(
                 f"{place_of(turns)}: returned {given} for step {step}, but {before[step]} at the "
-                "start: it must depend on nothing but the step."
+                "start: it must depend only on the step."
             )
         return given
 

@@ -59,8 +59,8 @@ class OptimizerAverage:
 
 class WeightAverage:
     """The average of parameters and floating-point buffers over the applied steps. Other buffers,
-    such as counters, are those of the newest step, as is what is not finite now or in the average:
-    in masks, for example. (Polyak averaging; timm's ModelEmaV3 is the same, but moves in refused
+    such as counters, are copied from the newest step. So are values that are not finite now or in
+    the average, as in masks. (Polyak averaging; timm's ModelEmaV3 is the same, but moves in refused
     steps, too, and averages of inf are nan.)
 
     Raises:

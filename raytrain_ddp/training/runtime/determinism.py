@@ -53,7 +53,7 @@ class Tracker(ModuleTracker):
 
 
 def _without_leaves(values: Any) -> tuple[Any, ...]:
-    """The tensors with a gradient function; torch only flattens what it receives."""
+    """The tensors that have a grad_fn. (torch only flattens what it receives.)"""
     found = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
     return tuple(each for each in found if not each.is_leaf)
 

@@ -32,9 +32,10 @@ def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) 
     model = initial_model(config, task, world)
     for name, kind in unstorable(model.state_dict()).items():
         raise ConfigError(  # before hours of training, not at the first checkpoint
-            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use a tensor of a type "
-            "that safetensors has (get_extra_state() may return one), torch.view_as_real for "
-            "complex numbers, or a buffer with persistent=False if a resumed run does without it."
+            f"the model's {name} ({kind}) cannot be stored in a checkpoint: use a dtype that "
+            "safetensors supports (get_extra_state() may return such a tensor), "
+            "torch.view_as_real for complex numbers, or persistent=False for a buffer that a "
+            "resumed run does not need."
         )
     return model
 

@@ -44,8 +44,8 @@ class Stepper:
         turns: by name; each with the context in which only its parameters are trained.
         due: the names of the turns in a step, from 0.
         logs: whether a step, from 1, is logged: all ranks then get the losses of all.
-        fixes_trained: whether parameters that are trained at the start must stay trained, as
-            their gradients are summed over all workers.
+        fixes_trained: whether parameters trained at the start must stay trained, because their
+            gradients are summed over all workers.
 
     Attributes:
         shares: the result of the last step; see `__call__`.
@@ -186,8 +186,8 @@ class Stepper:
             added = before ^ model_tensors(state.model).keys()
             if len(rates) == len(now := self._rates()) and rates != now:
                 raise TaskError(
-                    f"{place_of(self._after_step)}: sets a learning rate, which each step sets "
-                    "anew: define schedule(step) in the task."
+                    f"{place_of(self._after_step)}: sets a learning rate, but each step "
+                    "overwrites it: define schedule(step) in the task instead."
                 )
             if added:
                 raise TaskError(
@@ -196,11 +196,12 @@ class Stepper:
                 )
         for name, parameter, was_trained in self._fixed:
             if parameter.requires_grad != was_trained:
-                remedy = "from" if was_trained else "until"
+                remedy = "from then on" if was_trained else "until then"
                 raise TaskError(
                     f"the task {'freezes' if was_trained else 'unfreezes'} {name} in step "
-                    f"{state.step + 1}: what is trained is fixed when training begins. Train it in "
-                    f"all steps, with a factor of 0 in the task's schedule(step) {remedy} then."
+                    f"{state.step + 1}, but the set of trained parameters is fixed when training "
+                    "begins. Keep it trainable in all steps, and let the task's schedule(step) "
+                    f"return 0 for its group {remedy}."
                 )
         if state.average is not None:
             state.average.follow(refused, state.step + 1)

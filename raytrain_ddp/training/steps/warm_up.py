@@ -115,7 +115,7 @@ def warm_up(
     flops, averaged = counter.get_total_flops() / samples, buffers.changed()
     stored = run.model.state_dict().keys()
     unsaved = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
-    # What was None, or what the second pass does not change, is a cache.
+    # An attribute that was None before, or that the second pass does not change, is a cache.
     known = (name for name, value in before.items() if value is not None)
     seen = {name: {repr(each.get(name)) for each in (before, now, later)} for name in known}
     unsaved += [name for name, values in seen.items() if len(values) == 3]
@@ -127,15 +127,15 @@ def warm_up(
 
 
 def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
-    """Notes about what forward passes change, but tasks may mean differently."""
+    """Notes about state that forward passes change, perhaps not as the task intends."""
     averaged = first_names([*dict.fromkeys(n for each in found.values() for n in each.averaged)])
     unsaved = first_names([*dict.fromkeys(n for each in found.values() for n in each.unsaved)])
     notes = {
-        averaged: f"forward passes change the buffers {averaged}: each step applies the mean of "
-        "the changes of its slots (the micro-batches). What must not be averaged, such as a queue "
-        "or a count, belongs in after_step().",
-        unsaved: f"forward passes change {unsaved}. This is not in checkpoints, and each worker "
-        "has its own: a resumed run starts anew. Use buffers of the model.",
+        averaged: f"forward passes change the buffers {averaged}: each step applies the mean "
+        "change over its slots (the micro-batches). Update what must not be averaged, such as a "
+        "queue or a count, in after_step().",
+        unsaved: f"forward passes change {unsaved}. Checkpoints do not contain this state, so a "
+        "resumed run starts without it. Store it in persistent buffers of the model.",
     }
     return [text for names, text in notes.items() if names]
 
@@ -176,8 +176,8 @@ def _pass(
 
 
 def _attributes(run: Forward) -> dict[str, object]:
-    """What Python attributes of the task and the modules hold: values, and the states of tensors
-    that no parameter or buffer is."""
+    """The Python attributes of the task and the modules: plain values, and the identity and version
+    of tensors that are neither parameters nor buffers."""
     owners: dict[str, object] = {"task": run.task, "model": run.model}
     owners |= {f"model.{name}": each for name, each in run.model.named_modules() if name}
     found: dict[str, object] = {}
@@ -191,7 +191,7 @@ def _attributes(run: Forward) -> dict[str, object]:
 
 
 class _Collectives(TorchDispatchMode):
-    """Sees which collectives a loss calls."""
+    """Records the collectives that a loss calls."""
 
     supports_higher_order_operators = True
 
@@ -221,7 +221,7 @@ def require_equal_calls(
     names = dict.fromkeys(name for each in found.values() for name in each.collectives)
     why = ""
     if config.exact:
-        why, remedy = "--exact sums gradients between them", "Use --no-exact."
+        why, remedy = "--exact sums gradients in between", "Use --no-exact."
     elif config.slots != size:
         why = f"a step has {config.slots} micro-batches for {size} workers"
         remedy = "Set --micro-batch to --batch-size divided by the number of workers."
@@ -260,8 +260,9 @@ def require_own(
         raise TaskError(
             f"{place_of(task.loss)}: the loss depends on parameters that the model does not "
             f"contain, of shapes {first_names(shapes)}: they would be neither trained nor saved. "
-            "Make them part of what model() returns (modules in a Python list need nn.ModuleList). "
-            "If they are meant to stay fixed, call requires_grad_(False) on them."
+            "Make them part of the module that model() returns (put modules in an nn.ModuleList, "
+            "not a Python list). If they are meant to stay fixed, call requires_grad_(False) on "
+            "them."
         )
 
 
