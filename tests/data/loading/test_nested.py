@@ -95,7 +95,9 @@ def odd_leaves(factor: float = 1.0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested"
+)
 def test_packed_sparse_and_nested_tensors_are_leaves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pytest.fail(str(tensor.layout)))
     batch = odd_leaves()
