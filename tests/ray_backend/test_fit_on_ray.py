@@ -276,6 +276,7 @@ def test_an_evaluation_that_fails_elsewhere_is_reported_with_its_own_words() -> 
     for error, kind in ((DataError("3 bad"), DataError), (KeyError("x"), RetriesExhausted)):
         evaluator = object.__new__(Evaluator)
         evaluator._asked = {"step-1": (answer := fail.remote(error))}
+        evaluator._failed = {}
         ray.wait([answer], timeout=60)
         with pytest.raises(kind) as caught:
             evaluator.look()
