@@ -164,7 +164,7 @@ def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
         inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
         # Without the __class__ cell that super() uses.
         found += [(name, each) for each in _closure(inner) if each is not kind]
-        if not (name.startswith("_") or callable(inner) or hasattr(kind, f"{name}.__get__")):
+        if not (name.startswith("_") or callable(inner)):
             found.append((name, value))
     return found
 

@@ -85,7 +85,8 @@ class Evaluator:
                     self._failed.pop(name, None)
                 except ray.exceptions.RayTaskError as error:
                     times = self._failed.get(name, (0, 0.0))[0] + 1
-                    if not _is_of_storage(error.cause) or times > _MOST_AGAIN:
+                    # A storage may fail for a while; training goes on meanwhile, too.
+                    if not isinstance(error.cause, OSError) or times > _MOST_AGAIN:
                         raise _of(name, error.cause) from error
                     self._failed[name] = times, time.monotonic()
                 except ray.exceptions.RayError as error:
@@ -98,11 +99,6 @@ class Evaluator:
             ray.kill(self._actor)
         with suppress(Exception):
             remove_placement_group(self._group)
-
-
-def _is_of_storage(error: BaseException) -> bool:
-    """Whether the storage failed, which may pass: training goes on meanwhile, too."""
-    return isinstance(error, OSError) or isinstance(error.__cause__, (OSError, TimeoutError))
 
 
 def _of(name: str, error: BaseException) -> RaytrainError:

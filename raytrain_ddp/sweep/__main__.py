@@ -81,19 +81,15 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0, or 128 + the signal that stopped the sweep."""
     args = parse(argv)
-    from raytrain_ddp.checkpoint.storage import open_storage
-    from raytrain_ddp.driver.preflight import answered
     from raytrain_ddp.driver.run_naming import name_by_config
-    from raytrain_ddp.sweep.run_sweep import SweepOrder, checked, found, run_sweep, settings_of
+    from raytrain_ddp.sweep.run_sweep import SweepOrder, prepared, run_sweep, settings_of
     from raytrain_ddp.sweep.space import grid, parse_space, size_of
     from raytrain_ddp.sweep.sweep_display import SweepDisplay
     from raytrain_ddp.sweep.trial_configs import known_points, scaling_of_trial, shown
 
-    space = parse_space(args.space)
-    trials = args.trials or int(min(_TRIALS, size_of(space)))
-    if args.search == "grid":
-        trials = len(grid(space))
-    config = args.config
+    space, config = parse_space(args.space), args.config
+    most = len(grid(space)) if args.search == "grid" else int(min(_TRIALS, size_of(space)))
+    trials = args.trials or most
     name = config.name or f"{default_name(args.recipe) or name_by_config(config)}-sweep"
     settings = settings_of(
         config,
@@ -114,9 +110,7 @@ def main(argv: Sequence[str]) -> int:
         dashboard=args.dashboard,
     )
     if args.dry_run:
-        order = checked(order)
-        folder = open_storage(order.base.storage).join(name)
-        answered(order.base, lambda: found(folder, order.settings))
+        prepared(order)
         points = known_points(settings, config.seed)
         for number, point in enumerate(points):
             print(f"trial-{number:04}  {shown(point)}")

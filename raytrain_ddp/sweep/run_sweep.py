@@ -90,9 +90,7 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
         RunLockedError: another process runs this sweep.
         TaskError: all trials have failed.
     """
-    order = checked(order)
-    folder = open_storage(order.base.storage).join(str(order.base.name))
-    sweep = answered(order.base, lambda: found(folder, order.settings)) or Sweep(order.settings)
+    order, folder, sweep = prepared(order)
     with ExitStack() as stack:
         stack.enter_context(_lease(order.base, folder, display))
         stack.enter_context(display)
@@ -107,6 +105,14 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
         first = failed[0].message.partition("\n")[0]
         raise TaskError(f"all {len(failed)} trials have failed; the first: {first}")
     return 128 + conductor.stopping if conductor.stopping else 0
+
+
+def prepared(order: SweepOrder) -> tuple[SweepOrder, Storage, Sweep]:
+    """The `checked` order, the folder, and the sweep that is `found` there, or a new one."""
+    order = checked(order)
+    folder = open_storage(order.base.storage).join(str(order.base.name))
+    sweep = answered(order.base, lambda: found(folder, order.settings))
+    return order, folder, sweep or Sweep(order.settings)
 
 
 def found(folder: Storage, settings: Settings) -> Sweep | None:

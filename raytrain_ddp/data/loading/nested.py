@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from raytrain_ddp.errors import DataError, TaskError
 
-_PLAIN = (str, bytes, int, float, complex, type(None))
+PLAIN = (str, bytes, int, float, complex, type(None))
 _MOST_NAMED = 6
 _COUNTED = "specify how to count samples: Data(source, collate, count=...)."
 
@@ -67,14 +67,13 @@ def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+
+
 def pinned(batch: Any) -> Any:
     """The same nest with its dense tensors page-locked."""
-
-    def of_leaf(leaf: Any) -> Any:
-        is_plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-        return leaf.pin_memory() if is_plain else leaf
-
-    return map_leaves(of_leaf, batch)
+    return map_leaves(lambda leaf: leaf.pin_memory() if _is_dense(leaf) else leaf, batch)
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -128,7 +127,7 @@ def _parts_of(leaf: Any) -> list[Any]:
     """The dense tensors that make up a sparse, nested or packed leaf; otherwise the leaf itself."""
     if isinstance(leaf, PackedSequence):
         return [each for each in leaf if each is not None]
-    if not isinstance(leaf, Tensor) or (leaf.layout is torch.strided and not leaf.is_nested):
+    if not isinstance(leaf, Tensor) or _is_dense(leaf):
         return [leaf]
     if leaf.is_nested:
         offsets: Any = getattr(leaf, "offsets", list)  # of jagged ones
@@ -160,7 +159,7 @@ def digest_of(start: bytes, batch: Any) -> str:
                 digest.update(f"{at} {part.dtype} {tuple(part.shape)}".encode())
                 dense = part.detach().cpu().contiguous().view(-1)
                 digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
-        elif isinstance(leaf, _PLAIN):
+        elif isinstance(leaf, PLAIN):
             digest.update(f"{at} {leaf!r}".encode())
         else:  # bytes that have a shape, or an object whose text may hold an address
             digest.update(f"{at} {type(leaf).__name__}".encode())

@@ -134,7 +134,8 @@ class SlotBuffers:
 
     def begin(self) -> None:
         self._start = [_flat(group) for group in self._groups]
-        self._base = [torch.nan_to_num(start, 0.0, 0.0, 0.0) for start in self._start]
+        real = torch.Tensor.is_floating_point
+        self._base = [s.nan_to_num(0.0, 0.0, 0.0) if real(s) else s for s in self._start]
         self._is_open = True
         self._change: list[Tensor] = []
         self._flags.begin()
@@ -204,12 +205,13 @@ class SlotBuffers:
         self._is_open = False
         each = zip(self._groups, self._start, self._base, self._change, strict=True)
         for group, start, base, change in each:
-            applied = torch.where(refused, 0, change)
             if start.is_floating_point():
                 new = (base + change).to(start.dtype)
                 keeps = refused | new.isnan() & ~start.isnan()  # such as inf + -inf
                 _spread(torch.where(keeps, start, new), group)
-            elif start.dtype is torch.bool:
+                continue
+            applied = torch.where(refused, 0, change)
+            if start.dtype is torch.bool:
                 _spread(start ^ (applied > 0), group)
             else:  # float64 cannot hold all 64-bit integers, but it holds changes
                 _spread(start.long() + applied.round().long(), group)

@@ -164,7 +164,7 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
         compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
-    # Of modules that the task has compiled; the tracker's hooks do not mind.
+    # For modules that the task has compiled. The tracker's hooks may fire twice, without harm.
     warnings.filterwarnings(
         "ignore", r"Using `torch.compile\(module\)` when there are global hooks"
     )

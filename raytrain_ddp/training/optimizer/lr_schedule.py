@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of
 from raytrain_ddp.training.optimizer.param_groups import param_groups
+
+T = TypeVar("T")
 
 _MOST_CHECKED = 100_000  # steps whose factor is checked before the first one
 
@@ -67,6 +70,25 @@ def steps_to_check(total_steps: int) -> list[int]:
     return [*range(0, total_steps, stride), total_steps - 1]
 
 
+def unchanging(
+    function: Callable[..., Any], read: Callable[[int], T], steps: Sequence[int]
+) -> Callable[[int], T]:
+    """Calls a task's function by `read` for all `steps` now; what is returned calls it later, and
+    raises TaskError if a result differs."""
+    before = {step: read(step) for step in steps}
+
+    def same(step: int) -> T:
+        now = read(step)
+        if now != before.get(step, now):
+            raise TaskError(
+                f"{place_of(function)}: returned {now} for step {step}, but {before[step]} at the "
+                "start: it must depend only on the step, so that workers and resumed runs agree."
+            )
+        return now
+
+    return same
+
+
 class LearningRates:
     """The learning rate of each parameter group as a function of the step.
 
@@ -87,11 +109,11 @@ class LearningRates:
         total_steps = config.total_steps(steps_per_epoch)
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
-        self._schedule: Callable[[int], Any] | None = optional_method(task, "schedule")
-        self._checked: dict[int, list[float]] = {}
-        if self._schedule is not None:
-            for step in steps_to_check(total_steps):
-                self._checked[step] = self._factors(self._schedule, step)
+        self._factors_of: Callable[[int], list[float]] | None = None
+        schedule = optional_method(task, "schedule")
+        if schedule is not None:
+            read = partial(self._factors, schedule)
+            self._factors_of = unchanging(schedule, read, steps_to_check(total_steps))
 
     def __call__(self, step: int) -> list[float]:
         """The rates in `step` (from 0), one for each group.
@@ -100,17 +122,10 @@ class LearningRates:
             TaskError: the task's schedule gives something else than finite factors of 0 or more, or
                 other factors than at the start.
         """
-        if self._schedule is None:
+        if self._factors_of is None:
             rate, peak = self.configured(step), self._config.optim.lr
             return [rate * (each / peak) for each in self._peaks]
-        factors = self._factors(self._schedule, step)
-        before = self._checked.get(step, factors)
-        if factors != before:
-            raise TaskError(
-                f"{place_of(self._schedule)}: returned {factors} for step {step}, but {before} at "
-                "the start: it must depend only on the step, so that all workers and resumed runs "
-                "agree."
-            )
+        factors = self._factors_of(step)
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 
     def configured(self, step: int) -> float:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.errors import TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
+from raytrain_ddp.training.optimizer.lr_schedule import unchanging
 
 
 class Optimizers(Optimizer):
@@ -97,20 +98,9 @@ def turns_of(
             hint = did_you_mean(str(unknown[0]), names) if unknown else ""
             at = f" For step {step}: {given!r}.{hint}"
             raise refused(turns, given, f"a list of some of {', '.join(names)}", at)
-        return given
+        return [*given]
 
-    before = {step: [*checked(step)] for step in steps}
-
-    def same(step: int) -> Sequence[str]:
-        given = checked(step)
-        if [*given] != before.get(step, [*given]):
-            raise TaskError(
-                f"{place_of(turns)}: returned {given} for step {step}, but {before[step]} at the "
-                "start: it must depend only on the step."
-            )
-        return given
-
-    return same
+    return unchanging(turns, checked, steps)
 
 
 def _require_loss_of(task: Task, *arguments: str) -> None:

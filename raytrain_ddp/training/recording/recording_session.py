@@ -103,7 +103,7 @@ class RecordingSession:
             )
 
     def has_ended(self) -> bool:
-        """Whether a lost rank, or the loss of one, has ended this session for the others."""
+        """Whether the other ranks have left this session, because a rank was lost."""
         return False
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:

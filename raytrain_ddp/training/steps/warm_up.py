@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.nested import to_device
+from raytrain_ddp.data.loading.nested import PLAIN, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
@@ -24,7 +24,6 @@ from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.session import WarmUp
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None))
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
@@ -183,7 +182,7 @@ def _attributes(run: Forward) -> dict[str, object]:
     found: dict[str, object] = {}
     for owner, each in owners.items():
         for key, value in getattr(each, "__dict__", {}).items():
-            if isinstance(value, _VALUES):
+            if isinstance(value, PLAIN):
                 found[f"{owner}.{key}"] = value
             elif isinstance(value, Tensor) and value.grad_fn is None:
                 found[f"{owner}.{key}"] = (id(value), value._version)
