@@ -19,11 +19,21 @@ survives pickling on its way from a worker to the driver.
 from __future__ import annotations
 
 import difflib
+import errno
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 _LAST_STATUS = 125  # shells reserve higher numbers
+# errno of full or failing disks, networks, and file systems that depend on one.
+_PASSING = {
+    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
+    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
+    *(errno.ETIMEDOUT, errno.EREMOTEIO),
+}
+# pyarrow's errors of object stores have no errno.
+_OF_STORES = ("AWS Error", "google::cloud", "Azure")
+_LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
 
 
 class RaytrainError(Exception):
@@ -44,6 +54,10 @@ class ConfigError(RaytrainError, ValueError):
 
 class PreflightError(RaytrainError):
     exit_status = 3
+
+
+class UnreachableError(PreflightError, ConnectionError):
+    """A storage does not respond now; it may later."""
 
 
 class DataError(RaytrainError):
@@ -73,6 +87,15 @@ class RunLockedError(RaytrainError):
 
 class RemoteTraceback(Exception):
     """The cause of an exception raised in a loader process: its traceback in that process."""
+
+
+def is_passing(error: OSError) -> bool:
+    """Whether the same may succeed later, or on another machine."""
+    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _PASSING:
+        return True
+    text = str(error)
+    of_store = any(pattern in text for pattern in _OF_STORES)
+    return of_store and not any(pattern in text for pattern in _LASTING_OF_STORES)
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@ keep their state."""
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing as mp
 import os
@@ -42,6 +43,7 @@ def _work(
     least: int,
     size: int,
     backend: str,
+    outages: int,
 ) -> None:
     """One process of a rank; also the first code that a forked process runs."""
     import torch
@@ -63,6 +65,8 @@ def _work(
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
+    if outages and not failpoints.fired(Path(folder)):
+        _fail(Path(folder), outages)
     office = _Office(("127.0.0.1", port), b"test")
     office.connect()
     roster = office.roster()  # type: ignore[attr-defined]
@@ -135,6 +139,33 @@ def _work(
     (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))
 
 
+def _fail(folder: Path, times: int) -> None:
+    """Makes the storage fail so many times in this process once a failpoint has fired."""
+    from raytrain_ddp.checkpoint import run_folder
+    from raytrain_ddp.checkpoint.store import CheckpointStore
+    from raytrain_ddp.errors import UnreachableError
+    from raytrain_ddp.training.state import async_checkpoint
+
+    names, opened = CheckpointStore.names, run_folder.open_storage
+    left = [times]
+
+    def failing_names(store: CheckpointStore) -> Any:
+        if left[0] and failpoints.fired(folder):
+            left[0] -= 1
+            raise OSError(errno.EIO, "the storage fails")
+        return names(store)
+
+    def failing_open(uri: str) -> Any:
+        if left[0] and failpoints.fired(folder):
+            raise UnreachableError("the storage cannot be opened")
+        return opened(uri)
+
+    CheckpointStore.names = failing_names  # type: ignore[method-assign]
+    run_folder.open_storage = failing_open
+    async_checkpoint.retry_pauses = lambda: iter([0.01] * 4)
+    async_checkpoint._LATER_S = 0.01
+
+
 def forks() -> Any:
     """Processes that have loaded torch."""
     context = mp.get_context("forkserver")
@@ -149,6 +180,7 @@ class Run:
         late_s: how long after its death a process is replaced.
         after_others: none is replaced before all that are to die have, and the others have gone on.
         backend: of the process groups; those of GPUs name cuda.
+        outages: how often the storage fails in a process that started before a failpoint fired.
     """
 
     def __init__(
@@ -162,10 +194,12 @@ class Run:
         after_others: bool = False,
         size: int = W,
         backend: str = "gloo",
+        outages: int = 0,
         **options: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
-        self._arguments = plain(config), options, str(folder), points, least, size, backend
+        given = points, least, size, backend, outages
+        self._arguments = plain(config), options, str(folder), *given
         self._forks, self.folder, self._late_s = forks, folder, late_s
         self._least, self._awaited = least, points.count(":kill@") if after_others else 0
         self.roster = roster = Roster()

@@ -94,6 +94,11 @@ class Manifest:
         _require(isinstance(self.written_by, str), "written_by", self.written_by)
         _require(_is_count(self.format) and self.format == FORMAT, "format", self.format)
 
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(each.size_bytes for each in self.files.values())
+
     def to_json(self) -> bytes:
         """ASCII JSON, whose last entry is the sha256 of all bytes before that entry.
 

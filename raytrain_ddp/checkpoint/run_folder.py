@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from raytrain_ddp.errors import (
     first_names,
 )
 from raytrain_ddp.events import Eval, LogRecord
+from raytrain_ddp.files import expanded
 from raytrain_ddp.records import Timed, log_records, stored_events
 from raytrain_ddp.uri import without_secrets
 
@@ -62,8 +64,21 @@ CLOCKS = frozenset({"seconds", "seconds_total", "samples_per_s", "timing"})
 
 
 def run_storage(config: TrainConfig) -> Storage:
-    """Raises PreflightError if the storage cannot be reached."""
-    return open_storage(config.storage).join(str(config.name))
+    """The run's folder. A storage is opened once in a process: a later failure of it does not end
+    what needs it later.
+
+    Raises:
+        PreflightError: the storage cannot be reached.
+    """
+    at = config.storage
+    if at and "://" not in at:
+        at = str(expanded(at).absolute())
+    return _opened(at).join(str(config.name))
+
+
+@lru_cache(maxsize=64)
+def _opened(storage: str) -> Storage:
+    return open_storage(storage)
 
 
 def path_of_run(place: str, storage: str = RUNS) -> str:

@@ -24,7 +24,7 @@ from raytrain_ddp.checkpoint.streams import (
     read_hashed,
     write_hashed,
 )
-from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
 from raytrain_ddp.files import expanded, fsync, walk
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
@@ -279,8 +279,9 @@ def open_storage(uri: str) -> Storage:
     """The folder at a plain path (``~`` works) or at a URI of `open_uri`.
 
     Raises:
-        PreflightError: the URI is invalid or names a file, or its store does not respond within
-            `REACH_TIMEOUT_S`. The message contains neither the user part nor the query of the URI.
+        PreflightError: the URI is invalid or names a file. The message contains neither the user
+            part nor the query of the URI.
+        UnreachableError: its store does not respond, after `REACH_TIMEOUT_S` at most.
     """
     shown = without_secrets(uri)
 
@@ -293,12 +294,13 @@ def open_storage(uri: str) -> Storage:
 
     answer = answer_within(REACH_TIMEOUT_S, connect)
     if isinstance(answer, TimeoutError):
-        raise PreflightError(
+        raise UnreachableError(
             f"Storage {shown} did not respond within {REACH_TIMEOUT_S:.0f} s: "
             "check the address, the network and the credentials."
         )
     if isinstance(answer, Exception):
-        raise PreflightError(
+        passes = isinstance(answer, OSError) and is_passing(answer)
+        raise (UnreachableError if passes else PreflightError)(
             f"Cannot open storage {shown}: {reason_of(uri, answer).removeprefix(f'{shown}: ')}. "
             "Give a folder, or a URI (s3://, gs://, abfs:// ...) that this machine can reach."
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.errors import CheckpointError, RemoteTraceback
+from raytrain_ddp.errors import CheckpointError, RemoteTraceback, is_passing
 from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
 
@@ -17,15 +16,6 @@ _PACKAGE = f"{Path(__file__).parent.parent}/"
 _WATCHES = "__torch_dispatch__"
 _OF_COMPILER = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 _OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
-# errno of full or failing disks, networks, and file systems that depend on one.
-_PASSING = {
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
-    *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
-    *(errno.ETIMEDOUT, errno.EREMOTEIO),
-}
-# pyarrow's errors of object stores have no errno.
-_OF_STORES = ("AWS Error", "google::cloud", "Azure")
-_LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -47,13 +37,8 @@ def cause_of(error: BaseException) -> Cause:
     of_device = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in text
     if isinstance(error, RuntimeError) and of_device:
         return "error" if "assert" in text else "outside"
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return "outside"
     if isinstance(error, OSError):
-        of_store = any(pattern in text for pattern in _OF_STORES) and not any(
-            pattern in text for pattern in _LASTING_OF_STORES
-        )
-        return "outside" if error.errno in _PASSING or of_store else "error"
+        return "outside" if is_passing(error) else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
 

@@ -165,11 +165,13 @@ class RaySession(RecordingSession):
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
         requests = self._asked(self._notice.requests)
+        committer = self.recorder.committer if self.recorder is not None else None
         # A commit in several parts would be given up; but there may always be one.
-        is_busy = self.recorder is not None and self.recorder.committer.is_busy()
+        is_busy = committer is not None and committer.is_busy()
+        fails = committer is not None and committer.has_failed  # a new generation needs the storage
         self._came = (self._came or time.monotonic()) if self._newcomer else None
         waited_s = time.monotonic() - (self._came or math.inf)
-        self._joins = self._newcomer and (not is_busy or waited_s > _COMMITS_S)
+        self._joins = self._newcomer and not fails and (not is_busy or waited_s > _COMMITS_S)
         return requests._replace(look=requests.look or self._joins)
 
     def requests_in_evaluation(self) -> Requests:

@@ -131,7 +131,7 @@ def checkpoints(history: RunHistory) -> str:
     for kept in files.kept[:_MOST_CHECKPOINTS]:
         manifest, event = kept.manifest, made.get(kept.name)
         at_best = bool(best and kept.step == best.step)
-        size = sum(f.size_bytes for f in manifest.files.values()) if manifest else 0
+        size = manifest.size_bytes if manifest else 0
         metrics = manifest.metrics if manifest else {}
         text = ", ".join(f"{n} {format_metric(n, v)}" for n, v in metrics.items())
         rows.append(

@@ -70,7 +70,7 @@ def prepare(
     session.tell(messages.Phase("preparing the model"))
     if config.ddp.sync_batchnorm and world.size > 1:
         _require_one_slot_each(plan, world)
-    model = model_for(config, task, world, kept)
+    model = model_for(config, task, world, kept, session.survived)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")

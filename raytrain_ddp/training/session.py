@@ -107,12 +107,14 @@ class Session(Protocol):
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
+        survived: whether this process has a state from an earlier generation.
         kept: parts that this process already has; None: none.
     """
 
     world: World
     hosts: list[str]
     only_main_asks: bool
+    survived: bool
     kept: Kept | None
 
     def watch(self, clock: Clock) -> None:

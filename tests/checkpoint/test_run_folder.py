@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.checkpoint.run_folder import path_of_run
+from raytrain_ddp.checkpoint import run_folder
+from raytrain_ddp.checkpoint.run_folder import path_of_run, run_storage
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import PreflightError, UnreachableError
 
 
 @pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "events.jsonl"])
@@ -27,3 +30,23 @@ def test_a_run_is_found_by_its_name_though_its_data_has_the_same(
         assert path_of_run(other) == other
     Path("photos", file).touch()  # a run here is nearer
     assert path_of_run("photos") == "photos"
+
+
+def test_fault_15_a_storage_that_was_opened_is_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(uri: str) -> None:
+        raise UnreachableError(uri)
+
+    first = TrainConfig(name="first", storage=str(tmp_path))
+    opened = run_storage(first)
+    monkeypatch.setattr(run_folder, "open_storage", refuse)
+    assert run_storage(first) == opened
+    monkeypatch.chdir(tmp_path.parent)
+    assert run_storage(TrainConfig(name="first", storage=tmp_path.name)) == opened
+    with pytest.raises(UnreachableError):
+        run_storage(TrainConfig(name="first", storage=str(tmp_path / "another")))
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(PreflightError, match="it is empty"):
+            run_storage(TrainConfig(name="first", storage=""))

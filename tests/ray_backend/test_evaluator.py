@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.evaluation_file import read_evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.errors import DivergedError, RetriesExhausted
+from raytrain_ddp.errors import DivergedError, RetriesExhausted, UnreachableError
 from raytrain_ddp.ray_backend import evaluator as module
 from raytrain_ddp.ray_backend.evaluator import Evaluator, _Actor
 
@@ -49,9 +49,10 @@ def looked(monkeypatch: pytest.MonkeyPatch, actor: Failing, times: int) -> Evalu
 
 
 def test_an_evaluation_whose_storage_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
-    actor = Failing(OSError(5, "AWS Error NETWORK_CONNECTION"), TimeoutError("no answer"))
-    made = looked(monkeypatch, actor, 6)
-    assert (actor.asked, made._asked, made._failed) == (3, {NAME: None}, {})
+    unreachable = UnreachableError("Storage s3://b did not respond within 25 s")
+    actor = Failing(OSError(5, "AWS Error"), TimeoutError("no answer"), unreachable)
+    made = looked(monkeypatch, actor, 8)
+    assert (actor.asked, made._asked, made._failed) == (4, {NAME: None}, {})
     with pytest.raises(RetriesExhausted, match=f"evaluation of {NAME} failed: OSError"):
         looked(monkeypatch, Failing(*[OSError(5, "again")] * 50), 60)
     with pytest.raises(DivergedError):

@@ -13,8 +13,10 @@ import torch
 from raytrain_ddp.errors import (
     CheckpointError,
     DataError,
+    PreflightError,
     RaytrainError,
     RetriesExhausted,
+    UnreachableError,
     status_of,
 )
 from raytrain_ddp.ray_backend import ray_session
@@ -43,6 +45,8 @@ def because(error: Exception, cause: Exception) -> Exception:
         (RuntimeError("[gloo] Read error: Connection reset by peer"), "peer"),
         (SystemExit(1), "peer"),
         (OSError(errno.ENOSPC, "no space left on device"), "outside"),
+        (UnreachableError("Storage s3://b did not respond within 25 s"), "outside"),
+        (PreflightError("Cannot open storage s3://b: access denied"), "error"),
         (OSError(errno.EIO, "input/output error"), "outside"),
         (ConnectionResetError("the store hung up"), "outside"),
         (TimeoutError("the store is slow"), "outside"),
@@ -193,7 +197,7 @@ def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
     session.step, session._newcomer, session._came = 0, True, None
     session._notice = SimpleNamespace(requests=None)
     session._asked = lambda _: Requests()
-    committer = SimpleNamespace(is_busy=lambda: True)
+    committer = SimpleNamespace(is_busy=lambda: True, has_failed=False)
     session.recorder = SimpleNamespace(committer=committer)
     assert not session.requests().look
     monkeypatch.setattr(ray_session, "_COMMITS_S", 0.0)
@@ -205,3 +209,5 @@ def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
     assert not session.requests().look  # another one
     committer.is_busy = lambda: False
     assert session.requests().look
+    committer.has_failed = True  # a new generation reads the storage
+    assert not session.requests().look

@@ -60,11 +60,19 @@ class Recorder:
         self._newest: Checkpoint | None = None
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
-        self.attempt = 0
+        self.attempt, self._outage_s = 0, 0.0
 
-    def steps(self) -> list[int]:
-        """Those of all checkpoints. Raises OSError if the storage does not respond."""
-        names = with_backoff(lambda _: self.store.names(), self._trying_again)
+    def steps(self, outage_s: float = 0.0) -> list[int]:
+        """Those of all checkpoints.
+
+        Args:
+            outage_s: how long the storage may fail here, and in `begin`.
+
+        Raises:
+            OSError: the storage does not respond.
+        """
+        self._outage_s = max(self._outage_s, outage_s)
+        names = with_backoff(lambda _: self.store.names(), self._trying_again, self._outage_s)
         return [name.step for name in names]
 
     def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
@@ -89,7 +97,7 @@ class Recorder:
             self.store.sweep()
             return newest
 
-        self._newest = newest = with_backoff(found, self._trying_again)
+        self._newest = newest = with_backoff(found, self._trying_again, self._outage_s)
         self._life = self._life_after(newest)
         self.timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
@@ -209,7 +217,7 @@ class Recorder:
                 step=manifest.step,
                 name=str(name),
                 seconds=seconds,
-                size_bytes=sum(e.size_bytes for e in checkpoint.manifest.files.values()),
+                size_bytes=checkpoint.manifest.size_bytes,
                 tries=number + 1,
             )
         )

@@ -27,9 +27,9 @@ from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
 from raytrain_ddp.training.monitoring.rendezvous import Exchange, exchange_owners
 from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.recording.recorder import Best, Recorder
-from raytrain_ddp.training.runtime.world import World, broadcast
+from raytrain_ddp.training.runtime.world import World, any_rank, broadcast
 from raytrain_ddp.training.session import Kept, Snapshot
-from raytrain_ddp.training.state.async_checkpoint import with_backoff
+from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S, with_backoff
 from raytrain_ddp.training.state.checkpoint_parts import PartWriter
 from raytrain_ddp.training.state.live_state import LiveState, most_advanced
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
@@ -48,7 +48,7 @@ class RecordingSession:
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
-        kept: see Session.
+        survived, kept: see Session.
     """
 
     only_main_asks = False
@@ -69,13 +69,13 @@ class RecordingSession:
         self._clock: Clock | None = None
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
-        self._live = live
+        self._live, self.survived = live, live is not None
         self._backup = live.backup if live else None
         self.kept = live.kept if live else None
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
         self._attempt, self._closing = 0, threading.Event()
         self._parts = PartWriter(world.rank, lambda s: not self._closing.wait(s))
-        self._records: list[LogRecord] = self.recorder.log.records if self.recorder else []
+        self._records = self.recorder.log.records if self.recorder else list[LogRecord]()
 
     def __enter__(self: S) -> S:
         return self
@@ -137,7 +137,9 @@ class RecordingSession:
             RunLockedError: another start is claiming the run.
         """
         relay = Relay(self.world, existing=existing)
-        steps = self._of_main(Recorder.steps, relay)
+        # A state that survivors have must not be lost to an outage of the storage.
+        outage_s = OUTAGE_S * any_rank(self.survived, self.world)
+        steps = self._of_main(lambda recorder: recorder.steps(outage_s), relay)
         live = most_advanced(self._live, steps, self._storage, self.world, existing)
         stored, now = self._find(relay, may_read=live is None)
         if now != steps:  # a damaged one was set aside
@@ -162,9 +164,8 @@ class RecordingSession:
                 return checkpoint_store(self._run).commit(manifest, encode(backup))
 
             try:
-                found = with_backoff(commit, self._trying_again)
-                size_bytes = sum(each.size_bytes for each in found.manifest.files.values())
-                seconds = time.monotonic() - began
+                found = with_backoff(commit, self._trying_again, OUTAGE_S)
+                size_bytes, seconds = found.manifest.size_bytes, time.monotonic() - began
                 done = Checkpointed(step, str(found.name), seconds, size_bytes)
             except (RaytrainError, OSError) as error:
                 done = str(error)
@@ -314,7 +315,6 @@ class RecordingSession:
             self._watchdog.close()
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
-        text = f"{self._storage} does not respond ({error}): retrying in {wait_s:.1f} s."
-        self.tell(Note(text))
-        time.sleep(wait_s)
-        return True
+        said = f"{self._storage} does not respond ({error})"
+        self.tell(Note(f"{said}: retrying in {wait_s:.1f} s."))
+        return not self._closing.wait(wait_s)

@@ -100,6 +100,14 @@ def broadcast(value: Any, world: World, source: int = 0) -> Any:
     return box[0]
 
 
+def any_rank(value: bool, world: World) -> bool:
+    """Whether it is true on any rank; all ranks take part."""
+    votes = torch.tensor([int(value)])
+    if world.size > 1:
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes)
+
+
 def broadcast_tensor(tensor: Tensor, source: int) -> None:
     """Copies a tensor from rank `source` to all ranks; all take part.
 

@@ -19,8 +19,13 @@ from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Kept
 
 
-def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) -> nn.Module:
+def model_for(
+    config: TrainConfig, task: Task, world: World, kept: Kept | None, is_begun: bool = False
+) -> nn.Module:
     """The kept model, or the initial one; all ranks take part.
+
+    Args:
+        is_begun: see `initial_model`.
 
     Raises:
         ConfigError: it differs from rank 0's, or cannot be stored.
@@ -29,7 +34,7 @@ def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) 
         kept.model.zero_grad()  # frees the old gradients
         require_same_model(kept.model, world)
         return kept.model
-    model = initial_model(config, task, world)
+    model = initial_model(config, task, world, is_begun)
     for name, kind in unstorable(model.state_dict()).items():
         raise ConfigError(  # before hours of training, not at the first checkpoint
             f"the model's {name} ({kind}) cannot be stored in a checkpoint: use a dtype that "
@@ -40,12 +45,19 @@ def model_for(config: TrainConfig, task: Task, world: World, kept: Kept | None) 
     return model
 
 
-def initial_model(config: TrainConfig, task: Task, world: World) -> nn.Module:
+def initial_model(
+    config: TrainConfig, task: Task, world: World, is_begun: bool = False
+) -> nn.Module:
     """The model on this worker's device, not wrapped; all ranks take part if there are several.
-    For a task's own optimizer, which may keep something of them, all have rank 0's weights."""
+    For a task's own optimizer, which may keep something of them, all have rank 0's weights.
+
+    Args:
+        is_begun: other weights follow. Otherwise, they do if the run has a checkpoint.
+    """
     seed_all(config.seed)
     # A resumed run needs no pretrained weights: its own follow.
-    model = model_of(task, newest_manifest(run_storage(config)) is None)
+    is_new = not is_begun and newest_manifest(run_storage(config)) is None
+    model = model_of(task, is_new)
     if not config.exact and optional_method(task, "optimizer") is None:
         require_dense(task, model)  # else the gradients are dense, or the task's optimizer decides
     begin_training(model)

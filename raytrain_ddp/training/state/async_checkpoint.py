@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ T = TypeVar("T")
 Pause = Callable[[float, OSError], bool]
 
 TRIES = 5
+OUTAGE_S = 600.0
+"""How long a storage may fail while training waits for it that would otherwise lose steps."""
+
+_LATER_S = 15.0
 _LONGEST_S = 60.0  # for all attempts together, as far as we control it
 _SAID_S = 1.0
 _HANGS_S = 30.0
@@ -42,22 +47,24 @@ def retry_pauses() -> Iterator[float]:
         yield 2**n * jitter.uniform(0.5, 1)  # at most 15 s in total
 
 
-def with_backoff(act: Callable[[int], T], pause: Pause) -> T:
+def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -> T:
     """Calls act(0), act(1), ... until one raises no transient OSError, at most `TRIES` times.
 
     Args:
         pause: waits the given seconds; returns whether to continue.
+        outage_s: tries for so long, however often.
     """
     failed: float | None = None  # time of the first failure
-    for number, wait_s in enumerate(retry_pauses()):
+    pauses, number = retry_pauses(), 0
+    while True:
         try:
             return act(number)
         except OSError as error:
-            failed = failed or time.monotonic()
-            late = time.monotonic() - failed + wait_s > _LONGEST_S
+            failed, number = failed or time.monotonic(), number + 1
+            wait_s = next(pauses, _LATER_S if outage_s else math.inf)
+            late = time.monotonic() - failed + wait_s > max(_LONGEST_S, outage_s)
             if error.errno in _LASTING or late or not pause(wait_s, error):
                 raise
-    return act(TRIES - 1)
 
 
 class AsyncCheckpointer:
@@ -100,6 +107,11 @@ class AsyncCheckpointer:
         self._step, self._since = snapshot.manifest.step, time.monotonic()
         self._under_way = self._thread.submit(self._attempt, snapshot)
         return self._under_way
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the latest commit did."""
+        return self._failure is not None
 
     def is_busy(self) -> bool:
         return self._under_way is not None and not self._under_way.done()

@@ -105,6 +105,19 @@ def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     assert starts is None or on_main == [starts if survived else starts[1:]]
 
 
+def test_fault_15_an_outage_of_the_storage_does_not_cost_the_state_of_survivors(
+    forks: Any, undisturbed: TrainConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "run")
+    point = "train.after_backward:kill@rank=1,step=15"
+    run = Run(forks, config, tmp_path / "fired", point, outages=12)
+    notes = run.wait()
+    assert run.deaths == 1
+    assert [note["steps"] for note in notes if note["steps"]] == [[0, 14]]
+    assert bits(config) == bits(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+
+
 @pytest.mark.each_version
 def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
     forks: Any, tmp_path: Path

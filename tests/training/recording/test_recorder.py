@@ -129,6 +129,27 @@ def test_fault_15_what_may_pass_is_tried_five_times():
         with_backoff(failing(TRIES, throttled), no_pause)
 
 
+def test_fault_15_an_outage_may_last_for_minutes_where_steps_are_at_stake(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now, waited = [1.0], []
+
+    def pause(wait_s: float, _: OSError) -> bool:
+        now[0] += wait_s
+        waited.append(wait_s)
+        return True
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    throttled = OSError(THROTTLED)
+    assert with_backoff(failing(30, throttled), pause, 600.0) == 30
+    assert sum(waited) > 300
+    with pytest.raises(OSError, match="SLOW_DOWN"):
+        with_backoff(failing(1000, throttled), pause, 600.0)
+    assert 900 < now[0] < 1100
+    with pytest.raises(OSError, match="full"):
+        with_backoff(failing(1, OSError(errno.ENOSPC, "full")), pause, 600.0)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
 def test_fault_08_a_full_disk_is_not_tried_again_at_once(number: int):
     with pytest.raises(OSError, match="full"):
