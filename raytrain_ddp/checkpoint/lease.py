@@ -38,6 +38,7 @@ _FIRST_CHECK_S = 1.0  # two simultaneous starters may both have read their own t
 _SETTLE_S = 0.2
 _SLACK_S = 1.0  # tolerated delay of an owner's heartbeat
 _RELEASE_S = 5.0
+_STALE_S = 20.0  # what was read longer ago may have changed since
 _TEXT = re.compile(r"[\w .:\[\]-]{1,255}", re.ASCII)  # safe to show
 
 _say: Callable[[str], None] = logging.getLogger(__name__).warning
@@ -123,9 +124,9 @@ class Lease:
     A temporary failure of the storage does not end the lease: the next renewal tries again.
     """
 
-    def __init__(self, run: Storage, owner: Owner, heartbeat_s: float) -> None:
-        self._run, self._owner, self._heartbeat_s = run, owner, heartbeat_s
-        self._lost = ""
+    def __init__(self, run: Storage, owner: Owner, heartbeat_s: float, timeout_s: float) -> None:
+        self._run, self._owner, self._lost = run, owner, ""
+        self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
@@ -175,7 +176,7 @@ class Lease:
                 f"Run {run} was started twice at the same time; the other start continues "
                 f"({_describe(data)}). Wait for it, or give this one another --name."
             )
-        return Lease(run, owner, heartbeat_s)
+        return Lease(run, owner, heartbeat_s, timeout_s)
 
     def __enter__(self) -> Lease:
         return self
@@ -196,14 +197,19 @@ class Lease:
 
     def _renew(self) -> None:
         pause_s, misses = min(_FIRST_CHECK_S, self._heartbeat_s), 0
-        mine = _encode(self._owner)
+        mine, seen_at = _encode(self._owner), time.monotonic()
         while not self._ended.wait(pause_s):
-            pause_s = self._heartbeat_s
+            pause_s, asked_at = self._heartbeat_s, time.time()
             try:
                 data = _read(self._run)
                 misses = misses + 1 if data is None else 0
+                seen_at = time.monotonic() if data is not None else seen_at
                 if misses == 1:  # some file systems hide a file briefly while it is replaced
                     pause_s = min(_FIRST_CHECK_S, self._heartbeat_s)
+                elif data is None and self._is_outage(time.monotonic() - seen_at):
+                    pass
+                elif abs(time.time() - asked_at) > _STALE_S:  # this process was stopped since
+                    pause_s = 0.0
                 elif data is None or Owner.parse(data) not in (None, self._owner):
                     self._lost = (
                         f"Run {self._run} was taken over from this process "
@@ -214,6 +220,11 @@ class Lease:
                     self._run.write_atomic(LEASE_FILE, mine)
             except Exception:  # also what pyarrow raises besides OSError
                 pause_s = self._heartbeat_s / 4
+
+    def _is_outage(self, gone_s: float) -> bool:
+        """Whether the lease is gone with all of the run, as when a file system is not mounted for a
+        while."""
+        return gone_s < self._timeout_s and not self._run.names()
 
     def _remove(self) -> None:
         self._thread.join()  # otherwise it would write the file again

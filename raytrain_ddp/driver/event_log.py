@@ -9,8 +9,10 @@ disappear, that there were some. A run that is refused before it begins leaves n
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -115,7 +117,14 @@ class EventLog:
     def _append(self, lines: bytes) -> None:
         if not lines:
             return
-        with Path(self._run.path, EVENTS_FILE).open("ab+") as file:
-            file.seek(max(0, file.tell() - 1))
+        with Path(self._run.path, EVENTS_FILE).open("ab+", buffering=0) as file:
+            size = file.tell()
+            file.seek(max(0, size - 1))
             torn = file.read(1) not in (b"", b"\n")  # by a kill
-            file.write((b"\n" if torn else b"") + lines)
+            data = (b"\n" if torn else b"") + lines
+            try:
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)  # all of them are written again later
+                raise

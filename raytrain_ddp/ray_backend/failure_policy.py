@@ -12,7 +12,8 @@ the driver knows whether the run makes progress:
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
 - Workers that die together, before the others have gone on, are one failure.
-- Preemptions are counted by Ray, against `scaling.max_preemptions`.
+- Preemptions count against `scaling.max_preemptions`: by Ray, or here if workers are placed one by
+  one, of which Ray knows nothing; then each node counts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _MEMORY = (
     "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
     f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"
 )
+_PREEMPTED = "nodes were taken away more often than scaling.max_preemptions allows"
 _SILENTLY = "crashed, or was killed,"
 _MOST_SILENT = 3
 _BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
@@ -44,10 +46,13 @@ class FailurePolicy:
     Attributes:
         replaced: the number of workers at first, if a dead one is replaced while others are left;
             else 0.
+        most_preemptions: scaling.max_preemptions if Ray does not count them; -1: any number.
     """
 
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
         self._most, self.replaced = most, replaced
+        self.most_preemptions = -1
+        self._preempted: set[str] = set()  # nodes
         self._in_a_row = 0
         self._seen: Counter[tuple[int | None, str]] = Counter()  # (step, what), since progress
         self._for_memory = 0
@@ -115,10 +120,7 @@ class FailurePolicy:
             RetriesExhausted: it has failed too often.
         """
         if "interrupted by node preemption" in why:
-            raise errors.RetriesExhausted(
-                "nodes were taken away more often than scaling.max_preemptions allows: "
-                f"{why} {KEPT}"
-            )
+            raise errors.RetriesExhausted(f"{_PREEMPTED}: {why} {KEPT}")
         report = "" if self._start.handled else self._start.own_report()
         why = report or why or "Ray Train ended, and no worker reported why."
         self._in_a_row += not self._start.handled  # of which it may be a consequence
@@ -135,7 +137,11 @@ class FailurePolicy:
 
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
-            return Preempted(self._start.preempted(event.preempted))
+            said = self._start.preempted(event.preempted)
+            self._preempted |= {self._start.node(rank) for rank in event.preempted}
+            if 0 <= self.most_preemptions < len(self._preempted):
+                raise errors.RetriesExhausted(f"{_PREEMPTED}: {said}. {KEPT}")
+            return Preempted(said)
         hang, before = self._start.hang(), self._start.hang_before
         self._start.hang_before = None
         others_stay = self._others_stay(event)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from raytrain_ddp.messages import Alive, Died, Event, Joined
-from raytrain_ddp.training.membership.roster import OVER, Member, Roster, Seat
+from raytrain_ddp.training.membership.roster import OVER, CallClock, Member, Roster, Seat
 
 
 class Answer(NamedTuple):
@@ -70,7 +70,7 @@ class Mailbox:
         self._over = False
         self._statuses: dict[int, Any] = {}  # of workers that make no progress
         self._hanging_start = ""  # their start
-        self._roster, self._alive = Roster(), 0
+        self._roster, self._alive = Roster(CallClock()), 0
 
     def push(self, events: Sequence[Event], sender: str = "", first: int = 0) -> Answer:
         """Adds events; those of a named `sender` are numbered from `first`."""

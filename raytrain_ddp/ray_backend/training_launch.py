@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Note, Plan, Preempted
 from raytrain_ddp.failpoints import failpoint
@@ -114,7 +115,7 @@ def run_workers(
                 given = worker_settings(config, run, layout, mailbox, task)
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
-            listener.begin(start, layout, config.scaling.replace_workers is True)
+            listener.begin(start, layout, config.scaling)
             given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
             if start.placed.most < layout.most:
                 place = config.scaling.placement
@@ -233,11 +234,13 @@ class _Listener:
         """Passes on what the driver itself has found."""
         self._mailbox.push.remote([event])
 
-    def begin(self, start: Start, layout: Layout, is_to_replace: bool) -> None:
+    def begin(self, start: Start, layout: Layout, scaling: ScalingConfig) -> None:
         """Workers of this layout are about to be started."""
-        if is_to_replace and not start.least and layout.most > 1:
+        if scaling.replace_workers is True and not start.least and layout.most > 1:
             self._show(Note(_RESTARTS_ALL))
         self._failures.replaced = start.size
+        if start.placed.most < layout.most:
+            self._failures.most_preemptions = scaling.max_preemptions
         self._waiting.least_left = start.least if start.least < layout.most else 0
         if 0 < start.size < layout.most:
             text = f"there is room for {start.size} of {layout.said}: others join when they fit"

@@ -29,6 +29,7 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
+from raytrain_ddp.training.runtime.world import any_rank
 from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.checkpoint_parts import Names, backup_rank
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
@@ -246,6 +247,8 @@ class PreparedRun:
         with self.clock.part("checkpoint"):
             free = time.monotonic()
             self.session.drain()
+            if self.state.awaited:  # no copy is overwritten before rank 0 has written its own
+                any_rank(False, world)
             waited = time.monotonic() - free
             gathered = self.state.gather()
             files = self.state.files(world, self.session.hosts, gathered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -376,6 +377,45 @@ def test_an_owner_whose_lease_is_removed_has_lost_it(run: Storage) -> None:
     assert "lease.json is gone" in refusal(lease.require)
     lease.release()
     assert not run.exists(LEASE_FILE)
+
+
+def test_a_file_system_that_is_not_mounted_for_a_while_takes_no_lease(run: Storage) -> None:
+    lease = Lease.take(run, heartbeat_s=0.1, timeout_s=1.5)
+    run.write("config.toml", b"")
+    folder, elsewhere = Path(run.path), Path(f"{run.path}-elsewhere")
+    folder.rename(elsewhere)
+    folder.mkdir()  # where it is mounted
+    time.sleep(0.8)
+    assert not is_lost(lease)
+    folder.rmdir()
+    elsewhere.rename(folder)
+    time.sleep(0.3)
+    assert not is_lost(lease)
+    assert Owner.parse(run.read(LEASE_FILE)) is not None
+    shutil.rmtree(folder)  # for good
+    wait_until(lambda: is_lost(lease))
+    lease.release()
+
+
+def test_an_owner_that_was_stopped_between_reading_and_writing_reads_again(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, stopped = lease_module._read, threading.Event()
+
+    def slow(place: Storage) -> bytes | None:
+        data = read(place)
+        if threading.current_thread().name == "lease" and not stopped.is_set():
+            stopped.set()
+            put(run, written(stranger()))  # another process takes over meanwhile
+            time.sleep(0.3)
+        return data
+
+    lease = Lease.take(run, **FAST)
+    monkeypatch.setattr(lease_module, "_STALE_S", 0.2)
+    monkeypatch.setattr(lease_module, "_read", slow)
+    wait_until(lambda: is_lost(lease))
+    lease.release()
+    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
 
 
 # ------------------------------------------------------------------------------- clocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -158,6 +159,21 @@ def test_threads_lose_no_event_of_each_other(tmp_path: Path, is_local: bool):
         for thread in threads:
             thread.join()
     assert sorted(kinds_and_steps(run)) == [("checkpoint", step) for step in range(100)]
+
+
+def test_fault_08_an_event_that_a_full_disk_cuts_is_there_once(tmp_path: Path):
+    run, soft = begun(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with EventLog(run, lambda _: None) as journal:
+        journal({"kind": "checkpoint", "step": 1})
+        size = (tmp_path / EVENTS_FILE).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, soft[1]))
+        try:
+            journal({"kind": "checkpoint", "step": 2})
+            journal({"kind": "checkpoint", "step": 3})
+            assert (tmp_path / EVENTS_FILE).stat().st_size == size
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    assert kinds_and_steps(run) == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
 
 
 def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):

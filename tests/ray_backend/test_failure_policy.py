@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import signal
 import subprocess
@@ -340,6 +341,22 @@ def test_fault_34_a_preemption_counts_against_no_failures():
         texts = {1: KILLED.format(story.starts)}
         shown = story.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
         assert shown == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
+
+
+def test_fault_34_preempted_nodes_count_where_ray_does_not_see_their_workers():
+    story = Story(replaced=3)
+    story.policy.most_preemptions = 1
+    story.start()
+
+    def preempted(*ranks: int) -> Event | None:
+        texts = {rank: KILLED.format(next(numbers)) for rank in ranks}
+        return story.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
+
+    numbers = itertools.count()
+    for _ in range(2):  # two workers of the same node
+        assert preempted(1) == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
+    with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted \(rank 2\)"):
+        preempted(2)
 
 
 def test_fault_04_a_lost_node_is_named_though_its_peers_only_speak_of_a_connection():

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import generation_runs
 import pytest
 import torch
 from logs import log_of
@@ -310,3 +311,22 @@ def test_what_cannot_be_done_with_it_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="needs a Ray worker"):
         fit_locally(TrainConfig(eval=ELSEWHERE, storage=str(tmp_path)))
     assert not list(tmp_path.iterdir())
+
+
+def test_fault_50_the_copy_of_what_is_yet_to_be_evaluated_lasts_until_rank_0_has_written_it(
+    tmp_path: Path,
+) -> None:
+    whole = tiny_config(tmp_path, "whole", eval=ELSEWHERE)
+    config = tiny_config(tmp_path, "killed", eval=ELSEWHERE)
+    # Rank 0 dies while it waits, with the checkpoint of step 20, for that of step 10.
+    points = (
+        "checkpoint.payload:sleep(4)@rank=0,step=10;checkpoint.payload:kill@rank=0,step=10,after=1"
+    )
+    for each, armed in ((whole, ""), (config, points)):
+        with evaluator(each):
+            folder = tmp_path / f"{each.name}-fired"
+            run = generation_runs.Run(generation_runs.forks(), each, folder, armed)
+            notes = run.wait()
+    assert run.deaths == 1
+    assert [note["steps"] for note in notes if note["steps"]] == [[20]]
+    require_same(config, whole)

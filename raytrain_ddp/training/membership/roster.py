@@ -19,6 +19,7 @@ _BEAT_S, _BEAT_OF_MANY_S = 1.0, 0.004
 # watchdog finds one that is stopped.
 _SILENT_S, _SILENT_ALONE_S = 6.0, 120.0
 _CHECK_S = 0.25
+_LONGEST_S = 1.0  # between two calls; the driver alone calls ten times a second
 _TOGETHER_S, _QUIET_S = 10.0, 2.0  # how long a newcomer waits for others; after the last of them
 _WITHOUT_S = 60.0  # how long those that begin wait for further ones of the first ranks
 OVER = -1
@@ -92,6 +93,19 @@ class Registry(Protocol):
 
     def is_over(self, member: Member) -> bool:
         """See Roster."""
+
+
+class CallClock:
+    """A clock, in seconds, that stops while nobody reads it: no member was silent if the roster's
+    own process or machine stalled."""
+
+    def __init__(self) -> None:
+        self._seconds, self._read_at = 0.0, time.monotonic()
+
+    def __call__(self) -> float:
+        before, self._read_at = self._read_at, time.monotonic()
+        self._seconds += min(self._read_at - before, _LONGEST_S)
+        return self._seconds
 
 
 class Roster:

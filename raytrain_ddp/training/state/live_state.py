@@ -135,9 +135,9 @@ def most_advanced(
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
     None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
-    or some that are to be evaluated, are nowhere else (rank 0 has died while it committed them, and
-    with it the rank that had a copy), or survivors at the same step have different weights, of
-    which nobody knows which are right.
+    or some that are to be evaluated, are nowhere (rank 0 has died while it committed them, and with
+    it the rank that had a copy) but follow from it, or survivors at the same step have different
+    weights, of which nobody knows which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
@@ -157,7 +157,8 @@ def most_advanced(
     equal = {each.digest for each in survivors.values() if each.step == newest.step}
     backups = {each.backup: rank for rank, each in survivors.items()}
     missing = {*newest.needed} - {newest.step, *stored}
-    if newest.step < stored_step or len(equal) > 1 or not missing <= backups.keys():
+    nowhere = missing - backups.keys()
+    if newest.step < stored_step or len(equal) > 1 or max(nowhere, default=-1) > stored_step:
         return None
     alike = [each is not None and each.step == newest.step for each in progress]
     known = dict(mine.tensors) if mine is not None and alike[world.rank] else {}
@@ -180,7 +181,7 @@ def most_advanced(
         own=known,
         stored_step=stored_step,
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
-        uncommitted={step: backups[step] for step in sorted(missing)},
+        uncommitted={step: backups[step] for step in sorted(missing - nowhere)},
     )
 
 

@@ -22,6 +22,7 @@ from tiny import STEPS_PER_EPOCH, TOTAL_STEPS, TinyTask, bits, plain, run_tiny, 
 from torch import nn
 from torch.utils.data import Dataset
 
+from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -41,6 +42,7 @@ from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Kept, Requests
+from raytrain_ddp.training.state import live_state
 from raytrain_ddp.training.state.live_state import LiveState
 
 
@@ -446,6 +448,24 @@ def test_losses_with_progress_between_do_not_add_up_without_a_live_state(each: i
     with loses:
         through_generations(place, start, run, lambda _: False, most=2)  # type: ignore[arg-type]
     assert len(steps) == (9 if each else 3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "goes_on"),
+    [([40, 80], True), ([40], False), ([40, 60], True), ([40, 80, 100], False)],
+)
+def test_best_weights_that_are_nowhere_do_not_cost_a_state_from_which_they_do_not_follow(
+    stored: list[int], goes_on: bool
+) -> None:
+    """The best ones so far are those of step 60."""
+    step, alone = 85, World(0, 1, 0, torch.device("cpu"), 1)
+    progress = live_state._Progress(step, 1, (60,), 0, "digest")
+    mine: Any = SimpleNamespace(
+        progress=lambda: progress, tensors={}, files={}, manifest=Manifest(step, 0, 1, 1, {}, "")
+    )
+    found = live_state.most_advanced(mine, stored, Any, alone)  # type: ignore[arg-type]
+    assert (found is not None) == goes_on
+    assert found is None or found.uncommitted == {}
 
 
 def test_ranks_that_cannot_connect_are_a_loss_that_names_the_address() -> None:

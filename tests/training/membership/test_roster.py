@@ -3,12 +3,14 @@ restarts of the roster."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_ddp.training.membership.roster import OVER, Member, Roster, Seat
+from raytrain_ddp.training.membership.roster import OVER, CallClock, Member, Roster, Seat
 
 W = 3
 ALL = 5  # of which the last two join later
@@ -49,6 +51,32 @@ def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
     assert desk.asks(2, "c", last=1) is None
     assert desk.asks(1, "d") == (2, "host:97")
     assert desk.asks(2, "c", last=1) == (2, "host:97")
+
+
+def test_nobody_was_silent_while_the_roster_itself_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    roster = Roster(CallClock())
+    members = [Member(rank, 4, 1, token, 0, "a") for rank, token in enumerate("abcd")]
+    assert [roster.meet(each)[0] for each in members][:3] == [None] * 3
+    members = [replace(each, last=1) for each in members]
+    roster.died(3)
+    assert roster.meet(members[0])[0] is None  # rank 0 has left; the others follow
+    now[0] += 7.0
+    assert roster.meet(members[0])[0] is None
+    assert roster.meet(members[1])[0] is None
+    seat = roster.meet(members[2])[0]
+    assert seat is not None
+    assert seat.size == 3
+    members = [replace(each, last=2) for each in members]
+    assert roster.meet(members[0])[0] is None
+    for _ in range(20):  # now they are: it was asked all the time
+        now[0] += 0.5
+        seat = roster.meet(members[0])[0]
+    assert seat is not None
+    assert seat.size == 1
 
 
 def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
