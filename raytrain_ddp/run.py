@@ -91,7 +91,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
             f"machine only: {translated}"
         )
     shown = [_as_show(flag) for flag in kept]
-    parsed = COMMAND.parse(_words(shown))
+    try:
+        parsed = COMMAND.parse(_words(shown))
+    except ConfigError as error:
+        name = str(error).partition(" ")[0].removeprefix("--")
+        if name not in dict(flags) or name in dict(given):
+            raise
+        raise ConfigError(f"PET_{name.replace('-', '_').upper()}: {error}") from None
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
     notes = _notes(flags, kept, translated)

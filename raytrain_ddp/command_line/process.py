@@ -35,8 +35,9 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
 
 
 def _status_of(main: Callable[[Sequence[str]], int]) -> int:
+    given, sys.argv[1:] = sys.argv[1:], []  # the user's modules may parse theirs
     try:
-        return main(sys.argv[1:])
+        return main(given)
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
         return status_of(error)

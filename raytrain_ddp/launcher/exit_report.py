@@ -27,6 +27,15 @@ _HINTS = (
         "only rank 0 gets the standard input of `run`, and only if it is a pipe or a file; a "
         "terminal is not passed on, and all other ranks have an empty standard input.",
     ),
+    (
+        r"terminate called without an active exception",
+        "the script was already exiting, and its process group was still there. Its own exit "
+        "status is lost: call torch.distributed.destroy_process_group() before it ends.",
+    ),
+)
+_STORE_GONE = (
+    "rank 0, which keeps the store of the process group, had ended before: let all ranks end "
+    "together, such as by torch.distributed.barrier(), or rank 0 last."
 )
 _BY_SIGNAL = {
     signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
@@ -159,6 +168,9 @@ def failure_report(
         last = output.last(rank)
     lines += [f"  {line}" for line in last]
     lines += [f"hint: {hint}" for hint in _hints(end, last)]
+    is_first_over = rank != 0 and 0 in ends and ends[0].status == 0 and ends[0].at < end.at
+    if is_first_over and is_peer_error("\n".join(last[-3:])):
+        lines.append(f"hint: {_STORE_GONE}")
     if len(ends) > 1:
         lines.append(f"the others: {_others(rank, ends)}")
     for other in sorted(ends):

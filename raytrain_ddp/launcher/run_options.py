@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,7 @@ class RunFlags:
     role: str = "default"
     """As in torchrun: value of ROLE_NAME."""
     rdzv_id: str | None = None
-    """As in torchrun: value of TORCHELASTIC_RUN_ID, and name of the run in LOG_DIR. Default:
+    """As in torchrun: value of TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default:
     random."""
     master_port: int | None = None
     """As in torchrun: port that rank 0 listens on. Default: a free port."""
@@ -223,9 +224,19 @@ class RunOptions:
 
     def require_script(self, folder: Path) -> None:
         """Raises ConfigError if the script is not in the folder."""
-        if self.module or self.flags.no_python or (folder / self.program).is_file():
+        path = folder / self.program
+        if self.module or path.is_file() or (path / "__main__.py").is_file():
+            is_here = self.flags.no_python and "/" not in self.program and path.is_file()
+            if is_here and shutil.which(self.program) is None:
+                raise ConfigError(f"{self.program} is not on the PATH: write ./{self.program}")
             return
+        if self.flags.no_python and ("/" not in self.program or os.path.isabs(self.program)):
+            return  # each machine looks for it
         hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
+        if self.program in ("torchrun", "python", "python3"):
+            hint = f" Leave out the word {self.program}: the command is `raytrain run script.py`."
+        elif shutil.which(self.program) is not None:
+            hint = " Programs that are no Python scripts need --no-python."
         raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
 
     def command(

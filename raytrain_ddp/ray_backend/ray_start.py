@@ -147,9 +147,12 @@ def require_listener(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
+        given = (
+            "unset RAY_ADDRESS" if address == os.environ.get("RAY_ADDRESS") else "remove --address"
+        )
         raise PreflightError(
             f"no Ray at {address}: {error.strerror or error}. Start one with `ray start --head` "
-            "(it prints its address), or remove --address to use an embedded Ray."
+            f"(it prints its address), or {given} to use an embedded Ray."
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ def worker_settings(
         most=layout.most,
         backend=layout.backend,
         code=code_of(config),
+        argv=tuple(sys.argv[1:]),
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 

@@ -55,6 +55,7 @@ class WorkerSettings:
         backend: of their process groups then.
         failpoints: those armed in the driver's environment, and the folder that records them.
         code: the user's modules, which the worker imports from here.
+        argv: the arguments of the driver's script.
     """
 
     config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may contain a secret
@@ -70,6 +71,7 @@ class WorkerSettings:
     most: int = 0
     backend: str = "gloo"
     failpoints: tuple[str, str] = ("", "")
+    argv: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     code: UserCode = dataclasses.field(default_factory=UserCode, repr=False)
     task: bytes | None = dataclasses.field(default=None, repr=False)
 
@@ -255,8 +257,8 @@ def require_folder(config: TrainConfig, lease: str) -> None:
 
 
 def apply_settings(given: WorkerSettings) -> None:
-    """Sets the driver's working folder, import paths and failpoints, as far as they exist here."""
-    enter_folder(given.folder, given.import_paths)
+    """Sets what the driver's process has: see `enter_folder`; and its failpoints."""
+    enter_folder(given.folder, given.import_paths, given.argv)
     arm(*given.failpoints)
 
 

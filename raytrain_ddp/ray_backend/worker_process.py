@@ -68,8 +68,10 @@ def _device() -> torch.device:
     return torch.device("cuda", devices.index(mine[0]))
 
 
-def enter_folder(folder: str, import_paths: Sequence[str]) -> None:
-    """Sets the driver's working folder and import paths, as far as they exist here."""
+def enter_folder(folder: str, import_paths: Sequence[str], argv: Sequence[str] = ()) -> None:
+    """Sets the driver's working folder and import paths, as far as they exist here, and its
+    arguments instead of Ray's."""
+    sys.argv[1:] = argv
     if Path(folder).is_dir():
         os.chdir(folder)
     for path in reversed(import_paths):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _OF_SOURCE = ("blocks", "read", "fingerprint")
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
 _OF_RESULT = ("step", "skipped")  # keys next to the metrics in an evaluation result
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -38,6 +39,11 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         raise refused(task.model, model, "a torch.nn.Module", hint)
     for name, module in model.named_modules():
         called = name or type(module).__name__
+        if kind := next(
+            (k.__name__ for k in type(module).__mro__ if k.__name__ in _WRAPPERS), None
+        ):
+            hint = f" {called} is a {kind}: return the module in it, which is wrapped here."
+            raise refused(task.model, model, "a model that is not wrapped", hint)
         if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
             hint = f" {called} has no weights yet: call the model with a batch in model()."
             raise refused(task.model, model, "a model without lazy layers", hint)

@@ -6,6 +6,8 @@ import ast
 import importlib
 import importlib.util
 import sys
+import sysconfig
+import traceback
 from contextlib import nullcontext
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +17,7 @@ from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.data.order.sample_rng import seeded_globals
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_signature import (
     check_options,
@@ -80,6 +82,7 @@ def imported(field: str, name: str) -> Any:
 
     Raises:
         ConfigError: there is no such object. Errors of the module's code are passed through.
+        TaskError: the module's code ends the process.
     """
     place, _, object_name = name.rpartition(":")
     if place == "__main__":
@@ -93,6 +96,8 @@ def imported(field: str, name: str) -> Any:
             if error.name is None or not f"{own}.".startswith(f"{error.name}."):
                 raise  # of a module that it imports itself
             raise _no_such_place(field, name) from None
+        except SystemExit as error:
+            raise _ended(f"{field} = {name!r}", error) from error
         except ImportError as error:
             if not in_file or "no known parent package" not in str(error):
                 raise
@@ -108,6 +113,17 @@ def imported(field: str, name: str) -> Any:
     raise ConfigError(
         f"{field} = {name!r}: {place} has no {_KINDS[field]} {object_name!r}."
         f"{did_you_mean(object_name, vars(module))}"
+    )
+
+
+def _ended(what: str, error: SystemExit) -> TaskError:
+    python = f"{sysconfig.get_path('stdlib')}/"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((python, "<frozen "))]
+    where = f"{own[-1].filename}, line {own[-1].lineno}"
+    return TaskError(
+        f"{what}: {where} ends the process while the module is imported (sys.exit(), or arguments "
+        'that a parser refuses). Put what a script does under if __name__ == "__main__".'
     )
 
 

@@ -210,6 +210,31 @@ def test_torchruns_variables_are_its_defaults():
     assert parse(["t.py"], {"PET_STANDALONE": "1", "PET_NPROC_PER_NODE": "1"}).flags.standalone
 
 
+def test_a_wrong_variable_of_torchruns_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^PET_MAX_RESTARTS: --max-restarts takes an integer"):
+        parse(["t.py"], {"PET_MAX_RESTARTS": "many"})
+    with pytest.raises(ConfigError, match=r"^--max-restarts takes an integer"):
+        parse(["--max-restarts", "some", "t.py"], {"PET_MAX_RESTARTS": "many"})
+
+
+def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").touch()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__main__.py").touch()
+    for words in (["plain.py"], ["package"], ["--no-python", "./plain.py"], ["--no-python", "ls"]):
+        parse(words).require_script(tmp_path)
+    for words, hint in (
+        (["torchrun", "--nproc-per-node", "2", "t.py"], "Leave out the word torchrun"),
+        (["python", "t.py"], "Leave out the word python"),
+        (["ls"], "need --no-python"),
+        (["plan.py"], "Did you mean 'plain.py'"),
+        (["--no-python", "./no.sh"], "there is no script './no.sh'"),
+        (["--no-python", "plain.py"], "write ./plain.py"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            parse(words).require_script(tmp_path)
+
+
 def test_flags_behind_the_script_are_noted_unless_it_knows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

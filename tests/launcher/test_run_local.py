@@ -431,11 +431,31 @@ def test_a_terminal_and_dev_null_are_not_passed_on():
         ("import os\nif os.environ['RANK'] == '1': breakpoint()\n", "debugger"),
         ("import os\nif os.environ['RANK'] == '1': input()\n", "only rank 0 gets the standard"),
         ("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)", "memory"),
+        (
+            "import os\nif os.environ['RANK'] == '1':\n"
+            "    os.write(2, b'terminate called without an active exception\\n')\n    os.abort()",
+            "destroy_process_group",
+        ),
     ],
 )
 def test_what_helps_is_said(script: str, hint: str, local: Local):
     ran = local(f"{script}\nimport time; time.sleep(60 if os.environ['RANK'] != '1' else 0)")
     assert re.search(f"^hint: .*{hint}", ran.report, re.MULTILINE)
+
+
+def test_a_store_that_ended_with_rank_0_is_the_cause_of_later_errors(local: Local):
+    ran = local(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0': sys.exit()\n"
+        "time.sleep(0.5)\n"
+        "raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]')\n"
+    )
+    assert "hint: rank 0, which keeps the store of the process group, had ended" in ran.report
+
+
+def test_a_rank_is_no_more_likely_to_be_ended_for_memory_than_under_torchrun(local: Local):
+    ran = local("print(open('/proc/self/oom_score_adj').read().strip(), end=';')")
+    assert "0;" in ran.out
 
 
 BYTES = r"""

@@ -43,6 +43,29 @@ print("RESULT", result.status, result.step)
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("argparse.ArgumentParser().parse_args(['--wrong'])", "parser refuses"),
+        ("sys.exit('usage')", "sys.exit"),
+    ],
+)
+def test_a_module_that_ends_the_process_is_named(line: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text(f"import argparse, sys\n{line}\nclass Mine: pass\n")
+    done = run_cli("fit", "--task", f"{file}:Mine", "--local", cwd=tmp_path)
+    assert done.status == 1
+    assert re.search(f"error: task = .*: {file}, line 2 ends the process .*{said}", done.err)
+
+
+def test_the_users_modules_do_not_see_this_commands_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "sees.py"
+    saved = "open(__file__[:-2] + 'txt', 'w').write(f'saw {sys.argv[1:]}')"
+    file.write_text(f"import sys\n{saved}\nsys.exit()\nclass Mine: pass\n")
+    done = run_cli("fit", "--task", f"{file}:Mine", "--local", cwd=tmp_path)
+    assert (done.status, "saw []" in file.with_suffix(".txt").read_text()) == (1, True)
+
+
+@pytest.mark.parametrize(
     ("task", "from_pipe"),
     [
         ("Mine", False),

@@ -433,6 +433,8 @@ class Changing(TinyTask):
         made = super().model()
         if self.what == "unfreezes":
             next(made.parameters()).requires_grad_(False)
+        elif self.what == "wraps":
+            return nn.Sequential(nn.DataParallel(made))
         elif self.what == "forgets":
             made.register_buffer("seen", torch.zeros(()), persistent=False)
             made.calls = 0  # type: ignore[assignment]
@@ -456,6 +458,8 @@ class Changing(TinyTask):
             others = [torch.ones(()) for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather(others, torch.ones(()))
         logits = model(batch["x"])
+        if self.what == "backward":
+            cross_entropy(logits, batch["y"]).backward()
         return cross_entropy(self.apart(logits) if self.what == "apart" else logits, batch["y"])
 
     def after_step(self, model: nn.Module, step: int) -> None:
@@ -475,6 +479,8 @@ class Changing(TinyTask):
             "apart",
             r"Changing\.loss: the loss depends on parameters .* shapes \[5, 5\], \[5\]: they",
         ),
+        ("wraps", r"a model that is not wrapped\. 0 is a DataParallel: return the module in it"),
+        ("backward", r"Changing\.loss: calls backward\(\) itself. Only return the loss"),
         ("unfreezes", r"unfreezes conv\.weight in step 1, .* its group until then"),
         ("rates", r"Changing\.after_step: sets a learning rate, .*: define schedule\(step\)"),
         ("schedules", r"schedule: returned \[0\.5\] for step 1, but \[1\.0\] at the start"),

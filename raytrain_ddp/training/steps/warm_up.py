@@ -157,8 +157,14 @@ def _pass(
 ) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
     """Returns the names of the scalars with the loss, which is computed in the context, and
     parameters that the model lacks; see `others_of`."""
+    run.model.zero_grad()
     with _counting_calls(run.net) as calls, watching:
         loss, scalars = run(batch)
+    if any(each.grad is not None for each in run.model.parameters()):
+        raise TaskError(
+            f"{place_of(run.task.loss)}: calls backward() itself. Only return the loss; the "
+            "gradients follow."
+        )
     if not calls and run.net is not run.model:
         raise TaskError(
             f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
