@@ -145,7 +145,7 @@ def worker_settings(
         most=layout.most,
         backend=layout.backend,
         code=code_of(config),
-        argv=tuple(sys.argv[1:]),
+        argv=tuple(sys.argv),
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
 

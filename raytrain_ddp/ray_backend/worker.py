@@ -55,7 +55,7 @@ class WorkerSettings:
         backend: of their process groups then.
         failpoints: those armed in the driver's environment, and the folder that records them.
         code: the user's modules, which the worker imports from here.
-        argv: the arguments of the driver's script.
+        argv: sys.argv of the driver.
     """
 
     config: dict[str, Any] = dataclasses.field(repr=False)  # a URI in it may contain a secret

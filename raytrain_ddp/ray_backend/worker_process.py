@@ -70,8 +70,8 @@ def _device() -> torch.device:
 
 def enter_folder(folder: str, import_paths: Sequence[str], argv: Sequence[str] = ()) -> None:
     """Sets the driver's working folder and import paths, as far as they exist here, and its
-    arguments instead of Ray's."""
-    sys.argv[1:] = argv
+    command instead of Ray's."""
+    sys.argv[:] = argv or sys.argv[:1]
     if Path(folder).is_dir():
         os.chdir(folder)
     for path in reversed(import_paths):
