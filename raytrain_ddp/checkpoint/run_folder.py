@@ -109,11 +109,14 @@ def open_run(place: str) -> Storage:
     """A run's folder, by its path, URI or name below runs/.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or it is a sweep.
         PreflightError: the storage cannot be reached.
     """
     run = open_storage(path_of_run(place))
     if not any(run.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE)):
+        if run.exists(SWEEP_FILE):
+            others = other_runs(path_of_run(place))
+            raise ConfigError(f"{without_secrets(place)} is a sweep: name one of its runs.{others}")
         raise ConfigError(
             f"{without_secrets(place)}: no run there (looked for {METRICS_FILE} and "
             f"{EVENTS_FILE}).{other_runs(place)}"

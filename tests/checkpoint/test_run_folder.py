@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_ddp.checkpoint import run_folder
-from raytrain_ddp.checkpoint.run_folder import path_of_run, run_storage
+from raytrain_ddp.checkpoint.run_folder import open_run, path_of_run, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import PreflightError, UnreachableError
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
 
 
 @pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "events.jsonl"])
@@ -30,6 +30,16 @@ def test_a_run_is_found_by_its_name_though_its_data_has_the_same(
         assert path_of_run(other) == other
     Path("photos", file).touch()  # a run here is nearer
     assert path_of_run("photos") == "photos"
+
+
+def test_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/rates/trial-1").mkdir(parents=True)
+    Path("runs/rates/sweep.json").touch()
+    Path("runs/rates/trial-1/config.toml").touch()
+    for place in ("rates", "runs/rates", str(tmp_path / "runs/rates")):
+        with pytest.raises(ConfigError, match=r"is a sweep: name one of its runs. .*: trial-1"):
+            open_run(place)
 
 
 def test_fault_15_a_storage_that_was_opened_is_not_asked_again(

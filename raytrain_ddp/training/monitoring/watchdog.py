@@ -268,7 +268,8 @@ class Watchdog:
         hang = diagnose(statuses, self._owners, stopped, self._of_run)
         is_over = self._is_over()
         if is_over:  # those that are silent wait for this rank elsewhere
-            text = f"rank {self._of_run(self._rank)} has not left what a lost rank has ended"
+            who = f"rank {self._of_run(self._rank)}"
+            text = f"{who} is still in the process group that ended with a lost rank"
             hang = replace(hang, text=text, ranks=())
         folder = start_folder(self._owners)
         text = f"{hang.text}. The stacks of all ranks are in {self._run}/{HANGS}/{folder}."
