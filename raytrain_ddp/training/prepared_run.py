@@ -29,6 +29,7 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
+from raytrain_ddp.training.runtime.world import from_all_ranks
 from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.checkpoint_parts import Names, backup_rank
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
@@ -80,7 +81,7 @@ class PreparedRun:
         memory = step_timing.peak_memory_bytes(world.device)
         in_order = step_timing.in_order(phases)
         mine = step_timing.Reading(trained_s, in_order, memory)
-        readings = step_timing.gathered(mine, world)
+        readings = from_all_ranks(mine, world)
         losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))

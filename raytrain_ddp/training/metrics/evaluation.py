@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
@@ -28,7 +27,7 @@ from raytrain_ddp.training.metrics.metric_states import (
     tables,
 )
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.runtime.world import World, autocast
+from raytrain_ddp.training.runtime.world import World, autocast, from_all_ranks
 from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few_bad
 
 if TYPE_CHECKING:
@@ -131,11 +130,8 @@ def evaluate(
             samples += count
             scores.take(chunk, count > 0)
         values = scores.values(world)
-    counted = torch.tensor(samples)
-    if world.size > 1:
-        dist.all_reduce(counted)
     rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
-    skipped = rows - int(counted)
+    skipped = rows - sum(from_all_ranks(samples, world))
     return {**values, "skipped": torch.tensor(skipped)} if skipped else values
 
 

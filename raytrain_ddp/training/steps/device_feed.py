@@ -23,7 +23,7 @@ from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
-from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
@@ -169,10 +169,8 @@ class Audit:
 
     def __call__(self, slots: list[Slot]) -> None:
         mine = [slot.digest for slot in slots]
-        parts: list[list[str]] = [mine] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(parts, mine)
-        digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
+        digests = chain.from_iterable(from_all_ranks(mine, self._world))
+        digest = sha256("".join(digests).encode()).hexdigest()
         self._session.log(events.Audit(slots[0].step + 1, digest))
 
 
