@@ -228,7 +228,7 @@ def _train_on_ray(
     from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
-    from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
+    from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
     watch = _Starts(show)
@@ -253,8 +253,6 @@ def _train_on_ray(
                 show(Note(layout.note))
             with listed_in_dashboard(show):
                 outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
-    except Interrupted as stop:
-        raise KeyboardInterrupt(stop.number) from None
     finally:
         gc.set_threshold(collect_after, *generations)
     return outcome, watch

@@ -53,14 +53,6 @@ _RESTARTS_ALL = (
 )
 
 
-class Interrupted(Exception):
-    """Stopped by a signal before there was anything to save, or by a second one."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def run_workers(
     config: TrainConfig,
     run: Storage,
@@ -80,7 +72,8 @@ def run_workers(
         RetriesExhausted: workers died too often, or repeatedly at the same step; see
             failure_policy.py.
         PreflightError: there were never, or are no longer, enough resources for the workers.
-        Interrupted: a signal arrived when nothing could be saved.
+        KeyboardInterrupt: a signal, its argument, arrived before there was anything to save, or
+            it was the second one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -284,7 +277,7 @@ class _Listener:
         if not self._signals:
             return
         if len(self._signals) > 1 or not self._began:
-            raise Interrupted(self._signals[-1])
+            raise KeyboardInterrupt(self._signals[-1])
         if not self._stopping:
             self._stopping = True
             text = "Stopping after this step, with a checkpoint. Repeat to stop without it."
