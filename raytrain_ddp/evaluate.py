@@ -110,17 +110,8 @@ def main(argv: Sequence[str]) -> int:
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
-    values = evaluate(
-        task,
-        model,
-        data,
-        config.eval_micro_batch,
-        world,
-        LoaderThreads(world.threads),
-        metrics,
-        precision=config.compute.precision,
-        may_skip=config.data.may_skip,
-    )
+    threads = LoaderThreads(world.threads)
+    values = evaluate(config, task, model, data, world, threads, metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
