@@ -39,7 +39,7 @@ from raytrain_ddp.errors import (
     first_names,
 )
 from raytrain_ddp.events import Eval, LogRecord
-from raytrain_ddp.records import Timed, log_records, stored_events
+from raytrain_ddp.records import Timed, log_records, mapped, stored_events
 from raytrain_ddp.uri import without_secrets
 
 CONFIG_FILE = "config.toml"
@@ -199,15 +199,11 @@ def parsed_lines(lines: Iterable[str | bytes], file: str) -> list[dict[str, Any]
         except ValueError:
             continue
         if isinstance(record, dict):
-            records.append(_with_nan(record) if file == METRICS_FILE else record)
+            records.append(mapped(_with_nan, record) if file == METRICS_FILE else record)
     return records
 
 
 def _with_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(inner) for inner in value]
     return math.nan if value is None else value
 
 

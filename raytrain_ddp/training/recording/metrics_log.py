@@ -18,7 +18,7 @@ from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.events import LogRecord, Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.records import to_record
+from raytrain_ddp.records import mapped, to_record
 from raytrain_ddp.training.recording.background_writer import BackgroundWriter
 from raytrain_ddp.training.recording.trackers import Open
 
@@ -119,12 +119,8 @@ def _line(record: Mapping[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(record), allow_nan=False) + "\n"
+        return json.dumps(mapped(_finite, record), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
