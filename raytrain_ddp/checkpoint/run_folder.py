@@ -244,23 +244,12 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
 
 def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     """The class names of the data that the run was trained on; empty if it recorded none."""
-    names: list[str] = _state_of(checkpoint).get("data", {}).get("classes") or []
+    names: list[str] = recorded(checkpoint).get("data", {}).get("classes") or []
     return names
 
 
-def recorded_image_size(checkpoint: Checkpoint) -> int:
-    """The side of the stored images that the run was trained on, in pixels; 0 if unknown."""
-    size: int = _state_of(checkpoint).get("data", {}).get("image_size", 0)
-    return size
-
-
-def recorded_code(checkpoint: Checkpoint) -> dict[str, str]:
-    """The hashes of the user's modules that the run was trained with."""
-    code: dict[str, str] = _state_of(checkpoint).get("code", {})
-    return code
-
-
-def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What state.json says, such as the data and the code of the run; empty without one."""
     has_one = STATE_FILE in checkpoint.manifest.files
     state: dict[str, Any] = json.loads(checkpoint.read(STATE_FILE)) if has_one else {}
     return state

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded_code
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -291,7 +291,8 @@ def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: 
     now = module_digest(config.task) if target is None else task_digests(target)
     with suppress(RaytrainError, OSError):
         name = CheckpointName(manifest.step, manifest.attempt)
-        names = changed(recorded_code(checkpoint_store(run).open(name)), now)
+        code = recorded(checkpoint_store(run).open(name)).get("code", {})
+        names = changed(code, now)
         if names:
             text = f"the code of {names} has changed since this run was trained. To train with "
             show(Note(f"{text}the new code, give it another --name (config.name)."))
