@@ -17,12 +17,12 @@ from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
-from raytrain_ddp.training.state.shared_checkpoint import Relay, TensorCheckpoint, tensors_in
+from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
 from raytrain_ddp.training.state.train_state import encode
 
 OWED_FILE = "owed.json"
@@ -84,7 +84,7 @@ class LiveState:
 
 
 @dataclass(frozen=True)
-class LiveCheckpoint(TensorCheckpoint):
+class LiveCheckpoint(Checkpoint):
     """A live state in the form of a checkpoint that was never stored.
 
     Args:

@@ -44,7 +44,7 @@ from raytrain_ddp.training.state.checkpoint_parts import (
     divided,
     stems_of,
 )
-from raytrain_ddp.training.state.shared_checkpoint import fill, load_model, tensors_of
+from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 
 _PIECE = 500  # log records per chunk
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
@@ -197,12 +197,12 @@ class TrainState:
         if self.average is not None:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
-            fill(self.model, tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
+            fill(self.model, checkpoint.tensors(f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
         tensors: dict[str, Tensor] = {}
         for filename in (f"{stem}.safetensors" for stem in OPTIMIZER_STEMS):
             if checkpoint.has(filename):
-                tensors |= tensors_of(checkpoint, filename)
+                tensors |= checkpoint.tensors(filename)
         saved = unflatten_state(tensors, progress["optimizer"])
         renewed = {*progress.get(RENEWED, ())}  # at the first start of a branch: see branching.py
         renewed |= options_of(self.optimizer) if ALL_OPTIONS in renewed else set()
@@ -215,8 +215,7 @@ class TrainState:
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if checkpoint.has(f"{_COMPRESSION}.safetensors"):
-            tensors = tensors_of(checkpoint, f"{_COMPRESSION}.safetensors")
-            self.compression.load(tensors)
+            self.compression.load(checkpoint.tensors(f"{_COMPRESSION}.safetensors"))
         self.step = progress["step"]
         self.best, self.best_step = progress["best"], progress["best_step"]
         self.skipped = progress["skipped"]
