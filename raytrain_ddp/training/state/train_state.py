@@ -47,6 +47,11 @@ from raytrain_ddp.training.state.checkpoint_parts import (
 from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 
 _PIECE = 500  # log records per chunk
+# The fields that a checkpoint has under their names.
+_STORED = [
+    *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite", "awaited"),
+    BRANCHED_AT,
+]
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
 
 
@@ -120,18 +125,8 @@ class TrainState:
         optimizer = {k: v for k, v in whole.tensors.items() if k in here}
         named = self._named({k: v for k, v in optimizer.items() if k not in whole.received})
         copies = (self._backup if is_backup else self._host).take(named)
-        progress = {
-            "step": self.step,
-            "best": self.best,
-            "best_step": self.best_step,
-            "evaluated_step": self.evaluated_step,
-            "skipped": self.skipped,
-            "nonfinite": self.nonfinite,
-            "awaited": self.awaited,
-            BRANCHED_AT: self.branched_at,
-            "scaler": self.scaler.state_dict(),
-            "optimizer": whole.rest,
-        }
+        progress = {name: getattr(self, name) for name in _STORED}
+        progress |= {"scaler": self.scaler.state_dict(), "optimizer": whole.rest}
         optimizer |= _below(OPTIMIZER, copies)  # in their order
         tensors: dict[str, Mapping[str, Tensor]] = {"model": _below("model", copies)}
         tensors |= {stem: {n: optimizer[n] for n in names} for stem, names in own.items()}
@@ -216,14 +211,10 @@ class TrainState:
             self.scaler.load_state_dict(progress["scaler"])
         if checkpoint.has(f"{_COMPRESSION}.safetensors"):
             self.compression.load(checkpoint.tensors(f"{_COMPRESSION}.safetensors"))
-        self.step = progress["step"]
-        self.best, self.best_step = progress["best"], progress["best_step"]
-        self.skipped = progress["skipped"]
-        # Older checkpoints have neither; there, a due evaluation preceded the checkpoint.
-        self.nonfinite = progress.get("nonfinite", 0)
-        self.evaluated_step = progress.get("evaluated_step", self.step)
-        self.awaited = list(progress.get("awaited", ()))
-        self.branched_at = progress.get(BRANCHED_AT, 0)
+        # Older checkpoints lack these; there, a due evaluation preceded the checkpoint.
+        older = {"nonfinite": 0, "evaluated_step": progress["step"], "awaited": [], BRANCHED_AT: 0}
+        for name in _STORED:
+            setattr(self, name, {**older, **progress}[name])
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))
         evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
         self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)
