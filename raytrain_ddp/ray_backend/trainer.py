@@ -119,15 +119,12 @@ def worker_settings(
     layout: Layout,
     mailbox: Any,
     task: bytes | None = None,
-    least: int = 0,
-    size: int = 0,
 ) -> WorkerSettings:
     """What each worker receives.
 
     Args:
         layout: as it is configured.
         task: the pickled task, if its name does not suffice; see `pickled_task`.
-        least, size: see WorkerSettings.
     """
     return WorkerSettings(
         config=to_dict(config),
@@ -139,8 +136,6 @@ def worker_settings(
         threads=max(1, int(layout.per_worker["CPU"])),
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
-        least=least,
-        size=size,
         most=layout.most,
         backend=layout.backend,
         code=code_of(config),

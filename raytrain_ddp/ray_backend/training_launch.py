@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +104,12 @@ def run_workers(
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with _signals(listener.on_signal):
+            given = worker_settings(config, run, layout, mailbox, task)
             if layout.evaluators:
-                given = worker_settings(config, run, layout, mailbox, task)
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
             listener.begin(start, layout, config.scaling.replace_workers is True)
-            given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
+            given = replace(given, least=start.least, size=start.size)
             if start.placed.most < layout.most:
                 place = config.scaling.placement
                 listener.single = SingleWorkers(given, start, place, listener.report)
