@@ -112,7 +112,9 @@ def run_workers(
             given = replace(given, least=start.least, size=start.size)
             if start.placed.most < layout.most:
                 place = config.scaling.placement
-                listener.single = SingleWorkers(given, start, place, listener.report)
+                listener.single = SingleWorkers(
+                    given, start, place, lambda event: mailbox.push.remote([event])
+                )
             while True:
                 trainer = make_trainer(config, run, start.placed, given)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
@@ -120,7 +122,7 @@ def run_workers(
                 if listener.outcome is not None:
                     return listener.outcome
                 announce(failures.ended(why))
-                listener.lost()
+                waiting.lost()
                 listener.controller.free_placement()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
@@ -195,7 +197,7 @@ class _Listener:
             to_show = self._failures.take(event)
             if to_show is not None or isinstance(event, Preempted):
                 if stops:
-                    self.lost()
+                    self._waiting.lost()
                 self._show(to_show or event)
             else:
                 self._pass_on(event)
@@ -223,10 +225,6 @@ class _Listener:
             case _:
                 self._show(event)
 
-    def report(self, event: Event) -> None:
-        """Passes on what the driver itself has found."""
-        self._mailbox.push.remote([event])
-
     def begin(self, start: Start, layout: Layout, is_to_replace: bool) -> None:
         """Workers of this layout are about to be started."""
         if is_to_replace and not start.least and layout.most > 1:
@@ -236,10 +234,6 @@ class _Listener:
         if 0 < start.size < layout.most:
             text = f"there is room for {start.size} of {layout.said}: others join when they fit"
             self._show(Note(text))
-
-    def lost(self) -> None:
-        """Workers are gone, and Ray starts new ones."""
-        self._waiting.lost()
 
     def end_controller(self) -> None:
         """Ends Ray Train, which would keep starting workers as long as this process lives."""
