@@ -76,12 +76,12 @@ class MetricsLog:
             for writer in self._writers:
                 writer.again()
         if not self._run.is_local:  # may take long and needs no lock
-            self._write(list(self.records))
+            write_log(self._run, map(to_record, list(self.records)))
             return
         with self._lock:
             if self._file is not None:
                 return
-            self._write(self.records)
+            write_log(self._run, map(to_record, self.records))
             path = Path(self._run.path) / METRICS_FILE
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -100,9 +100,6 @@ class MetricsLog:
             with suppress(OSError):  # unwritten lines are still in the records
                 self._file.close()
             self._file = None
-
-    def _write(self, records: Sequence[LogRecord]) -> None:
-        write_log(self._run, map(to_record, records))
 
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint rewrites it."
