@@ -29,7 +29,7 @@ from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, device_name, from_all_ranks, set_up
 from raytrain_ddp.training.start.initial_model import initial_model
 from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
-from raytrain_ddp.training.steps.warm_up import forward
+from raytrain_ddp.training.steps.warm_up import Forward
 
 _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
 
@@ -118,7 +118,7 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
             kept = _kept(tried, model, world, size)
             for _ in range(2):  # the second has the state of the optimizer
                 for name in names:
-                    forward(tried, task, model, batch, world, name).backward()
+                    Forward(tried, task, model, model, world, name)(batch)[0].backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             del kept
