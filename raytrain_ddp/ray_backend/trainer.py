@@ -157,11 +157,10 @@ def _torch_config(config: TrainConfig, layout: Layout, replaces: bool) -> Any:
 
 
 def _memory() -> Any:
-    """Keeps Ray Train's register of checkpoints in its controller's memory.
+    """Keeps what Ray Train writes of a run in its controller's memory.
 
     In the run's storage it would be written without retries, so a single storage failure would
-    end the run; and its entries from an earlier start would be trusted, even if a checkpoint has
-    been pruned since. Only the checkpoints themselves count.
+    end the run.
     """
     import fsspec  # type: ignore[import-untyped]
     from pyarrow.fs import FSSpecHandler, PyFileSystem

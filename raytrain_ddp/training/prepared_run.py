@@ -257,7 +257,7 @@ class PreparedRun:
                 self.session.write_part(step, self.state.part(gathered, files[world.rank]))
             elif world.rank == backup_rank(self.session.hosts) and self.state.is_backed_up(files):
                 self.session.back_up(self._snapshot(metrics, gathered, is_backup=True))
-            self.session.report({**metrics, "step": step}, snapshot)
+            self.session.commit(snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 

@@ -259,7 +259,7 @@ class RecordingSession:
     def records(self) -> Sequence[LogRecord]:
         return self._records
 
-    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+    def commit(self, snapshot: Snapshot | None) -> None:
         if self.recorder is not None and snapshot is not None:
             self.recorder.committer.submit(snapshot)
 
