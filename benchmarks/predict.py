@@ -29,7 +29,7 @@ from series import Series, describe_machine, in_turn, spread, table
 
 from raytrain_ddp import TrainConfig, fit_locally, load
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import LogConfig, ModelConfig
+from raytrain_ddp.config.sections import EvalConfig, LogConfig, ModelConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.predict.__main__ import main as predict
@@ -135,7 +135,8 @@ def own_evaluation(run: str, images: Path) -> float:
     began = time.perf_counter()
     metrics = metrics_of(model.task)
     threads = LoaderThreads(THREADS)
-    evaluate(model.task, model.model, data, BATCH, world, threads, metrics)
+    config = TrainConfig(eval=EvalConfig(micro_batch=BATCH))
+    evaluate(config, model.task, model.model, data, world, threads, metrics)
     return time.perf_counter() - began
 
 

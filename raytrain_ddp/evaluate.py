@@ -76,7 +76,7 @@ COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
-    from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded_image_size
+    from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded
     from raytrain_ddp.config.recipe import from_dict
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     if "eval_source" in given:
         implied |= {"eval_split": "auto", "holdout": 0.0}
         if not (config.data.eval_size or config.data.image_size):  # as `predict` does
-            implied["image_size"] = recorded_image_size(checkpoint)
+            implied["image_size"] = recorded(checkpoint).get("data", {}).get("image_size", 0)
     config = replace(config, data=replace(config.data, **{**implied, **given}))
     import torch
 
@@ -110,17 +110,8 @@ def main(argv: Sequence[str]) -> int:
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
-    values = evaluate(
-        task,
-        model,
-        data,
-        config.eval_micro_batch,
-        world,
-        LoaderThreads(world.threads),
-        metrics,
-        precision=config.compute.precision,
-        may_skip=config.data.may_skip,
-    )
+    threads = LoaderThreads(world.threads)
+    values = evaluate(config, task, model, data, world, threads, metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")

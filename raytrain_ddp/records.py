@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime, timezone
 from types import UnionType
@@ -68,6 +68,15 @@ def _wall(time: str) -> float:
         return datetime.strptime(time, _TIME).replace(tzinfo=timezone.utc).timestamp()
     except ValueError:
         return math.nan
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same JSON value with function(leaf) in place of each leaf; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {key: mapped(function, inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [mapped(function, inner) for inner in value]
+    return function(value)
 
 
 def _encoded(value: Any) -> dict[str, Any]:

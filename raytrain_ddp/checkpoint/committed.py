@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry, Manifest
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.streams import new_memory, no_one
 from raytrain_ddp.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _NAME = re.compile(r"step-([0-9]{8,15})-a([0-9]{4,15})")
 MOST_ATTEMPTS = 10**14
@@ -64,6 +68,12 @@ class Checkpoint:
         data = new_memory(self._entry(filename).size_bytes)
         self.read_into(filename, [data])
         return data
+
+    def tensors(self, filename: str) -> dict[str, Tensor]:
+        """Those of a file, in the memory that it was read into."""
+        from raytrain_ddp.checkpoint.tensor_places import view_tensors  # imports torch
+
+        return view_tensors(self.view(filename))
 
     def read_into(
         self,

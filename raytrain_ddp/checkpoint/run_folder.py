@@ -41,7 +41,7 @@ from raytrain_ddp.errors import (
 )
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.files import expanded
-from raytrain_ddp.records import Timed, log_records, stored_events
+from raytrain_ddp.records import Timed, log_records, mapped, stored_events
 from raytrain_ddp.uri import without_secrets
 
 CONFIG_FILE = "config.toml"
@@ -217,15 +217,11 @@ def parsed_lines(lines: Iterable[str | bytes], file: str) -> list[dict[str, Any]
         except ValueError:
             continue
         if isinstance(record, dict):
-            records.append(_with_nan(record) if file == METRICS_FILE else record)
+            records.append(mapped(_with_nan, record) if file == METRICS_FILE else record)
     return records
 
 
 def _with_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_with_nan(inner) for inner in value]
     return math.nan if value is None else value
 
 
@@ -266,23 +262,12 @@ def find_checkpoint(place: str, which: Literal["best", "last"] | None = None) ->
 
 def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     """The class names of the data that the run was trained on; empty if it recorded none."""
-    names: list[str] = _state_of(checkpoint).get("data", {}).get("classes") or []
+    names: list[str] = recorded(checkpoint).get("data", {}).get("classes") or []
     return names
 
 
-def recorded_image_size(checkpoint: Checkpoint) -> int:
-    """The side of the stored images that the run was trained on, in pixels; 0 if unknown."""
-    size: int = _state_of(checkpoint).get("data", {}).get("image_size", 0)
-    return size
-
-
-def recorded_code(checkpoint: Checkpoint) -> dict[str, str]:
-    """The hashes of the user's modules that the run was trained with."""
-    code: dict[str, str] = _state_of(checkpoint).get("code", {})
-    return code
-
-
-def _state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def recorded(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What state.json says, such as the data and the code of the run; empty without one."""
     has_one = STATE_FILE in checkpoint.manifest.files
     state: dict[str, Any] = json.loads(checkpoint.read(STATE_FILE)) if has_one else {}
     return state

@@ -252,10 +252,6 @@ class CheckpointStore:
             self._delete(name)
         failpoint("prune.done", step=names[0].step if names else 0)
 
-    def next_attempt(self) -> int:
-        """1 + the highest attempt of any claim, commit, leftover or damaged checkpoint."""
-        return self._list().next_attempt()
-
     def _list(self) -> CheckpointListing:
         """One request on an object store for up to a thousand files."""
         return CheckpointListing.of(self.storage.walk())

@@ -56,7 +56,7 @@ class TensorPlaces:
             if own is None or not _takes(own, place) or own.data_ptr() in used:
                 continue
             self._add(done, new_memory(place.start - done))
-            self._add(place.start, _as_view(own))
+            self._add(place.start, own.detach().reshape(-1).view(torch.uint8).numpy().data)
             self._tensors[place.name], done = own.detach(), place.end
             used.add(own.data_ptr())
         self._add(done, new_memory(size_bytes - done))
@@ -149,7 +149,3 @@ def _takes(own: Tensor, place: _Place) -> bool:
         and list(own.shape) == place.shape
         and own.untyped_storage().nbytes() == own.nbytes >= _LEAST_BYTES
     )
-
-
-def _as_view(tensor: Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

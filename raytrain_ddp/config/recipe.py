@@ -17,6 +17,7 @@ from raytrain_ddp.config.field_types import Section, as_text, checked
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
 
 if sys.version_info >= (3, 11):
@@ -29,7 +30,7 @@ _HELD = re.compile(r"\([0-9a-f]{8}\)$")  # the digest of a task object, see Task
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Nested dicts, lists and scalars; `from_dict` is the inverse."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    plain: dict[str, Any] = mapped(lambda leaf: leaf, dataclasses.asdict(config))
     return plain
 
 
@@ -198,12 +199,6 @@ def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options, Mapping):  # a command line gives text, a file or Python also numbers
         bare["task_options"] = {name: as_text(value) for name, value in options.items()}
     return bare
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,13 @@ from raytrain_ddp.doctor.cluster_probe import Answer, Node, NodeTasks
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.cluster import cluster, import_paths, live_node_resources, starts_ray
+from raytrain_ddp.ray_backend.cluster import (
+    cluster,
+    import_paths,
+    live_node_resources,
+    starts_ray,
+    wait_for_room,
+)
 from raytrain_ddp.ray_backend.dashboard import dashboard_address
 from raytrain_ddp.ray_backend.placement import (
     Layout,
@@ -33,7 +38,6 @@ from raytrain_ddp.uri import without_secrets
 _FACTS_S, _COMMIT_S, _DATA_S = 120.0, 120.0, 600.0  # data may be downloaded first
 _SEEN_S = 10.0  # until a file of one node appears on another; NFS caches listings for seconds
 _CLEANED_S = 30.0
-_ASK_EVERY_S = 0.5
 
 Tell = Callable[[str], None]
 
@@ -91,7 +95,7 @@ def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]
 def _capacity(
     config: TrainConfig, embedded: bool, tell: Tell
 ) -> tuple[dict[str, Any], Layout | None]:
-    """Whether the workers fit; requests them from a cluster that may grow, and waits `wait_s`."""
+    """Whether the workers fit, after the wait for a cluster that may grow."""
     import ray
 
     result: dict[str, Any] = {
@@ -100,30 +104,17 @@ def _capacity(
         "cpus_per_worker": config.scaling.cpus_without_gpu,
         "use_gpu": config.scaling.use_gpu is True,
     }
-    deadline = time.monotonic() + (0 if embedded else config.scaling.wait_s)
-    asked = False
+    have = dict(ray.cluster_resources())
     try:
-        while True:
+        if embedded or not config.scaling.wait_s:
+            layout = choose_layout(config, have, [have] if embedded else live_node_resources())
+        else:
+            layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
             have = dict(ray.cluster_resources())
-            try:
-                layout = choose_layout(config, have, [have] if embedded else live_node_resources())
-            except PreflightError as error:
-                return {**result, "lacks": str(error)}, None
-            if embedded:
-                have = embedded_resources(config, layout, have)
-            lacks = missing_resources(layout, have)
-            if not lacks or time.monotonic() > deadline:
-                break
-            if not asked:
-                from ray.autoscaler.sdk import request_resources
-
-                tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
-                request_resources(bundles=[dict(layout.per_worker)] * layout.least)
-                asked = True
-            time.sleep(_ASK_EVERY_S)
-    finally:
-        if asked:
-            request_resources(bundles=[])
+    except PreflightError as error:
+        return {**result, "lacks": str(error)}, None
+    if embedded:
+        have = embedded_resources(config, layout, have)
     places = [have] if embedded else [node.resources for node in cluster_probe.live_nodes()]
     result |= {
         "workers": layout.said,
@@ -133,7 +124,7 @@ def _capacity(
         "use_gpu": layout.use_gpu,
         "least": layout.least,
         "fit": workers_that_fit(layout, places),
-        "lacks": lacks,
+        "lacks": missing_resources(layout, have),
     }
     return result, layout
 

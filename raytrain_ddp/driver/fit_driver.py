@@ -14,7 +14,7 @@ from rich.console import Console
 
 from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded_code
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -228,7 +228,7 @@ def _train_on_ray(
     from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
-    from raytrain_ddp.ray_backend.training_launch import Interrupted, run_workers
+    from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
     watch = _Starts(show)
@@ -253,8 +253,6 @@ def _train_on_ray(
                 show(Note(layout.note))
             with listed_in_dashboard(show):
                 outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
-    except Interrupted as stop:
-        raise KeyboardInterrupt(stop.number) from None
     finally:
         gc.set_threshold(collect_after, *generations)
     return outcome, watch
@@ -293,7 +291,8 @@ def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: 
     now = module_digest(config.task) if target is None else task_digests(target)
     with suppress(RaytrainError, OSError):
         name = CheckpointName(manifest.step, manifest.attempt)
-        names = changed(recorded_code(checkpoint_store(run).open(name)), now)
+        code = recorded(checkpoint_store(run).open(name)).get("code", {})
+        names = changed(code, now)
         if names:
             text = f"the code of {names} has changed since this run was trained. To train with "
             show(Note(f"{text}the new code, give it another --name (config.name)."))

@@ -12,11 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.run_folder import (
-    find_checkpoint,
-    recorded_classes,
-    recorded_image_size,
-)
+from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded, recorded_classes
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
@@ -155,7 +151,8 @@ class LoadedModel(nn.Module):
         stored: that of the first training image, or 0 if an earlier version made the checkpoint
         and the data are not here."""
         config = self.config.data
-        known = config.eval_size or config.image_size or recorded_image_size(self.checkpoint)
+        known: int = config.eval_size or config.image_size
+        known = known or recorded(self.checkpoint).get("data", {}).get("image_size", 0)
         if known:
             return known
         task = attempt(lambda: ImageClassification(self.config))

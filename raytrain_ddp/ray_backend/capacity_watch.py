@@ -62,7 +62,7 @@ class LiveNodes:
         self._kept = kept
         self.awake = AwakeClock()
         self.is_lost = False
-        self._living = self._ask()
+        self._living = live_node_resources()
         self._at = self.awake()
         self._closed = threading.Event()
         threading.Thread(target=self._keep_asking, name="nodes", daemon=True).start()
@@ -86,12 +86,8 @@ class LiveNodes:
     def _keep_asking(self) -> None:
         while not self._closed.wait(_ASK_EVERY_S):
             with suppress(Exception):  # any exception means no answer
-                self._living = self._ask()
+                self._living = live_node_resources()
                 self._at = self.awake()
-
-    @staticmethod
-    def _ask() -> list[Mapping[str, float]]:
-        return live_node_resources()
 
 
 class CapacityWatch:

@@ -166,7 +166,8 @@ def cluster(
         if layout is None:
             import ray
 
-            layout = _wait_for(config, ray.cluster_resources, live_node_resources, tell)
+            layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
+            require_capacity(layout, ray.cluster_resources(), "the cluster")
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield layout
@@ -234,13 +235,14 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
 
 
-def _wait_for(
+def wait_for_room(
     config: TrainConfig,
     resources: Callable[[], Mapping[str, float]],
     nodes: Callable[[], Sequence[Mapping[str, float]]],
     tell: Callable[[str], None],
 ) -> Layout:
-    """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`."""
+    """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`. They
+    may still be missing then."""
     deadline = time.monotonic() + config.scaling.wait_s
     layout = choose_layout(config, resources(), nodes())
     lacks = missing_resources(layout, resources())
@@ -257,7 +259,6 @@ def _wait_for(
             request_resources(bundles=[])
         if not lacks:  # the new nodes may have more CPUs for each GPU, or fewer
             layout = choose_layout(config, resources(), nodes())
-    require_capacity(layout, resources(), "the cluster")
     return layout
 
 

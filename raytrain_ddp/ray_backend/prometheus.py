@@ -100,15 +100,21 @@ class PrometheusMetrics:
         self._make = gauge or _ray_gauge
         self._gauges: dict[str, Gauge] = {}
         self._newest: dict[tuple[str, ...], Sample] = {}  # the newest for each name and tags
-        self._figures = Figures()
+        self._step = 0
+        self._restarts = dict.fromkeys(CAUSES, 0)
+        self._planned = False
+        self._lost = ""  # why there are no workers; "" if there are
+        self._commits = {"checkpoints": 0, "checkpoints_failed": 0}
+        self._phases: set[str] = set()
+        self._slowest: dict[str, str] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._say_all(self._figures.begin())
+        self._say_all(self._begin())
         threading.Thread(target=self._keep_exporting, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
         """Handles an event of any kind: those shown, and "at", the step in progress."""
-        self._say_all(self._figures.of(event))
+        self._say_all(self._samples(event))
 
     def _say_all(self, samples: Iterable[Sample]) -> None:
         with suppress(Exception), self._lock:
@@ -136,32 +142,7 @@ class PrometheusMetrics:
         gauge.set(value, {"run": self._run, **tags})
         self._newest[_key(name, tags)] = name, value, tags
 
-
-def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
-    return name, *tags.values()
-
-
-def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:
-    from ray.util import metrics
-
-    made: Gauge = metrics.Gauge(name, description, tags)
-    return made
-
-
-class Figures:
-    """Converts the events of a run into metric values. Does not use Ray."""
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._restarts = dict.fromkeys(CAUSES, 0)
-        self._planned = False
-        self._lost = ""  # why there are no workers; "" if there are
-        self._commits = {"checkpoints": 0, "checkpoints_failed": 0}
-        self._phases: set[str] = set()
-        self._slowest: dict[str, str] = {}
-
-    def of(self, event: Event) -> Iterator[Sample]:
-        """The samples for an event."""
+    def _samples(self, event: Event) -> Iterator[Sample]:
         match event:
             case Plan():
                 yield from self._plan(event)
@@ -187,7 +168,7 @@ class Figures:
             case End():
                 yield "state", ENDED, {}
 
-    def begin(self) -> Iterator[Sample]:
+    def _begin(self) -> Iterator[Sample]:
         now = time.time()
         yield "state", STARTING, {}
         yield "last_step_timestamp_seconds", now, {}
@@ -275,3 +256,14 @@ class Figures:
     def _count(self, name: str) -> Sample:
         self._commits[name] += 1
         return name, self._commits[name], {}
+
+
+def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
+    return name, *tags.values()
+
+
+def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:
+    from ray.util import metrics
+
+    made: Gauge = metrics.Gauge(name, description, tags)
+    return made

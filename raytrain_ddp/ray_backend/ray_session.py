@@ -15,12 +15,10 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.train import CheckpointUploadMode
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
@@ -34,7 +32,7 @@ from raytrain_ddp.training.monitoring.rendezvous import Exchange
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.recording.recording_session import RecordingSession
 from raytrain_ddp.training.runtime.world import World, broadcast
-from raytrain_ddp.training.session import Requests, Snapshot
+from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state.live_state import LiveState
 
 _PUSH_EVERY_S = 0.2
@@ -46,15 +44,14 @@ _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
 class RaySession(RecordingSession):
-    """Ray Train places the workers and registers the checkpoints; rank 0 commits each of them.
+    """Ray Train places the workers, and learns nothing of the checkpoints.
 
     Args:
         mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only; a generation has one.
         live: see RecordingSession.
-        place: in the generations, if dead workers are replaced; Ray Train then keeps no
-            register of checkpoints.
+        place: in the generations, if dead workers are replaced.
 
     Attributes:
         step: the current one; None before the first.
@@ -133,33 +130,6 @@ class RaySession(RecordingSession):
             self.step = event.start_step
         if isinstance(event, Phase | Plan | Evaluating):
             self.push()  # the next push, at a step, may be far off
-
-    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        """Ray's upload thread waits for the commit, then registers the checkpoint.
-
-        If the commit fails, Ray gets the newest good checkpoint instead: it would treat an error as
-        the end of the training.
-        """
-        if self._place:
-            # In Ray's barrier, a rank could wait for others that wait for it in the next group.
-            super().report(metrics, snapshot)
-            return
-        if self.recorder is None or snapshot is None:
-            ray.train.report(dict(metrics), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
-            return
-        recorder, committed = self.recorder, self.recorder.committer.submit(snapshot)
-
-        def registered(_: ray.train.Checkpoint, __: str) -> ray.train.Checkpoint:
-            committed.result()
-            return _as_rays(recorder.place())
-
-        ray.train.report(
-            dict(metrics),
-            checkpoint=_as_rays(recorder.place()),
-            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=registered,
-            delete_local_checkpoint_after_upload=False,
-        )
 
     def requests(self) -> Requests:
         """Called once per step; also counts steps and pushes events."""
@@ -301,10 +271,3 @@ def _on_its_node(call: Callable[[Owner], Any], owner: Owner) -> list[Any]:
         for node in ray.nodes()
         if node["Alive"] and node["NodeManagerHostname"] == owner.host
     ]
-
-
-def _as_rays(place: Storage) -> ray.train.Checkpoint:
-    """The form in which Ray registers it; Ray's register is not in the run's storage: see
-    trainer.py."""
-    register = ray.train.get_context().get_storage().storage_filesystem
-    return ray.train.Checkpoint(place.path, register)

@@ -120,15 +120,12 @@ def worker_settings(
     layout: Layout,
     mailbox: Any,
     task: bytes | None = None,
-    least: int = 0,
-    size: int = 0,
 ) -> WorkerSettings:
     """What each worker receives.
 
     Args:
         layout: as it is configured.
         task: the pickled task, if its name does not suffice; see `pickled_task`.
-        least, size: see WorkerSettings.
     """
     return WorkerSettings(
         config=to_dict(config),
@@ -140,8 +137,6 @@ def worker_settings(
         threads=max(1, int(layout.per_worker["CPU"])),
         lease=holder(run),
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
-        least=least,
-        size=size,
         most=layout.most,
         backend=layout.backend,
         code=code_of(config),
@@ -164,11 +159,10 @@ def _torch_config(config: TrainConfig, layout: Layout, replaces: bool) -> Any:
 
 
 def _memory() -> Any:
-    """Keeps Ray Train's register of checkpoints in its controller's memory.
+    """Keeps what Ray Train writes of a run in its controller's memory.
 
     In the run's storage it would be written without retries, so a single storage failure would
-    end the run; and its entries from an earlier start would be trusted, even if a checkpoint has
-    been pruned since. Only the checkpoints themselves count.
+    end the run.
     """
     import fsspec  # type: ignore[import-untyped]
     from pyarrow.fs import FSSpecHandler, PyFileSystem

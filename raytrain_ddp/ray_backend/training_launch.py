@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,6 @@ _RESTARTS_ALL = (
 )
 
 
-class Interrupted(Exception):
-    """Stopped by a signal before there was anything to save, or by a second one."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 def run_workers(
     config: TrainConfig,
     run: Storage,
@@ -81,7 +74,8 @@ def run_workers(
         RetriesExhausted: workers died too often, or repeatedly at the same step; see
             failure_policy.py.
         PreflightError: there were never, or are no longer, enough resources for the workers.
-        Interrupted: a signal arrived when nothing could be saved.
+        KeyboardInterrupt: a signal, its argument, arrived before there was anything to save, or
+            it was the second one.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -111,15 +105,17 @@ def run_workers(
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with _signals(listener.on_signal):
+            given = worker_settings(config, run, layout, mailbox, task)
             if layout.evaluators:
-                given = worker_settings(config, run, layout, mailbox, task)
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
             listener.begin(start, layout, config.scaling)
-            given = worker_settings(config, run, layout, mailbox, task, start.least, start.size)
+            given = replace(given, least=start.least, size=start.size)
             if start.placed.most < layout.most:
                 place = config.scaling.placement
-                listener.single = SingleWorkers(given, start, place, listener.report)
+                listener.single = SingleWorkers(
+                    given, start, place, lambda event: mailbox.push.remote([event])
+                )
             while True:
                 trainer = make_trainer(config, run, start.placed, given)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
@@ -127,7 +123,7 @@ def run_workers(
                 if listener.outcome is not None:
                     return listener.outcome
                 announce(failures.ended(why))
-                listener.lost()
+                waiting.lost()
                 listener.controller.free_placement()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
@@ -202,7 +198,7 @@ class _Listener:
             to_show = self._failures.take(event)
             if to_show is not None or isinstance(event, Preempted):
                 if stops:
-                    self.lost()
+                    self._waiting.lost()
                 self._show(to_show or event)
             else:
                 self._pass_on(event)
@@ -230,10 +226,6 @@ class _Listener:
             case _:
                 self._show(event)
 
-    def report(self, event: Event) -> None:
-        """Passes on what the driver itself has found."""
-        self._mailbox.push.remote([event])
-
     def begin(self, start: Start, layout: Layout, scaling: ScalingConfig) -> None:
         """Workers of this layout are about to be started."""
         if scaling.replace_workers is True and not start.least and layout.most > 1:
@@ -245,10 +237,6 @@ class _Listener:
         if 0 < start.size < layout.most:
             text = f"there is room for {start.size} of {layout.said}: others join when they fit"
             self._show(Note(text))
-
-    def lost(self) -> None:
-        """Workers are gone, and Ray starts new ones."""
-        self._waiting.lost()
 
     def end_controller(self) -> None:
         """Ends Ray Train, which would keep starting workers as long as this process lives."""
@@ -287,7 +275,7 @@ class _Listener:
         if not self._signals:
             return
         if len(self._signals) > 1 or not self._began:
-            raise Interrupted(self._signals[-1])
+            raise KeyboardInterrupt(self._signals[-1])
         if not self._stopping:
             self._stopping = True
             text = "Stopping after this step, with a checkpoint. Repeat to stop without it."

@@ -35,9 +35,6 @@ class WorkerLog:
         self._total = 0
         self._reported_at: dict[str, float] = {}  # time of the last line, by kind
         self._split = StepSplit()
-        for name in [*logging.root.manager.loggerDict]:
-            if "/ray/train/" in name:  # a logger of Ray's, named by its file, logs all reports
-                logging.getLogger(name).setLevel(logging.WARNING)
 
     def take(self, event: Event) -> None:
         """Handles an event of any kind; on rank 0 also from the committing thread."""

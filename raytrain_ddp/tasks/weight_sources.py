@@ -118,11 +118,10 @@ def stored_state(weights: str) -> tuple[Mapping[str, Tensor], Sequence[str]]:
             find_checkpoint,
             recorded_classes,
         )
-        from raytrain_ddp.checkpoint.tensor_places import view_tensors
 
         try:
             found = find_checkpoint(weights)
-            return view_tensors(found.view("model.safetensors")), recorded_classes(found)
+            return found.tensors("model.safetensors"), recorded_classes(found)
         except NoCheckpointError as error:
             raise ConfigError(f"model.weights = {weights!r}: {error}") from None
         except CheckpointError as error:

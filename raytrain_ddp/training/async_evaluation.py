@@ -121,9 +121,7 @@ def take_evaluations(run: PreparedRun, wait: bool = False) -> int:
                 return 0
             stop, _, look = session.requests_in_evaluation()
             ballot.cast(stop, False, look)
-            stop, _, look, _ = ballot.count()
-            if look:
-                session.look()
+            stop, _, _ = ballot.count()
             if stop:
                 return stop
             run.clock.beat()

@@ -42,7 +42,7 @@ from raytrain_ddp.training.start.initial_model import model_for
 from raytrain_ddp.training.start.sanity_check import try_evaluation
 from raytrain_ddp.training.state.live_state import LiveCheckpoint
 from raytrain_ddp.training.state.train_state import TrainState
-from raytrain_ddp.training.steps.device_feed import loader_threads, make_feed, plan_of, train_loader
+from raytrain_ddp.training.steps.device_feed import Feed, loader_threads, plan_of, train_loader
 from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.steps.nonfinite import handle_nonfinite
 from raytrain_ddp.training.steps.step import Stepper, make_stepper
@@ -134,7 +134,7 @@ def prepare(
         cadence=cadence,
         patience=patience,
         trained_s=trained_s,
-        feed=make_feed(config, loader, eval_data, state, session, clock),
+        feed=Feed(config, loader, eval_data, state, session, clock),
         stepper=stepper,
         eval_data=eval_data,
         identity=identity,

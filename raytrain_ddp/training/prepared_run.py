@@ -29,7 +29,7 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
-from raytrain_ddp.training.runtime.world import any_rank
+from raytrain_ddp.training.runtime.world import from_all_ranks
 from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.checkpoint_parts import Names, backup_rank
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
@@ -81,7 +81,7 @@ class PreparedRun:
         memory = step_timing.peak_memory_bytes(world.device)
         in_order = step_timing.in_order(phases)
         mine = step_timing.Reading(trained_s, in_order, memory)
-        readings = step_timing.gathered(mine, world)
+        readings = from_all_ranks(mine, world)
         losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))
@@ -248,7 +248,7 @@ class PreparedRun:
             free = time.monotonic()
             self.session.drain()
             if self.state.awaited:  # no copy is overwritten before rank 0 has written its own
-                any_rank(False, world)
+                from_all_ranks(None, world)
             waited = time.monotonic() - free
             gathered = self.state.gather()
             files = self.state.files(world, self.session.hosts, gathered)
@@ -259,7 +259,7 @@ class PreparedRun:
                 self.session.write_part(step, self.state.part(gathered, files[world.rank]))
             elif world.rank == backup_rank(self.session.hosts) and self.state.is_backed_up(files):
                 self.session.back_up(self._snapshot(metrics, gathered, is_backup=True))
-            self.session.report({**metrics, "step": step}, snapshot)
+            self.session.commit(snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 

@@ -167,9 +167,8 @@ class Session(Protocol):
         """Keeps a snapshot in memory that rank 0 commits: if rank 0 dies before that, this rank
         does. Replaces the one before."""
 
-    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
-        """Commits a snapshot in the background. All ranks take part; rank 0 supplies the
-        snapshot."""
+    def commit(self, snapshot: Snapshot | None) -> None:
+        """Commits a snapshot in the background. Only rank 0 acts, and only it has one."""
 
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         """Asks for an evaluation of the checkpoints of these steps. Only rank 0 acts."""

@@ -158,7 +158,7 @@ def test_fault_12_all_damaged_is_an_error_for_ever(root: Path, is_local: bool) -
             assert part in str(caught.value)
     assert len(reported) == 2  # once for each
     store.sweep()
-    assert store.next_attempt() == 2
+    assert store._list().next_attempt() == 2
     with pytest.raises(CheckpointError, match="all are damaged"):
         store.latest()
     commit(store, 5, 2)

@@ -50,7 +50,7 @@ def test_commit_then_read(root: Path) -> None:
     store = fresh(root)
     assert store.latest() is None
     assert store.names() == []
-    assert store.next_attempt() == 1
+    assert store._list().next_attempt() == 1
     committed = commit(store, 120)
     assert committed.name == CheckpointName(120, 1)
     assert str(committed) == str(root / "step-00000120-a0001")
@@ -99,7 +99,7 @@ def test_order_is_step_then_attempt(root: Path) -> None:
         "step-00000010-a0001",
         "step-00000009-a0002",
     ]
-    assert store.next_attempt() == 13
+    assert store._list().next_attempt() == 13
 
 
 @given(st.integers(0, 10**14), st.integers(0, 10**14))
@@ -185,7 +185,7 @@ def test_fault_02_08_any_operation_of_a_commit_fails(
         assert kept == {str(name) for name in store.names()}, where
         assert not any(".tmp-" in path for path in tree(root)), where
         assert content(store.latest()) == content(found), where
-        again = commit(store, 20, store.next_attempt())
+        again = commit(store, 20, store._list().next_attempt())
         assert content(store.latest()) == content(again), where
     # Until the commit point the old one is found; only a kill after it leaves the new one.
     assert False in outcomes
@@ -298,7 +298,7 @@ def test_prune_does_not_count_damaged_ones(root: Path, is_local: bool) -> None:
     for step in (20, 30):
         flip_bit(root / f"step-{step:08d}-a0001" / "state.json", 0)
     assert store.latest(lambda line: None) == store.open(CheckpointName(10, 1))
-    commit(store, 11, store.next_attempt())
+    commit(store, 11, store._list().next_attempt())
     store.prune(2)
     assert store.names() == [CheckpointName(11, 2), CheckpointName(10, 1)]
     assert sum("state.json" in path for path in tree(root)) == 4  # the damaged are still there
@@ -332,4 +332,4 @@ def test_next_attempt_counts_leftovers_and_damaged(root: Path) -> None:
         ("stepping-a0099", 9),
     ]:
         (root / folder).mkdir()
-        assert store.next_attempt() == expected
+        assert store._list().next_attempt() == expected

@@ -639,11 +639,11 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
 
     monkeypatch.setattr(capacity_watch, "_ASK_EVERY_S", 0.01)
     monkeypatch.setattr(capacity_watch, "_HEAD_DEAD_AFTER_S", 0.3)
-    monkeypatch.setattr(capacity_watch.LiveNodes, "_ask", lambda _: [{"CPU": 1.0}])
+    monkeypatch.setattr(capacity_watch, "live_node_resources", lambda: [{"CPU": 1.0}])
     nodes = capacity_watch.LiveNodes()
     time.sleep(0.5)
     assert nodes() == [{"CPU": 1.0}]
-    monkeypatch.setattr(capacity_watch.LiveNodes, "_ask", lambda _: silent())
+    monkeypatch.setattr(capacity_watch, "live_node_resources", silent)
     time.sleep(0.5)
     with pytest.raises(RetriesExhausted, match=r"has not answered for 0\.3 s\. Committed"):
         nodes()

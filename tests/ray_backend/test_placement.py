@@ -72,7 +72,7 @@ def test_nodes_that_come_while_the_run_waits_decide_the_cpus(monkeypatch: pytest
     monkeypatch.setattr("ray.autoscaler.sdk.request_resources", request)
     have = lambda: {n: sum(node.get(n, 0) for node in nodes) for n in ("CPU", "GPU")}  # noqa: E731
     wanted = config(num_workers=8, use_gpu=True, wait_s=10.0)
-    layout = cluster._wait_for(wanted, have, lambda: nodes, lambda text: None)
+    layout = cluster.wait_for_room(wanted, have, lambda: nodes, lambda text: None)
     assert dict(layout.per_worker) == {"CPU": 28, "GPU": 1}
     assert asked == [[{"CPU": 1.0, "GPU": 1.0}] * 8, []]
 

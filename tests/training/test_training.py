@@ -541,7 +541,8 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
     torch.manual_seed(3)
     model = TinyNet()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    task = RealMetrics(TrainConfig(), eval_rows=eval_rows)
+    config = TrainConfig(eval=EvalConfig(micro_batch=batch_size))
+    task = RealMetrics(config, eval_rows=eval_rows)
     data = task.eval_data()
     assert data is not None
     metrics = {"loss": MeanMetric(), "top1": MulticlassAccuracy(5, average="micro")}
@@ -549,7 +550,7 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
-        values = evaluate(task, model, data, batch_size, world, LoaderThreads(2), metrics)
+        values = evaluate(config, task, model, data, world, LoaderThreads(2), metrics)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     return {name: value.hex() for name, value in scalars(values).items()}

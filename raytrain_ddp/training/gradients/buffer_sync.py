@@ -24,9 +24,13 @@ class BufferLocation(NamedTuple):
     module: nn.Module
     key: str
 
+    def found(self) -> Tensor:
+        """The buffer itself."""
+        buffer: Tensor = getattr(self.module, self.key)
+        return buffer
+
     def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.module, self.key)
-        return found.detach()
+        return self.found().detach()
 
 
 def buffers_of(model: nn.Module) -> list[BufferLocation]:
@@ -44,7 +48,7 @@ class SavedBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._places = buffers_of(model)
-        self._tensors: list[Tensor] = [getattr(each.module, each.key) for each in self._places]
+        self._tensors = [each.found() for each in self._places]
         self._values = [tensor.detach().clone() for tensor in self._tensors]
 
     def changed(self) -> list[str]:
@@ -61,7 +65,7 @@ class SavedBuffers:
     def restore(self) -> None:
         """Raises ConfigError if one has another size."""
         for place, tensor, value in zip(self._places, self._tensors, self._values, strict=True):
-            now = getattr(place.module, place.key)
+            now = place.found()
             if now is not tensor:
                 setattr(place.module, place.key, tensor)
             if now.shape != value.shape:
@@ -231,7 +235,7 @@ class BoolBuffers:
 
     @staticmethod
     def _state(place: BufferLocation) -> tuple[int, int]:
-        tensor = getattr(place.module, place.key)
+        tensor = place.found()
         return id(tensor), tensor._version
 
     def changed(self) -> list[BufferLocation]:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Note
-from raytrain_ddp.training.runtime.world import World, broadcast, device_name, software_versions
+from raytrain_ddp.training.runtime.world import (
+    World,
+    broadcast,
+    device_name,
+    from_all_ranks,
+    software_versions,
+)
 from raytrain_ddp.training.session import Session
 
 
@@ -58,8 +62,7 @@ def require_same_nodes(session: Session) -> None:
         return
     mine = Node.here(world.device)
     first = broadcast(mine, world)
-    devices: list[Any] = [mine.device] * world.size
-    dist.all_gather_object(devices, mine.device)
+    devices = from_all_ranks(mine.device, world)
     _require_same(mine, first, world)
     note = _devices_note(devices, world)
     if note:

@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
@@ -28,7 +27,7 @@ from raytrain_ddp.training.metrics.metric_states import (
     tables,
 )
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.runtime.world import World, autocast
+from raytrain_ddp.training.runtime.world import World, autocast, from_all_ranks
 from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few_bad
 
 if TYPE_CHECKING:
@@ -53,18 +52,8 @@ def evaluation_of(
     Raises:
         DataError: too many bad records. TaskError: the metrics lack the task's monitor.
     """
-    values = evaluate(
-        task,
-        model,
-        data,
-        config.eval_micro_batch,
-        world,
-        threads,
-        beat=beat,
-        limit=config.limit_eval_batches,
-        precision=config.compute.precision,
-        may_skip=config.data.may_skip,
-    )
+    limit = config.limit_eval_batches
+    values = evaluate(config, task, model, data, world, threads, beat=beat, limit=limit)
     metrics = scalars(values)
     skipped = int(metrics.get("skipped", 0))
     require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
@@ -73,39 +62,36 @@ def evaluation_of(
 
 
 def evaluate(
+    config: TrainConfig,
     task: Task,
     model: nn.Module,
     data: Data,
-    batch_size: int,
     world: World,
     threads: LoaderThreads,
     metrics: Mapping[str, Metric] | MetricCollection | None = None,
     beat: Callable[[], None] = lambda: None,
     limit: int = 0,
-    precision: str = "fp32",
-    may_skip: bool = True,
 ) -> dict[str, Tensor]:
     """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
 
-    The rows are cut into chunks of `batch_size`, independent of the number of workers. The metric
-    states of the chunks are merged along a tree over all chunks, so floating-point sums are the
-    same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate` draws
-    from torch's, numpy's and Python's generators are a function of the chunk, the same in all
-    evaluations.
+    The rows are cut into chunks of `config.eval_micro_batch`, independent of the number of workers.
+    The metric states of the chunks are merged along a tree over all chunks, so floating-point sums
+    are the same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate`
+    draws from torch's, numpy's and Python's generators are a function of the chunk, the same in
+    all evaluations.
 
     The values include "skipped", the number of bad records, if any were skipped.
 
     Args:
         beat: called before each batch.
         limit: the most chunks, spread evenly over the data; 0: all.
-        precision: compute.precision: bf16 and fp16 run the forward passes under autocast.
-        may_skip: whether `Data.collate` may leave out bad records.
 
     Raises:
-        DataError: collate left out records although `may_skip` is false.
+        DataError: collate left out records although data.bad_records is not skip.
         TaskError: a metric's states of two chunks cannot be merged.
     """
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
+    batch_size = config.eval_micro_batch
     chunks = chunks_of(data.rows, batch_size, limit)
     places = items_of_rank(len(chunks), world.size, world.rank)
     samples = 0
@@ -115,7 +101,7 @@ def evaluate(
     with (
         torch.no_grad(),  # not inference_mode: a model may compute gradients in its forward pass
         evaluating(model),
-        autocast(device, precision),
+        autocast(device, config.compute.precision),
         closing(loaded),
         closing(ahead_on_device(loaded, device)) as moved,
     ):
@@ -124,18 +110,16 @@ def evaluate(
             seed_slot(world.device, 0, 0, chunks[chunk])
             scores.reset()
             rows = min(batch_size, data.rows - chunks[chunk] * batch_size)
-            count = data.checked_samples(batch, rows, may_skip)  # 0: all are bad, and skipped
+            # 0: all are bad, and skipped
+            count = data.checked_samples(batch, rows, config.data.may_skip)
             if count:
                 task.evaluate(model, own, scores.given)
                 buffers.restore()  # a chunk affects neither the next one nor the training
             samples += count
             scores.take(chunk, count > 0)
         values = scores.values(world)
-    counted = torch.tensor(samples)
-    if world.size > 1:
-        dist.all_reduce(counted)
     rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
-    skipped = rows - int(counted)
+    skipped = rows - sum(from_all_ranks(samples, world))
     return {**values, "skipped": torch.tensor(skipped)} if skipped else values
 
 

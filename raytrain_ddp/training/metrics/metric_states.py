@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_ddp.data.loading.nested import map_leaves
 from raytrain_ddp.errors import TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
@@ -97,7 +98,7 @@ class TreeMetrics:
 
     def values(self, world: World) -> dict[str, Tensor]:
         """The values over all chunks, on the CPU; all ranks take part and get the same."""
-        self._nodes = [(level, index, _to_cpu(state)) for level, index, state in self._nodes]
+        self._nodes = map_leaves(_to_cpu, self._nodes)
         for metric in self._metrics.values():
             metric.to("cpu")
         reach = 1  # each round, half of the ranks pass what they have to one of lower rank
@@ -243,8 +244,4 @@ def _each(prefix: str, metrics: Any) -> Iterator[tuple[str, Metric]]:
 
 
 def _to_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _to_cpu(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_to_cpu(inner) for inner in value]
     return value.cpu() if isinstance(value, Tensor) else value

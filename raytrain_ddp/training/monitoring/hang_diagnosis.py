@@ -207,11 +207,6 @@ def _line(frame: FrameType) -> str:
     return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def is_waiting(doing: str, inside: bool) -> bool:
-    """Whether a rank that does this waits for others."""
-    return inside or doing in (EXCHANGING, AGREEING)
-
-
 def is_compiling(thread: int) -> bool:
     """Whether torch.compile runs in this thread, or in one of torch's, as backward passes may.
 
@@ -258,7 +253,7 @@ def on_device(doing: str, inside: bool) -> tuple[str, bool, tuple[int, str] | No
     """
     known = [each for each in collectives() if str(each["profiling_name"]).startswith("nccl:")]
     if inside or doing != AGREEING or not known:
-        return doing, is_waiting(doing, inside), None
+        return doing, inside or doing in (EXCHANGING, AGREEING), None
     open_ones = [each for each in known if each.get("state") != "completed"]
     if not open_ones:  # its own kernels
         return "compute", False, None

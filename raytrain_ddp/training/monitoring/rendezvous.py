@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
-
-import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import HANGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.training.monitoring.hang_diagnosis import RankStatus
-from raytrain_ddp.training.runtime.world import World
 
 Exchange = Callable[[RankStatus | None], Mapping[int, RankStatus]]
 """Publishes this rank's status, or removes it (None), and returns the status of all ranks."""
@@ -40,12 +36,3 @@ def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange
         return {r: RankStatus(**json.loads(data)) for r, data in found}
 
     return exchange
-
-
-def exchange_owners(world: World) -> list[Owner]:
-    """The processes of all ranks; all ranks take part."""
-    mine = Owner.here()
-    owners: list[Any] = [mine] * world.size
-    if world.size > 1:
-        dist.all_gather_object(owners, mine)
-    return owners

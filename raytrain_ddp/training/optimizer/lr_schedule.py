@@ -123,13 +123,11 @@ class LearningRates:
                 other factors than at the start.
         """
         if self._factors_of is None:
-            rate, peak = self.configured(step), self._config.optim.lr
+            rate = learning_rate(self._config, step, self._steps_per_epoch)
+            peak = self._config.optim.lr
             return [rate * (each / peak) for each in self._peaks]
         factors = self._factors_of(step)
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
-
-    def configured(self, step: int) -> float:
-        return learning_rate(self._config, step, self._steps_per_epoch)
 
     def _factors(self, schedule: Callable[[int], Any], step: int) -> list[float]:
         given = schedule(step)

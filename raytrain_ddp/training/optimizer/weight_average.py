@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.gradients.buffer_sync import BufferLocation, buffers_of, flat, spread
+from raytrain_ddp.training.gradients.buffer_sync import buffers_of, flat, spread
 from raytrain_ddp.training.optimizer.optimizer_state import averages
 
 
@@ -72,7 +72,7 @@ class WeightAverage:
         self.on_device = any(parameter.is_cuda for parameter in model.parameters())
         stored = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         self._parameters = [(n, p) for n, p in model.named_parameters() if id(p) in stored]
-        self._buffers = [place for place in buffers_of(model) if id(_of(place)) in stored]
+        self._buffers = [place for place in buffers_of(model) if id(place.found()) in stored]
         for name, parameter in self._parameters:
             if parameter.requires_grad and parameter.element_size() < 4:
                 raise ConfigError(
@@ -140,7 +140,7 @@ class WeightAverage:
         """Also by the names of tied weights."""
         stored = self._model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self._parameters}
-        names |= {id(_of(place)): place.name for place in self._buffers}
+        names |= {id(place.found()): place.name for place in self._buffers}
         return {name: self.values[names[id(tensor)]] for name, tensor in stored.items()}
 
 
@@ -159,9 +159,3 @@ def average_of(model: nn.Module, optimizer: Optimizer, config: EmaConfig) -> Ave
     rule = f"the {type(optimizer).__name__} averages the weights itself: remove it"
     require(not config.decay, "ema.decay", config.decay, rule)
     return OptimizerAverage(model, optimizer)
-
-
-def _of(place: BufferLocation) -> Tensor:
-    """The buffer itself; `tensor` detaches it."""
-    found: Tensor = getattr(place.module, place.key)
-    return found

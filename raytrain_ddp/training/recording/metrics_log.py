@@ -18,7 +18,7 @@ from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.events import LogRecord, Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.records import to_record
+from raytrain_ddp.records import mapped, to_record
 from raytrain_ddp.training.recording.background_writer import BackgroundWriter
 from raytrain_ddp.training.recording.trackers import Open
 
@@ -76,12 +76,12 @@ class MetricsLog:
             for writer in self._writers:
                 writer.again()
         if not self._run.is_local:  # may take long and needs no lock
-            self._write(list(self.records))
+            write_log(self._run, map(to_record, list(self.records)))
             return
         with self._lock:
             if self._file is not None:
                 return
-            self._write(self.records)
+            write_log(self._run, map(to_record, self.records))
             path = Path(self._run.path) / METRICS_FILE
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -101,9 +101,6 @@ class MetricsLog:
                 self._file.close()
             self._file = None
 
-    def _write(self, records: Sequence[LogRecord]) -> None:
-        write_log(self._run, map(to_record, records))
-
     def _behind(self, error: OSError) -> None:
         text = f"{METRICS_FILE} cannot be written ({error}): the next checkpoint rewrites it."
         self._tell(Note(text))
@@ -119,12 +116,8 @@ def _line(record: Mapping[str, Any]) -> str:
     try:
         return json.dumps(record, allow_nan=False) + "\n"
     except ValueError:
-        return json.dumps(_finite(record), allow_nan=False) + "\n"
+        return json.dumps(mapped(_finite, record), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,7 +57,6 @@ class Recorder:
         self.committer = AsyncCheckpointer(
             self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
         )
-        self._newest: Checkpoint | None = None
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
         self.attempt, self._outage_s = 0, 0.0
@@ -97,7 +96,7 @@ class Recorder:
             self.store.sweep()
             return newest
 
-        self._newest = newest = with_backoff(found, self._trying_again, self._outage_s)
+        newest = with_backoff(found, self._trying_again, self._outage_s)
         self._life = self._life_after(newest)
         self.timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
@@ -156,10 +155,6 @@ class Recorder:
         write_evaluation(folder, done)
         return done
 
-    def place(self) -> Storage:
-        """The folder of the newest good checkpoint; the folder of all if there is none."""
-        return self._newest.storage if self._newest is not None else self.store.storage
-
     def finish(self) -> None:
         """Waits for the last commit; raises CheckpointError if it failed."""
         self.committer.finish()
@@ -209,7 +204,7 @@ class Recorder:
                 return sealed(folder, stems, step, lambda s: not self._closing.wait(s), own_s)
 
             checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
-        self._newest, self._awaited = checkpoint, snapshot.awaited
+        self._awaited = snapshot.awaited
         seconds = time.monotonic() - started
         self.timer.committed(seconds)
         self._tell(

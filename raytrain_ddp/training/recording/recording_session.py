@@ -24,10 +24,10 @@ from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
-from raytrain_ddp.training.monitoring.rendezvous import Exchange, exchange_owners
+from raytrain_ddp.training.monitoring.rendezvous import Exchange
 from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.recording.recorder import Best, Recorder
-from raytrain_ddp.training.runtime.world import World, any_rank, broadcast
+from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S, with_backoff
 from raytrain_ddp.training.state.checkpoint_parts import PartWriter
@@ -85,7 +85,7 @@ class RecordingSession:
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock
-        owners = exchange_owners(self.world)
+        owners = from_all_ranks(Owner.here(), self.world)
         self.hosts = [owner.host for owner in owners]
         exchange = self.status_exchange(owners)
         if self._hang_s and exchange is not None:
@@ -138,7 +138,7 @@ class RecordingSession:
         """
         relay = Relay(self.world, existing=existing)
         # A state that survivors have must not be lost to an outage of the storage.
-        outage_s = OUTAGE_S * any_rank(self.survived, self.world)
+        outage_s = OUTAGE_S * any(from_all_ranks(self.survived, self.world))
         steps = self._of_main(lambda recorder: recorder.steps(outage_s), relay)
         live = most_advanced(self._live, steps, self._storage, self.world, existing)
         stored, now = self._find(relay, may_read=live is None)
@@ -260,7 +260,7 @@ class RecordingSession:
     def records(self) -> Sequence[LogRecord]:
         return self._records
 
-    def report(self, metrics: Mapping[str, float], snapshot: Snapshot | None) -> None:
+    def commit(self, snapshot: Snapshot | None) -> None:
         if self.recorder is not None and snapshot is not None:
             self.recorder.committer.submit(snapshot)
 

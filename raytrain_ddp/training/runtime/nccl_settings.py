@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 from raytrain_ddp.config.scaling_section import ScalingConfig
@@ -21,7 +21,7 @@ ALWAYS = {
     # aborts the communicators, and may itself hang.
     _ON_ERROR: "3",
     # The flight recorder: the last collectives of each rank, which a report of a hang reads. The
-    # second is its name up to torch 2.8, and still accepted.
+    # second switches on the dump below, for which torch 2.10 reads no other name.
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     # If the watchdog of this package could not report: the same into a file of each rank.
@@ -44,7 +44,7 @@ def nccl_settings(config: TrainConfig) -> dict[str, str]:
     return ALWAYS | (SAME_BITS if pins else {})
 
 
-def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | None = None) -> None:
+def set_for_replacing(config: TrainConfig) -> None:
     """Sets the variables in a process that continues when another one dies: what torch does about a
     failed collective, ending the process or aborting the communicator, is done by `Connections`,
     which notes it first.
@@ -52,24 +52,20 @@ def set_for_replacing(config: TrainConfig, environ: MutableMapping[str, str] | N
     Raises:
         PreflightError: the environment wants torch to do it.
     """
-    environ = os.environ if environ is None else environ
     for name in (_ON_ERROR, "TORCH_GLOO_LAZY_INIT"):  # the second: a connection shows a death
-        wanted = environ.setdefault(name, "0")
+        wanted = os.environ.setdefault(name, "0")
         if wanted != "0":
             raise PreflightError(
                 f"{name}={wanted} is set on {platform.node()}: workers that continue when another "
                 "one dies need 0. Unset it, or set --scaling.replace-workers false."
             )
-    set_missing(nccl_settings(config), environ)
+    set_missing(nccl_settings(config))
 
 
-def set_missing(
-    settings: Mapping[str, str], environ: MutableMapping[str, str] | None = None
-) -> None:
+def set_missing(settings: Mapping[str, str]) -> None:
     """Sets those of the variables that nobody has set, in this process."""
-    environ = os.environ if environ is None else environ
     for name, value in settings.items():
-        environ.setdefault(name, value)
+        os.environ.setdefault(name, value)
 
 
 def collective_timeout(scaling: ScalingConfig) -> timedelta:

@@ -8,7 +8,7 @@ import platform
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 
+T = TypeVar("T")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -100,12 +101,12 @@ def broadcast(value: Any, world: World, source: int = 0) -> Any:
     return box[0]
 
 
-def any_rank(value: bool, world: World) -> bool:
-    """Whether it is true on any rank; all ranks take part."""
-    votes = torch.tensor([int(value)])
+def from_all_ranks(value: T, world: World) -> list[T]:
+    """The values of all ranks, by rank; all ranks take part."""
+    values = [value] * world.size
     if world.size > 1:
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-    return bool(votes)
+        dist.all_gather_object(values, value)
+    return values
 
 
 def broadcast_tensor(tensor: Tensor, source: int) -> None:

@@ -27,7 +27,7 @@ from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetric
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.steps.warm_up import forward, others_of, require_own
+from raytrain_ddp.training.steps.warm_up import Forward, others_of, require_own
 
 _MOST_BAD = 4096  # rows searched for a readable one
 
@@ -42,12 +42,13 @@ def try_loss(
         TaskError: it has no gradient, or depends on parameters that the model lacks.
     """
     buffers = SavedBuffers(model)
+    forward = Forward(config, task, model, model, world, name)
     with keeping_generators(world.device):
         seed_slot(world.device, config.seed, 0, 0)
-        loss = forward(config, task, model, batch, world, name)
+        loss, _ = forward(batch)
         others = others_of(model, loss)
         if others:
-            again = forward(config, task, model, batch, world, name)
+            again, _ = forward(batch)
             require_own(task, others, others_of(model, again))
     buffers.restore()
     return loss

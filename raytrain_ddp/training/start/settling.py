@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
@@ -27,10 +26,10 @@ from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.optimizer.several_optimizers import turns_of
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
-from raytrain_ddp.training.runtime.world import World, device_name, set_up
+from raytrain_ddp.training.runtime.world import World, device_name, from_all_ranks, set_up
 from raytrain_ddp.training.start.initial_model import initial_model
 from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
-from raytrain_ddp.training.steps.warm_up import forward
+from raytrain_ddp.training.steps.warm_up import Forward
 
 _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
 
@@ -45,7 +44,7 @@ def settled(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
         config = settled_without_gpu(config, workers)
         limit = "on CPUs, where memory is not the limit, at most 32"
         return config, [_micro_batch_note(config, limit)] * ("micro_batch" in names)
-    has_bf16 = bool(_least(_has_bf16(world.device), world))
+    has_bf16 = all(from_all_ranks(_has_bf16(world.device), world))
     gpu = device_name(world.device)
     config = settled_as(
         config,
@@ -64,7 +63,7 @@ def settled(config: TrainConfig, world: World) -> tuple[TrainConfig, list[str]]:
                 size = largest_that_fits(config, world, sizes)
             except torch.OutOfMemoryError:  # not even the model
                 size = 0
-            size = _least(size, world)
+            size = min(from_all_ranks(size, world))
         if not size:
             raise ConfigError(
                 f"micro_batch = 'auto': not even {min(sizes, default=1)} samples fit the memory of "
@@ -119,7 +118,7 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
             kept = _kept(tried, model, world, size)
             for _ in range(2):  # the second has the state of the optimizer
                 for name in names:
-                    forward(tried, task, model, batch, world, name).backward()
+                    Forward(tried, task, model, model, world, name)(batch)[0].backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             del kept
@@ -164,12 +163,3 @@ def _limited_memory(device: torch.device, share: float) -> Iterator[None]:
 def _has_bf16(device: torch.device) -> bool:
     """In hardware: Ampere and later."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _least(value: int, world: World) -> int:
-    """The least value of all ranks, which take part."""
-    if world.size == 1:
-        return int(value)
-    least = torch.tensor(int(value))
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)

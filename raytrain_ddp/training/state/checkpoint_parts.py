@@ -23,7 +23,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import zip_longest
@@ -182,7 +182,8 @@ def sealed(
     found: dict[str, FileEntry] = {}
     progress_at, closing_at = time.monotonic(), math.inf
     latest_at = progress_at + max(_LONGEST_S, _TIMES * own_s)
-    for pause_s in _pauses():
+    pause_s = _POLL_S
+    while True:
         there = {*folder.names()}
         for stem in stems:
             if stem not in found and stem + _SEAL in there:
@@ -200,15 +201,9 @@ def sealed(
         if not wait(pause_s):
             closing_at = min(closing_at, time.monotonic())
             time.sleep(pause_s)
+        pause_s = min(_LONGEST_POLL_S, 1.2 * pause_s)
     for stem, entry in found.items():
         if folder.size_bytes(f"{stem}.safetensors") != entry.size_bytes:
             raise OSError(errno.ECANCELED, f"{folder}: {stem}.safetensors is not what was sealed")
     failpoint("checkpoint.parts", step=step)
     return {f"{stem}.safetensors": found[stem] for stem in stems}
-
-
-def _pauses() -> Iterator[float]:
-    pause_s = _POLL_S
-    while True:
-        yield pause_s
-        pause_s = min(_LONGEST_POLL_S, 1.2 * pause_s)

@@ -13,17 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
-from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
-from raytrain_ddp.training.state.shared_checkpoint import Relay, TensorCheckpoint, tensors_in
+from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
 from raytrain_ddp.training.state.train_state import encode
 
 OWED_FILE = "owed.json"
@@ -85,7 +84,7 @@ class LiveState:
 
 
 @dataclass(frozen=True)
-class LiveCheckpoint(TensorCheckpoint):
+class LiveCheckpoint(Checkpoint):
     """A live state in the form of a checkpoint that was never stored.
 
     Args:
@@ -144,10 +143,7 @@ def most_advanced(
         place: where they are stored; for messages.
         existing: see `Relay`.
     """
-    own = None if mine is None else mine.progress()
-    progress: list[_Progress | None] = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(progress, own)
+    progress = from_all_ranks(None if mine is None else mine.progress(), world)
     survivors = {rank: each for rank, each in enumerate(progress) if each is not None}
     stored_step = max(stored, default=-1)
     if not survivors:

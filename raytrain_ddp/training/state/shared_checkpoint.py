@@ -136,21 +136,13 @@ class Relay:
                     rest.appendleft(part[count:])
 
 
-class TensorCheckpoint(Checkpoint):
-    """A checkpoint that has its tensors in memory."""
-
-    def tensors(self, filename: str) -> dict[str, Tensor]:
-        """Those of a file; all ranks take part. For one call."""
-        raise NotImplementedError
-
-
 def tensors_in(content: memoryview | TensorPlaces) -> dict[str, Tensor]:
     """Those of a file, in the memory that it was read into."""
     return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
 
 
 @dataclass(frozen=True)
-class SharedCheckpoint(TensorCheckpoint):
+class SharedCheckpoint(Checkpoint):
     """A checkpoint whose files rank 0 reads, once for all, with retries if the storage does not
     respond.
 
@@ -209,7 +201,7 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
         ConfigError: the model has other tensors.
     """
     own_memory(model)
-    fill(model, tensors_of(checkpoint, "model.safetensors"))
+    fill(model, checkpoint.tensors("model.safetensors"))
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -224,10 +216,3 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"{first.strip().rstrip('.')}{others}. Restore the code, or train the new model under "
             "another --name."
         ) from error
-
-
-def tensors_of(checkpoint: Checkpoint, filename: str) -> dict[str, Tensor]:
-    """Those of a file, in the memory that it was read into."""
-    if isinstance(checkpoint, TensorCheckpoint):
-        return checkpoint.tensors(filename)
-    return view_tensors(checkpoint.view(filename))

@@ -44,9 +44,14 @@ from raytrain_ddp.training.state.checkpoint_parts import (
     divided,
     stems_of,
 )
-from raytrain_ddp.training.state.shared_checkpoint import fill, load_model, tensors_of
+from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 
 _PIECE = 500  # log records per chunk
+# The fields that a checkpoint has under their names.
+_STORED = [
+    *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite", "awaited"),
+    BRANCHED_AT,
+]
 _COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
 
 
@@ -120,18 +125,8 @@ class TrainState:
         optimizer = {k: v for k, v in whole.tensors.items() if k in here}
         named = self._named({k: v for k, v in optimizer.items() if k not in whole.received})
         copies = (self._backup if is_backup else self._host).take(named)
-        progress = {
-            "step": self.step,
-            "best": self.best,
-            "best_step": self.best_step,
-            "evaluated_step": self.evaluated_step,
-            "skipped": self.skipped,
-            "nonfinite": self.nonfinite,
-            "awaited": self.awaited,
-            BRANCHED_AT: self.branched_at,
-            "scaler": self.scaler.state_dict(),
-            "optimizer": whole.rest,
-        }
+        progress = {name: getattr(self, name) for name in _STORED}
+        progress |= {"scaler": self.scaler.state_dict(), "optimizer": whole.rest}
         optimizer |= _below(OPTIMIZER, copies)  # in their order
         tensors: dict[str, Mapping[str, Tensor]] = {"model": _below("model", copies)}
         tensors |= {stem: {n: optimizer[n] for n in names} for stem, names in own.items()}
@@ -197,12 +192,12 @@ class TrainState:
         if self.average is not None:
             self.average.restart()
         if checkpoint.has(f"{_TRAINED}.safetensors"):  # the other is the average
-            fill(self.model, tensors_of(checkpoint, f"{_TRAINED}.safetensors"))
+            fill(self.model, checkpoint.tensors(f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
         tensors: dict[str, Tensor] = {}
         for filename in (f"{stem}.safetensors" for stem in OPTIMIZER_STEMS):
             if checkpoint.has(filename):
-                tensors |= tensors_of(checkpoint, filename)
+                tensors |= checkpoint.tensors(filename)
         saved = unflatten_state(tensors, progress["optimizer"])
         renewed = {*progress.get(RENEWED, ())}  # at the first start of a branch: see branching.py
         renewed |= options_of(self.optimizer) if ALL_OPTIONS in renewed else set()
@@ -215,16 +210,11 @@ class TrainState:
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         if checkpoint.has(f"{_COMPRESSION}.safetensors"):
-            tensors = tensors_of(checkpoint, f"{_COMPRESSION}.safetensors")
-            self.compression.load(tensors)
-        self.step = progress["step"]
-        self.best, self.best_step = progress["best"], progress["best_step"]
-        self.skipped = progress["skipped"]
-        # Older checkpoints have neither; there, a due evaluation preceded the checkpoint.
-        self.nonfinite = progress.get("nonfinite", 0)
-        self.evaluated_step = progress.get("evaluated_step", self.step)
-        self.awaited = list(progress.get("awaited", ()))
-        self.branched_at = progress.get(BRANCHED_AT, 0)
+            self.compression.load(checkpoint.tensors(f"{_COMPRESSION}.safetensors"))
+        # Older checkpoints lack these; there, a due evaluation preceded the checkpoint.
+        older = {"nonfinite": 0, "evaluated_step": progress["step"], "awaited": [], BRANCHED_AT: 0}
+        for name in _STORED:
+            setattr(self, name, {**older, **progress}[name])
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))
         evals = (r for r in log if isinstance(r, Eval) and r.step == self.best_step)
         self.best_loss = next((loss_of(record.metrics) for record in evals), math.inf)

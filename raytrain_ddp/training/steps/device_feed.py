@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 
@@ -23,51 +23,12 @@ from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
-from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
-Move = Callable[[list[Slot]], list[Slot]]
-Count = Callable[[list[Slot]], int]
-Watch = Callable[[list[Slot]], None]
 
-
-@dataclass(frozen=True)
-class Feed:
-    """Turns the loader's steps into slots on the device, with their global sample count.
-
-    Args:
-        move: moves slots to the device.
-        count: the samples of the step over all workers.
-        watch: called with each step's slots; see `Audit`.
-        profile: notified when a step begins.
-        eval_data: closed after the last step.
-    """
-
-    loader: TrainLoader
-    move: Move
-    count: Count
-    watch: Watch
-    profile: Profile
-    eval_data: Data | None = None
-
-    def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
-        """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
-
-        All ranks take part in each step. Close it to end the loader's threads and processes.
-        """
-        with closing(self.loader.steps(start, stop)) as steps, self.profile as profile:
-            try:
-                for slots in steps:
-                    profile.begin_step(slots[0].step + 1)
-                    self.watch(slots)
-                    yield self.move(slots), self.count(slots)
-            finally:
-                if self.eval_data is not None:
-                    self.eval_data.close()
-
-
-def on_device(device: torch.device, clock: Clock) -> Move:
+def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list[Slot]]:
     """On a GPU, copies run on a stream of their own, concurrently with the previous step."""
     if device.type != "cuda":
         return lambda slots: slots
@@ -160,22 +121,6 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
         )
 
 
-class Audit:
-    """Logs a hash of each step's sample ids and pixels, equal for any number of workers and
-    threads and after any restart. All ranks take part."""
-
-    def __init__(self, session: Session) -> None:
-        self._session, self._world = session, session.world
-
-    def __call__(self, slots: list[Slot]) -> None:
-        mine = [slot.digest for slot in slots]
-        parts: list[list[str]] = [mine] * self._world.size
-        if self._world.size > 1:
-            dist.all_gather_object(parts, mine)
-        digest = sha256("".join(chain.from_iterable(parts)).encode()).hexdigest()
-        self._session.log(events.Audit(slots[0].step + 1, digest))
-
-
 def plan_of(config: TrainConfig, data: Data) -> Plan:
     """How an epoch of the training data is divided."""
     limit = config.overfit_batches or config.limit_train_batches
@@ -208,23 +153,53 @@ def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
     return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
 
 
-def make_feed(
-    config: TrainConfig,
-    loader: TrainLoader,
-    eval_data: Data | None,
-    state: TrainState,
-    session: Session,
-    clock: Clock,
-) -> Feed:
-    """The loader's steps, processed as the config says."""
-    plan, data = loader.plan, config.data
-    return Feed(
-        loader=loader,
-        move=on_device(session.world.device, clock),
-        count=AgreedCount(state, plan.steps_per_epoch, data.max_bad, session.world, clock)
-        if data.may_skip
-        else lambda slots: plan.samples(slots[0].step % plan.steps_per_epoch),
-        watch=Audit(session) if config.log.audit else lambda slots: None,
-        profile=Profile(config.log, session.world, run_storage(config), clock, session.tell),
-        eval_data=eval_data,
-    )
+class Feed:
+    """Turns the loader's steps into slots on the device, with their global sample count.
+
+    Args:
+        eval_data: closed after the last step.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        loader: TrainLoader,
+        eval_data: Data | None,
+        state: TrainState,
+        session: Session,
+        clock: Clock,
+    ) -> None:
+        self.loader, self._eval_data, self._session = loader, eval_data, session
+        self._plan, self._audits, world = loader.plan, config.log.audit, session.world
+        self._move, self._count = on_device(world.device, clock), self._planned
+        if config.data.may_skip:
+            most = config.data.max_bad
+            self._count = AgreedCount(state, self._plan.steps_per_epoch, most, world, clock)
+        self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
+
+    def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
+        """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
+
+        All ranks take part in each step. Close it to end the loader's threads and processes.
+        """
+        with closing(self.loader.steps(start, stop)) as steps, self._profile as profile:
+            try:
+                for slots in steps:
+                    profile.begin_step(slots[0].step + 1)
+                    if self._audits:
+                        self._audit(slots)
+                    yield self._move(slots), self._count(slots)
+            finally:
+                if self._eval_data is not None:
+                    self._eval_data.close()
+
+    def _planned(self, slots: list[Slot]) -> int:
+        return self._plan.samples(slots[0].step % self._plan.steps_per_epoch)
+
+    def _audit(self, slots: list[Slot]) -> None:
+        """Logs a hash of the step's sample ids and pixels, equal for any number of workers and
+        threads and after any restart. All ranks take part."""
+        mine = [slot.digest for slot in slots]
+        digests = chain.from_iterable(from_all_ranks(mine, self._session.world))
+        digest = sha256("".join(digests).encode()).hexdigest()
+        self._session.log(events.Audit(slots[0].step + 1, digest))

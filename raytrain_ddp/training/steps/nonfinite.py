@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
@@ -27,7 +27,7 @@ from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.runtime.seeding import slot_seed
-from raytrain_ddp.training.runtime.world import World, broadcast
+from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
@@ -214,10 +214,8 @@ def handle_nonfinite(
 def _all_losses(trace: StepTrace, world: World) -> list[_SlotLoss]:
     rank = world.of_run(world.rank)
     mine = [_SlotLoss(rank, slot, loss.item()) for slot, loss in trace.losses.items()]
-    parts = [mine] * world.size
-    if world.size > 1:
-        dist.all_gather_object(parts, mine)
-    return sorted((loss for part in parts for loss in part), key=lambda loss: loss.slot)
+    losses = chain.from_iterable(from_all_ranks(mine, world))
+    return sorted(losses, key=lambda loss: loss.slot)
 
 
 def _names(trace: StepTrace, losses: list[_SlotLoss]) -> list[str]:

@@ -53,23 +53,25 @@ class Ballot:
     """
 
     def __init__(self, session: Session) -> None:
-        self._alone = session.world.size == 1
-        self._only_main = session.only_main_asks
+        self._session, self._alone = session, session.world.size == 1
 
     def cast(self, stop: int, save: bool, look: bool, end: bool = False) -> None:
         self._votes = torch.tensor([stop, save, look, end], dtype=torch.int32)
         self._work: Any = None
-        if not self._alone and self._only_main:
+        if not self._alone and self._session.only_main_asks:
             self._work = dist.broadcast(self._votes, 0, async_op=True)
         elif not self._alone:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
-    def count(self) -> tuple[int, bool, bool, bool]:
-        """(signal number of a requested stop or 0, whether to save, to look, to end the run)."""
+    def count(self) -> tuple[int, bool, bool]:
+        """(signal number of a requested stop or 0, whether to save, to end the run). If any rank
+        wants to look, all do."""
         if not self._alone:
             self._work.wait()
         stop, save, look, end = self._votes.tolist()
-        return stop, bool(save), bool(look), bool(end)
+        if look:
+            self._session.look()
+        return stop, bool(save), bool(end)
 
 
 class Decision(NamedTuple):
@@ -105,9 +107,7 @@ class EvaluationWatch:
         """Raises Abandoned if the run must stop."""
         chunk, self._chunk = self._chunk, self._chunk + 1
         if 0 < chunk < self._least:
-            stop, _, look, _ = self._ballot.count()
-            if look:
-                self._session.look()
+            stop, _, _ = self._ballot.count()
             if stop:
                 raise Abandoned(stop)
         if chunk < self._least - 1:
@@ -140,9 +140,7 @@ class StepDecisions:
     def decide(self, step: int) -> Decision:
         """What follows `step`, which is computed; all ranks take part and get the same."""
         failpoint("train.after_step", self._session.world.rank, step)
-        stop, save, look, end = self._ballot.count()
-        if look:
-            self._session.look()
+        stop, save, end = self._ballot.count()
         due = self._cadence
         if end:
             due.total_steps = min(step, due.total_steps)

@@ -57,13 +57,6 @@ class Forward:
         return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
 
 
-def forward(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str = ""
-) -> Tensor:
-    """The loss of a batch, shape (); see `Forward`."""
-    return Forward(config, task, model, model, world, name)(batch)[0]
-
-
 def warm_up(
     run: Forward,
     require_gradients: Callable[[], None],

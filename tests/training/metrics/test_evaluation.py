@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.config.sections import ComputeConfig
+from raytrain_ddp.config.sections import ComputeConfig, EvalConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.data.order.epoch_order import items_of_rank
@@ -124,10 +124,11 @@ class Many(Task):
 def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]:
     """(added MiB of memory at its peak, sum of the matrix, loss)."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    task = Many(TrainConfig(), str(rows))
-    evaluate(task, task.model(), Many(TrainConfig(), "32").eval_data(), 16, ALONE, LoaderThreads(0))
+    config = TrainConfig(eval=EvalConfig(micro_batch=16))
+    task, few = Many(config, str(rows)), Many(config, "32").eval_data()
+    evaluate(config, task, task.model(), few, ALONE, LoaderThreads(0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    values = evaluate(task, task.model(), task.eval_data(), 16, world, LoaderThreads(0))
+    values = evaluate(config, task, task.model(), task.eval_data(), world, LoaderThreads(0))
     added = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return added, values["confusion"].sum().item(), values["loss"].item()
 
@@ -185,10 +186,11 @@ class Collected(TinyTask):
 def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
     torch.manual_seed(3)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    task, model = Collected(TrainConfig(), form, eval_rows=53), TinyNet()
+    config = TrainConfig(eval=EvalConfig(micro_batch=7))
+    task, model = Collected(config, form, eval_rows=53), TinyNet()
     data = task.eval_data()
     assert data is not None
-    values = evaluate(task, model, data, 7, world, LoaderThreads(0))
+    values = evaluate(config, task, model, data, world, LoaderThreads(0))
     return {name: value.tolist() for name, value in values.items()}
 
 

@@ -30,6 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.tensor_places import view_tensors
 from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
@@ -302,8 +303,8 @@ class Stored:
     def read(self, name: str) -> bytes:
         return self.files[name]
 
-    def view(self, name: str) -> memoryview:
-        return memoryview(bytearray(self.files[name]))
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        return view_tensors(memoryview(bytearray(self.files[name])))
 
 
 def test_no_decay_is_refused_that_is_none():

@@ -111,11 +111,15 @@ def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.Mon
         assert (given["backend"], given["timeout"], "set" in given) == ("gloo", None, False)
 
 
-def test_where_workers_are_replaced_torch_itself_neither_aborts_nor_ends_anything():
+def test_where_workers_are_replaced_torch_itself_neither_aborts_nor_ends_anything(
+    monkeypatch: pytest.MonkeyPatch,
+):
     config, environ = TrainConfig(), {"NCCL_ALGO": "Tree"}
-    set_for_replacing(config, environ)
+    monkeypatch.setattr(os, "environ", environ)
+    set_for_replacing(config)
     wanted = {**ALWAYS, **PINNED, "NCCL_ALGO": "Tree", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     wanted["TORCH_GLOO_LAZY_INIT"] = "0"
     assert environ == wanted
+    environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
     with pytest.raises(PreflightError, match=r"TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set on .* 0\."):
-        set_for_replacing(config, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})
+        set_for_replacing(config)

@@ -26,7 +26,7 @@ from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
-from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, tensors_of
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
 
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:
@@ -155,7 +155,7 @@ def live_through(rank: int, size: int, config: Mapping[str, Any], late: int) -> 
         found = session.latest({"model.safetensors": {}})
         assert isinstance(found, LiveCheckpoint)
         assert found.read("state.json") == found.read("state.json")
-        tensor = tensors_of(found, "model.safetensors")["w"]
+        tensor = found.tensors("model.safetensors")["w"]
         session.close()
     return tensor.tolist(), found.newcomers, found.stored_step
 

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
 from raytrain_ddp.checkpoint.snapshot import flatten_state
+from raytrain_ddp.checkpoint.tensor_places import view_tensors
 from raytrain_ddp.command_line import run_command
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import (
@@ -652,8 +653,8 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
         def read(self, name: str) -> bytes:
             return files[name]
 
-        def view(self, name: str) -> memoryview:
-            return memoryview(bytearray(files[name]))
+        def tensors(self, name: str) -> dict[str, Tensor]:
+            return view_tensors(memoryview(bytearray(files[name])))
 
     new = small_state()
     new.nonfinite = 9
