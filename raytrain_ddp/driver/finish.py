@@ -35,7 +35,7 @@ from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
-from raytrain_ddp.result import FitResult, Summary
+from raytrain_ddp.result import FitResult
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1
@@ -102,8 +102,14 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
     draw_run_curves(config, run)
 
 
-def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
-    """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
+def run_summary(
+    config: TrainConfig, result: FitResult, flags: str = ""
+) -> tuple[str, list[tuple[str, str]]]:
+    """What stood most in the way of computing; and (title, path or command) for the end of a run.
+
+    Args:
+        flags: added to each training command, as ``--local``.
+    """
     name, place, word = config.name, result.path, shlex.quote(result.path)
     again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"  # of a local run
     commands = []
@@ -131,19 +137,7 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         paths["last checkpoint"] = result.last_checkpoint
     if Path(place, LOGS).is_dir():
         paths["logs"] = f"{place}/{LOGS}"
-    return Summary(
-        run=str(name),
-        status=result.status,
-        step=result.step,
-        total_steps=result.total_steps,
-        monitor=result.monitor,
-        best=_evaluation(result.best),
-        last=_evaluation(result.last),
-        seconds=result.seconds,
-        limit=split_of(log_records(result.history)).limit(),
-        paths=paths,
-        commands=commands,
-    )
+    return split_of(log_records(result.history)).limit(), [*paths.items(), *commands]
 
 
 def wait_for_rank_0(run: Storage, step: int) -> None:
@@ -163,12 +157,6 @@ def _twice(config: TrainConfig, result: FitResult) -> str:
         return f"--steps {2 * max(config.steps, result.step)}"
     epochs = max((record.get("epoch", 0) + 1 for record in result.history), default=1)
     return f"--epochs {2 * max(config.epochs, epochs)}"
-
-
-def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]] | None:
-    if not metrics:
-        return None
-    return int(metrics["step"]), {k: v for k, v in metrics.items() if k != "step"}
 
 
 def _result(

@@ -95,7 +95,8 @@ def fit(
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(run_summary(config, result, f" --address {address}" if address else ""))
+        flags = f" --address {address}" if address else ""
+        shown.summary(str(config.name), result, *run_summary(config, result, flags))
     return result
 
 
@@ -138,7 +139,8 @@ def fit_locally(
                     wait_for_rank_0(folder, outcome.step)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))
+        flags = "" if under_torchrun() else " --local"
+        shown.summary(str(config.name), result, *run_summary(config, result, flags))
     return result
 
 

@@ -22,7 +22,6 @@ from raytrain_ddp.errors import (
 from raytrain_ddp.events import Eval, LogRecord, Note, Plan, Train
 from raytrain_ddp.messages import Event
 from raytrain_ddp.records import log_records
-from raytrain_ddp.result import Summary
 from raytrain_ddp.sweep.conductor import Ended, Evaluation
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE, Evaluated
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -155,7 +154,7 @@ class _Silent(Display):
 
     def handle(self, event: Event) -> None: ...
 
-    def summary(self, end: Summary) -> None: ...
+    def summary(self, *_: Any) -> None: ...
 
 
 def _text(error: BaseException) -> str:
