@@ -6,6 +6,7 @@ Imports nothing heavy; see config.py for the fields themselves.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ _HELD = re.compile(r"\([0-9a-f]{8}\)$")  # the digest of a task object, see Task
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Nested dicts, lists and scalars; `from_dict` is the inverse."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
@@ -119,22 +120,19 @@ def default_name(path_or_name: str | None) -> str | None:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100].strip("-.") or None
 
 
-def dumps(config: TrainConfig) -> str:
-    """The config as TOML, every field; `load` reads it back. Fields that are None are left out."""
+def dumps(config: TrainConfig, default: TrainConfig | None = None) -> str:
+    """The config as TOML; `load` reads it back. Fields that are None are left out.
+
+    Args:
+        default: leave out the fields that are the same in it.
+    """
     import tomli_w
 
-    return tomli_w.dumps(_without_none(to_dict(config)))
-
-
-def dumps_changed(config: TrainConfig) -> str:
-    """As `dumps`, only of the fields that differ from the defaults."""
-    import tomli_w
-
-    default = flat(TrainConfig())
+    same = flat(default) if default else {}
     tables: dict[str, Any] = {}
     for name, value in flat(config).items():
         section, _, field = name.rpartition(".")
-        if value is not None and value != default[name]:
+        if value is not None and value != same.get(name):
             (tables.setdefault(section, {}) if section else tables)[field] = value
     return tomli_w.dumps(tables)
 
@@ -198,20 +196,6 @@ def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options, Mapping):  # a command line gives text, a file or Python also numbers
         bare["task_options"] = {name: as_text(value) for name, value in options.items()}
     return bare
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (tuple, list)) else value
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
 
 
 def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

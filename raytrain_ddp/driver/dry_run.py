@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
-from raytrain_ddp.config.recipe import dumps_changed, publishable
+from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
@@ -107,7 +107,7 @@ def dry_run(
     ]
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
-        dumps_changed(publishable(asked)).rstrip(),
+        dumps(publishable(asked), TrainConfig()).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
         f"{task.unit}{_FOUND if asked.micro_batch == 'auto' and layout.use_gpu else ''}",
