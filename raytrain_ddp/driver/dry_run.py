@@ -63,6 +63,7 @@ def dry_run(
     config = _settled(config, layout)
     import torch
 
+    from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
     from raytrain_ddp.tasks.task_loading import load_task
@@ -90,7 +91,7 @@ def dry_run(
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
-    size = _tensor_bytes(model.state_dict()) + _tensor_bytes(optimizer.state_dict())
+    size = bytes_of([model.state_dict(), optimizer.state_dict()])
     least = min(layout.least, layout.most)
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
@@ -194,16 +195,6 @@ def _tried(
         try_evaluation(small, task, model, eval_data, world, told.append)
         notes = [event.text for event in told if isinstance(event, Note)]
     return notes
-
-
-def _tensor_bytes(state: object) -> int:
-    import torch
-
-    if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, dict):
-        return sum(_tensor_bytes(value) for value in state.values())
-    return sum(map(_tensor_bytes, state)) if isinstance(state, list) else 0
 
 
 def _epochs_to_show(config: TrainConfig, epochs: float) -> list[float]:
