@@ -76,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
         folder = expanded(args.verify)
         rows = read_dataset_file(folder).get("rows")
         images = sum(rows.values()) if isinstance(rows, dict) else 0
-        with shown() as meter:
-            dataset = verify(folder, cpus, meter.phase("verifying", images))
+        with shown() as phase:
+            dataset = verify(folder, cpus, phase("verifying", images))
         print(f"{folder}: {_counts(dataset)}: all as written")
         return 0
     if args.source is None or args.dest is None:
@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
 
         runner = on_cluster(args.address, workers)
     try:
-        with shown() as meter, runner as run:
-            done = convert(args.source, args.dest, args.shards, run, meter.phase)
+        with shown() as phase, runner as run:
+            done = convert(args.source, args.dest, args.shards, run, phase)
     except KeyboardInterrupt:
         print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
         raise

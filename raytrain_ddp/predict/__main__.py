@@ -135,7 +135,7 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
         if places:
             print(f"starting {places}", file=sys.stderr)
             make = stack.enter_context(working(job, plan, places, config, len(wanted)))
-        tell = stack.enter_context(shown(maker.unit, sized=False)).phase("predicting", maker.rows)
+        tell = stack.enter_context(shown(maker.unit, sized=False))("predicting", maker.rows)
         tell(maker.rows - sum(map(maker.rows_of, wanted)), 0)
         for step in make(wanted):
             tell(step.rows, 1)
