@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.report.history import history_of
-from raytrain_ddp.report.page import one_run, several_runs
+from raytrain_ddp.report.page import page_of_runs, sections_of_run, sections_of_runs
 from raytrain_ddp.report.predictions import predictions
 from raytrain_ddp.report.run_files import RunFiles, read_run
 from raytrain_ddp.report.sweep_page import one_sweep, sweep_at
@@ -58,11 +58,12 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     runs = _with_distinct_names([read_run(place) for place in places])
     histories = [history_of(files) for files in runs]
     if len(histories) == 1:
-        page = one_run(histories[0], predictions(histories[0], device) if predict else "")
+        shown = predictions(histories[0], device) if predict else ""
+        body = sections_of_run(histories[0], shown)
     else:
-        page = several_runs(histories)
+        body = sections_of_runs(histories)
     path = expanded(out) if out is not None else _place(runs)
-    _write(path, page)
+    _write(path, page_of_runs(body, histories))
     return path
 
 
