@@ -103,10 +103,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     from raytrain_ddp.checkpoint.run_folder import find_checkpoint
-    from raytrain_ddp.config.recipe import from_dict
 
     found = find_checkpoint(args.run, args.checkpoint)
-    config = from_dict(dict(found.manifest.config), where=str(found))
     import torch
 
     from raytrain_ddp.display.work_meter import shown
@@ -117,17 +115,21 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}
     job = Job(**{**shared, "checkpoint": found.storage.address, "part_rows": _ROWS_PER_PART})
     maker = PartMaker(job, device, torch.get_num_threads())
+    config = maker.model.config
     for note in maker.given.notes:
         print(note, file=sys.stderr)
     with closing(maker), ExitStack() as stack:
         stack.enter_context(parts.held())
         places = None
         if args.address is not None:
-            from raytrain_ddp.predict.cluster_workers import connected, working
+            from raytrain_ddp.predict.cluster_workers import places_for, working
+            from raytrain_ddp.ray_backend import cluster
 
             print(f"connecting to Ray at {args.address}", file=sys.stderr)
-            there = connected(args.address, config, args.workers, args.device)
-            places = stack.enter_context(there)
+            options = {"runtime_env": cluster.shipped_code(config)}
+            there = cluster.ray_connection(args.address, {}, options, tell=lambda _: None)
+            stack.enter_context(there)
+            places = places_for(cluster.live_node_resources(), args.workers, args.device)
         make: Callable[[Sequence[int]], Iterator[Progress]] = maker.made
         plan = maker.plan(places.device if places else device.type)
         parts.begin(plan)
