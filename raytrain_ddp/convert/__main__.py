@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.effects import given_flags
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError
@@ -60,9 +60,8 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
-    workers = args.workers
-    require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
-    cpus = workers or int(local_resources()["CPU"])
+    require_least(args, workers=1)
+    cpus = args.workers or int(local_resources()["CPU"])
     from raytrain_ddp.display.work_meter import shown
 
     if args.verify is not None:
@@ -91,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         from raytrain_ddp.convert.task_runners import on_cluster
 
-        runner = on_cluster(args.address, workers)
+        runner = on_cluster(args.address, args.workers)
     try:
         with shown() as phase, runner as run:
             done = convert(args.source, args.dest, args.shards, run, phase)

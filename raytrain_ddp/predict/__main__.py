@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 
@@ -80,10 +80,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--workers has no effect without --address.")
     if args.address is not None and args.device.startswith("cuda:"):
         raise ConfigError(f"--device {args.device}: give cuda or cpu with --address.")
-    for flag in ("top", "image_size", "batch_size", "workers"):
-        value = getattr(args, flag)
-        name = f"--{flag.replace('_', '-')}"
-        require(value is None or value >= 1, name, value, "must be 1 or more")
+    require_least(args, top=1, image_size=1, batch_size=1, workers=1)
     from raytrain_ddp.predict.output_parts import OutputParts
 
     parts = OutputParts(expanded(args.out), args.overwrite)
