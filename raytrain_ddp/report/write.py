@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import expanded, replace_with
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.page import page_of_runs, sections_of_run, sections_of_runs
 from raytrain_ddp.report.predictions import predictions
@@ -94,12 +91,9 @@ def _write(path: Path, page: str) -> None:
         raise ConfigError(f"{path}: is a folder: set --out to a file, such as report.html.")
     if path.exists() and path.suffix != ".html":
         raise ConfigError(f"{path}: exists, and is not a page: set --out to another file.")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
+        with replace_with(path, path.parent) as temporary:
+            temporary.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): set --out.") from error
