@@ -1,4 +1,4 @@
-"""Environment variables for starting Ray or connecting to it."""
+"""Settings of Ray in this process: environment variables, and what it pickles by value."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -56,6 +57,21 @@ def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets these environment variables, except those that the user has set."""
     with _with({name: v for name, v in settings.items() if name not in os.environ}):
         yield
+
+
+@contextmanager
+def by_value(*modules: ModuleType) -> Iterator[None]:
+    """Within this context, Ray pickles objects of these modules by value: nodes need not have
+    them."""
+    from ray import cloudpickle
+
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
 
 
 @contextmanager
