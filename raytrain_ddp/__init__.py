@@ -61,17 +61,8 @@ _HOMES = {
 }
 _HOMES |= dict.fromkeys(
     (
-        "CheckpointConfig",
-        "ComputeConfig",
-        "DdpConfig",
-        "EmaConfig",
-        "EvalConfig",
-        "LogConfig",
-        "LossConfig",
-        "ModelConfig",
-        "OptimConfig",
-        "ScalingConfig",
-        "ScheduleConfig",
+        *("CheckpointConfig", "ComputeConfig", "DdpConfig", "EmaConfig", "EvalConfig", "LogConfig"),
+        *("LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
         "StopConfig",
     ),
     "config.sections",

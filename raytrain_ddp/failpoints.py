@@ -60,18 +60,8 @@ SITES = frozenset(
 )
 ACTIONS = frozenset(
     {
-        "kill",
-        "exit",
-        "raise",
-        "term",
-        "stop",
-        "gil",
-        "sleep",
-        "enospc",
-        "eio",
-        "nan",
-        "flip",
-        "node",
+        *("kill", "exit", "raise", "term", "stop", "gil"),
+        *("sleep", "enospc", "eio", "nan", "flip", "node"),
     }
 )
 

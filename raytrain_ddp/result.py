@@ -1,4 +1,4 @@
-"""The result of `fit`, and its summary for display."""
+"""The result of `fit`."""
 
 from __future__ import annotations
 
@@ -98,20 +98,3 @@ class FitResult:
     def exit_status(self) -> int:
         """0, or 128 + the signal."""
         return 128 + self.signal if self.signal else 0
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The summary at the end of a run; empty parts are omitted."""
-
-    run: str
-    status: Literal["finished", "interrupted", "already complete"]
-    step: int
-    total_steps: int
-    monitor: str = ""  # the metric that decides which evaluation is the best; shown first
-    best: tuple[int, Mapping[str, float]] | None = None  # step, metrics
-    last: tuple[int, Mapping[str, float]] | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)  # part of the run -> seconds
-    limit: str = ""  # what stood most in the way of computing
-    paths: Mapping[str, str] = field(default_factory=dict)  # what lies there -> where
-    commands: Sequence[tuple[str, str]] = ()  # (what it is for, the command)

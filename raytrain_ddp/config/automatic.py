@@ -13,7 +13,7 @@ from typing import Any
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.train_config import AUTO_FIELDS, TrainConfig
 
-_BEFORE = {"compute.precision": "fp32", "compute.channels_last": False}  # defaults, once
+_ON_CPUS = {"compute.precision": "fp32", "compute.channels_last": False}
 _CPU_MICRO_BATCH = 32
 
 
@@ -39,20 +39,12 @@ def settled_without_gpu(config: TrainConfig, workers: int) -> TrainConfig:
     of the largest that divides, up to 32."""
     sizes = config.micro_batches(workers) or [1]
     micro_batch = next((size for size in sizes if size <= _CPU_MICRO_BATCH), sizes[-1])
-    return settled_as(config, {**_BEFORE, "micro_batch": micro_batch})
+    return settled_as(config, {**_ON_CPUS, "micro_batch": micro_batch})
 
 
 def unsettle(config: TrainConfig) -> TrainConfig:
     """The config before its values were chosen: those fields say auto again."""
     return _with(config, dict.fromkeys(config.settled, "auto"), ())
-
-
-def means_the_same(name: str, begun: Mapping[str, Any], was: Any) -> bool:
-    """Whether auto continues a run in which this field is `was`: it was auto there, too, or its
-    default when there was no auto."""
-    if "settled" not in begun:
-        return name in _BEFORE and was == _BEFORE[name]
-    return name in begun["settled"] or was == "auto"
 
 
 def _with(config: TrainConfig, values: Mapping[str, Any], names: tuple[str, ...]) -> TrainConfig:

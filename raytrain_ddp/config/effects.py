@@ -15,78 +15,69 @@ Section = TypeVar("Section")
 
 
 class _Rule(NamedTuple):
-    """The fields have an effect only if the condition holds; `needs` describes it for messages."""
+    """The fields have an effect only if the condition holds; `needs` describes it for messages, and
+    is the condition if it is ``FIELD``, ``FIELD above 0`` or ``FIELD = VALUE``."""
 
     fields: str
     needs: str
-    holds: Callable[[TrainConfig], bool]
+    condition: Callable[[TrainConfig], bool] | None = None
+
+    def holds(self, config: TrainConfig) -> bool:
+        if self.condition is not None:
+            return self.condition(config)
+        name, equals, wanted = self.needs.partition(" = ")
+        value = value_of(config, name.removesuffix(" above 0"))
+        return str(value) == wanted if equals else bool(value)
 
 
 _RULES = [
-    _Rule("epochs", "steps = 0", lambda c: not c.steps),
-    _Rule("ema.warmup", "ema.decay", lambda c: c.ema.decay > 0),
-    _Rule("stop.min_delta", "stop.patience", lambda c: c.stop.patience > 0),
-    _Rule("optim.momentum optim.nesterov", "optim.name = sgd", lambda c: c.optim.name == "sgd"),
-    _Rule("optim.betas", "optim.name = adamw", lambda c: c.optim.name == "adamw"),
-    _Rule("optim.max_nonfinite", "optim.nonfinite = skip", lambda c: c.optim.nonfinite == "skip"),
-    _Rule(
-        "optim.decay_norms optim.decay_bias",
-        "optim.weight_decay above 0",
-        lambda c: c.optim.weight_decay > 0,
-    ),
-    _Rule("schedule.final_lr", "schedule.name = cosine", lambda c: c.schedule.name == "cosine"),
-    _Rule(
-        "schedule.step_epochs schedule.gamma",
-        "schedule.name = step",
-        lambda c: c.schedule.name == "step",
-    ),
+    _Rule("epochs", "steps = 0"),
+    _Rule("ema.warmup", "ema.decay"),
+    _Rule("stop.min_delta", "stop.patience"),
+    _Rule("optim.momentum optim.nesterov", "optim.name = sgd"),
+    _Rule("optim.betas", "optim.name = adamw"),
+    _Rule("optim.max_nonfinite", "optim.nonfinite = skip"),
+    _Rule("optim.decay_norms optim.decay_bias", "optim.weight_decay above 0"),
+    _Rule("schedule.final_lr", "schedule.name = cosine"),
+    _Rule("schedule.step_epochs schedule.gamma", "schedule.name = step"),
     _Rule(
         "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
         "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
-    _Rule(
-        "ddp.powersgd_rank",
-        "ddp.compression = powersgd",
-        lambda c: c.ddp.compression == "powersgd",
-    ),
+    _Rule("ddp.powersgd_rank", "ddp.compression = powersgd"),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
-    _Rule("data.max_bad", "data.bad_records = skip", lambda c: c.data.may_skip),
-    _Rule("data.prefetch data.prefetch_mib", "data.workers above 0", lambda c: c.data.workers != 0),
+    _Rule("data.max_bad", "data.bad_records = skip"),
+    _Rule("data.prefetch data.prefetch_mib", "data.workers above 0"),
     _Rule("augment.spread_repeats", "augment.repeats above 1", lambda c: c.augment.repeats > 1),
-    _Rule("data.holdout_seed", "data.holdout", lambda c: c.data.holdout > 0),
-    _Rule("data.cache_gib", "data.cache", lambda c: c.data.cache is not None),
+    _Rule("data.holdout_seed", "data.holdout"),
+    _Rule("data.cache_gib", "data.cache"),
     _Rule(
         "scaling.resize_s",
         "scaling.num_workers = MIN:MAX",
         lambda c: ":" in str(c.scaling.num_workers),
     ),
-    _Rule("compute.tf32", "scaling.use_gpu", lambda c: c.scaling.use_gpu is not False),
-    _Rule("scaling.gpus_per_worker", "scaling.use_gpu", lambda c: c.scaling.use_gpu is not False),
-    _Rule(
-        "scaling.on_divergence",
-        "scaling.check_every_steps",
-        lambda c: c.scaling.check_every_steps > 0,
-    ),
+    _Rule("compute.tf32 scaling.gpus_per_worker", "scaling.use_gpu"),
+    _Rule("scaling.on_divergence", "scaling.check_every_steps"),
     _Rule(
         "scaling.replace_workers",
         "ddp.shard_optimizer = false, as the share of a worker that dies is lost",
         lambda c: not c.ddp.shard_optimizer,
     ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
-    _Rule("log.profile_ranks", "log.profile_steps", lambda c: c.log.profile_steps > 0),
+    _Rule("log.profile_ranks", "log.profile_steps"),
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
-    _Rule("model.unfreeze_epoch", "model.freeze", lambda c: bool(c.model.freeze)),
-    _Rule("loss.gamma", "loss.name = focal", lambda c: c.loss.name == "focal"),
+    _Rule("model.unfreeze_epoch", "model.freeze"),
+    _Rule("loss.gamma", "loss.name = focal"),
     _Rule(
         "optim.label_smoothing",
         "loss.name = cross-entropy or bce, without data.target_columns",
         lambda c: c.loss.name != "focal" and not c.data.target_columns,
     ),
     _Rule("data.label_column", "no data.target_columns", lambda c: not c.data.target_columns),
-    _Rule("model.dropout", "model.name = digits-cnn", lambda c: c.model.name == "digits-cnn"),
+    _Rule("model.dropout", "model.name = digits-cnn"),
     _Rule("model.args", "a model other than digits-cnn", lambda c: c.model.name != "digits-cnn"),
     _Rule("task_options", "a task of your own", lambda _: False),
     _Rule(
@@ -114,12 +105,8 @@ _OF_IMAGES = [
         "data.image_size, data.eval_size or augment.crop = random",
         lambda c: c.data.image_size + c.data.eval_size > 0 or c.augment.crop == "random",
     ),
-    _Rule("augment.scale", "augment.crop = random", lambda c: c.augment.crop == "random"),
-    _Rule(
-        "augment.operations augment.magnitude",
-        "augment.policy = randaugment",
-        lambda c: c.augment.policy == "randaugment",
-    ),
+    _Rule("augment.scale", "augment.crop = random"),
+    _Rule("augment.operations augment.magnitude", "augment.policy = randaugment"),
 ]
 _OF_RAY = [
     _Rule(
@@ -129,11 +116,7 @@ _OF_RAY = [
         "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
     ),
-    _Rule(
-        "scaling.spares",
-        "scaling.warm_processes",
-        lambda c: c.scaling.warm_processes is not False,
-    ),
+    _Rule("scaling.spares", "scaling.warm_processes"),
 ]
 IMAGES = "image-classification"
 # Fields of these sections that tasks do not read.

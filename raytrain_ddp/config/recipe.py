@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.config.automatic import means_the_same, unsettled
+from raytrain_ddp.config.automatic import unsettled
 from raytrain_ddp.config.field_types import Section, as_text, checked
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
@@ -24,8 +24,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-_HELD = re.compile(r"\([0-9a-f]{8}\)$")  # the digest of a task object, see TaskName.of
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -120,22 +118,19 @@ def default_name(path_or_name: str | None) -> str | None:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:100].strip("-.") or None
 
 
-def dumps(config: TrainConfig) -> str:
-    """The config as TOML, every field; `load` reads it back. Fields that are None are left out."""
+def dumps(config: TrainConfig, default: TrainConfig | None = None) -> str:
+    """The config as TOML; `load` reads it back. Fields that are None are left out.
+
+    Args:
+        default: leave out the fields that are the same in it.
+    """
     import tomli_w
 
-    return tomli_w.dumps(_without_none(to_dict(config)))
-
-
-def dumps_changed(config: TrainConfig) -> str:
-    """As `dumps`, only of the fields that differ from the defaults."""
-    import tomli_w
-
-    default = flat(TrainConfig())
+    same = flat(default) if default else {}
     tables: dict[str, Any] = {}
     for name, value in flat(config).items():
         section, _, field = name.rpartition(".")
-        if value is not None and value != default[name]:
+        if value is not None and value != same.get(name):
             (tables.setdefault(section, {}) if section else tables)[field] = value
     return tomli_w.dumps(tables)
 
@@ -175,18 +170,16 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     Fields that did not exist when the checkpoint was written count as their default. Where the
     data of a URI are served from (its query) may change: their fingerprint is compared besides.
     """
-    free = set(_free_fields(TrainConfig(), ""))
-    free |= {n for n in unsettled(new) if means_the_same(n, old, dict(fields_of(old)).get(n))}
+    free, begun = set(_free_fields(TrainConfig(), "")), dict(fields_of(old))
+    was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
+    free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
-    then = _bare({**flat(TrainConfig()), **dict(fields_of(old))})
+    then = _bare({**flat(TrainConfig()), **begun})
     now = _bare(flat(new))
     for values in (then, now):  # auto: on CPUs, where it decides the result, 1
         if values["scaling.cpus_per_worker"] == "auto":
             values["scaling.cpus_per_worker"] = 1.0
-    if not _HELD.search(then["task"]):  # from a run before digests existed
-        empty = "()" if then["task"].endswith("()") else ""
-        now["task"] = _HELD.sub(empty, now["task"])
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 
@@ -199,14 +192,6 @@ def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(options, Mapping):  # a command line gives text, a file or Python also numbers
         bare["task_options"] = {name: as_text(value) for name, value in options.items()}
     return bare
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value is not None
-    }
 
 
 def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.effects import given_flags
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.errors import ConfigError
@@ -60,9 +60,8 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
-    workers = args.workers
-    require(workers is None or workers >= 1, "--workers", workers, "must be 1 or more")
-    cpus = workers or int(local_resources()["CPU"])
+    require_least(args, workers=1)
+    cpus = args.workers or int(local_resources()["CPU"])
     from raytrain_ddp.display.work_meter import shown
 
     if args.verify is not None:
@@ -76,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
         folder = expanded(args.verify)
         rows = read_dataset_file(folder).get("rows")
         images = sum(rows.values()) if isinstance(rows, dict) else 0
-        with shown() as meter:
-            dataset = verify(folder, cpus, meter.phase("verifying", images))
+        with shown() as phase:
+            dataset = verify(folder, cpus, phase("verifying", images))
         print(f"{folder}: {_counts(dataset)}: all as written")
         return 0
     if args.source is None or args.dest is None:
@@ -91,10 +90,10 @@ def main(argv: Sequence[str]) -> int:
     else:
         from raytrain_ddp.convert.task_runners import on_cluster
 
-        runner = on_cluster(args.address, workers)
+        runner = on_cluster(args.address, args.workers)
     try:
-        with shown() as meter, runner as run:
-            done = convert(args.source, args.dest, args.shards, run, meter.phase)
+        with shown() as phase, runner as run:
+            done = convert(args.source, args.dest, args.shards, run, phase)
     except KeyboardInterrupt:
         print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
         raise

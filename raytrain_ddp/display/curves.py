@@ -80,7 +80,8 @@ def curve_panels(runs: Sequence[RunCurves], marks: Sequence[Mark] = ()) -> list[
     """
     last = max(1, *(run.last_step for run in runs))
     x = linear_scale(0, last, ticks=6, whole=True, snap=False)
-    curves, rate = [*_scalars(runs, x), *_metrics(runs, x, marks)], _rate(runs, x)
+    curves = [*_scalars(runs, x), *_metrics(runs, x, marks)]
+    rate = _over_steps(runs, x, "Learning rate", lambda r: r.lr, floor=0.0)
     panels = [_loss(runs, x, marks), *curves, rate]
     return [panel for panel in panels if panel is not None]
 
@@ -208,10 +209,6 @@ def _scalars(runs: Sequence[RunCurves], x: Scale) -> list[Panel | None]:
     values = [partial(lambda name, r: r.scalars.get(name), name) for name in names[:_MOST_METRICS]]
     pairs = zip(names, values, strict=False)
     return [_over_steps(runs, x, f"{name} (training)", value) for name, value in pairs]
-
-
-def _rate(runs: Sequence[RunCurves], x: Scale) -> Panel | None:
-    return _over_steps(runs, x, "Learning rate", lambda r: r.lr, floor=0.0)
 
 
 def _over_steps(

@@ -35,7 +35,7 @@ from raytrain_ddp.display.notebook import NotebookBlock, in_notebook, notebook_c
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.messages import Event, Pause, Phase
-from raytrain_ddp.result import Summary
+from raytrain_ddp.result import FitResult
 
 PLAIN_LINE_EVERY_S = 2.0
 LIMIT_EVERY_S = 60.0  # at most, and only if another one
@@ -131,29 +131,36 @@ class Display:
                 if event.traceback:
                     self._print(Text.from_ansi(event.traceback.rstrip()), copied=True)
 
-    def summary(self, end: Summary) -> None:
-        """Prints the end of a run, in place of the live block."""
+    def summary(
+        self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Prints the end of a run, in place of the live block.
+
+        Args:
+            limit: what stood most in the way of computing.
+            more: (title, path or command).
+        """
         self.__exit__()
         of = f"of {end.total_steps}"
         if end.step > end.total_steps:  # it had already gone further
             of = f"({end.total_steps} asked for)"
-        reached = f"\n{end.run}: {end.status} at step {end.step} {of}"
+        reached = f"\n{run}: {end.status} at step {end.step} {of}"
         color = "yellow" if end.status == "interrupted" else "green"
         self._print(Text(reached, style=f"bold {color}"), copied=True)
         rows: list[tuple[str, list[Text]]] = [
-            (name, [_cell("step", str(at[0])), *_metrics(at[1], end.monitor)])
-            for name, at in (("best", end.best), ("last", end.last))
-            if at is not None
+            (name, [_cell("step", str(int(metrics["step"]))), *_metrics(metrics, end.monitor)])
+            for name, metrics in (("best", end.best), ("last", end.last))
+            if metrics
         ]
         if end.seconds:
             parts = {k: format_seconds(s) for k, s in end.seconds.items()}
             if any(title.startswith("until") for title in parts):
                 parts = {k.replace("training", "training since then"): s for k, s in parts.items()}
             rows.append(("time", [_cell(title, shown) for title, shown in parts.items()]))
-        if end.limit:
+        if limit:
             room = max(1, self._console.width - 4) if self._live else 10**6
-            rows.append(("training", [Text("\n    ".join(wrap(end.limit, room)))]))
-        rows += [(name, [Text(text)]) for name, text in (*end.paths.items(), *end.commands)]
+            rows.append(("training", [Text("\n    ".join(wrap(limit, room)))]))
+        rows += [(name, [Text(text)]) for name, text in more]
         for name, cells in rows:
             self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
 
@@ -301,4 +308,4 @@ def _without_figures(text: str) -> str:
 
 def _metrics(metrics: Mapping[str, float], first: str = "") -> list[Text]:
     ordered = sorted(metrics.items(), key=lambda item: item[0] != first)
-    return [_cell(name, format_metric(name, value)) for name, value in ordered]
+    return [_cell(name, format_metric(name, value)) for name, value in ordered if name != "step"]

@@ -17,37 +17,21 @@ _MIB = 2**20
 _LINE_EVERY_S = 10.0
 
 
-class Meter:
-    """Shows images, images/s, MiB/s and the remaining time, on standard error.
+@contextmanager
+def shown(unit: str = "images", sized: bool = True) -> Iterator[Callable[[str, int], Tell]]:
+    """Shows images, images/s, MiB/s and the remaining time, on standard error; on a terminal, until
+    the end.
 
     Args:
         unit: what is counted. sized: bytes are shown.
+
+    Yields:
+        A function that starts a phase of the work, by its title and its number of images, and
+        returns the function to report its progress to.
     """
-
-    def __init__(self, progress: Progress | None, unit: str = "images", sized: bool = True) -> None:
-        self._progress, self._unit, self._sized = progress, unit, sized
-
-    def phase(self, title: str, images: int) -> Tell:
-        """Starts a phase of the work, and returns the function to report its progress to."""
-        counts = _Counts(title, images, self._unit, self._sized)
-        progress = self._progress
-        if progress is None:
-            return counts.tell_in_lines
-        task = progress.add_task(title, total=images, speed="")
-
-        def tell(images: int, size: int) -> None:
-            counts.add(images, size)
-            progress.update(task, completed=counts.done, speed=counts.speed())
-
-        return tell
-
-
-@contextmanager
-def shown(unit: str = "images", sized: bool = True) -> Iterator[Meter]:
-    """A meter; on a terminal, it is cleared at the end."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Meter(None, unit, sized)
+        yield lambda title, images: _Counts(title, images, unit, sized).tell_in_lines
         return
     columns = [
         TextColumn("{task.description}"),
@@ -57,7 +41,18 @@ def shown(unit: str = "images", sized: bool = True) -> Iterator[Meter]:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=console) as progress:
-        yield Meter(progress, unit, sized)
+
+        def phase(title: str, images: int) -> Tell:
+            counts = _Counts(title, images, unit, sized)
+            task = progress.add_task(title, total=images, speed="")
+
+            def tell(images: int, size: int) -> None:
+                counts.add(images, size)
+                progress.update(task, completed=counts.done, speed=counts.speed())
+
+            return tell
+
+        yield phase
 
 
 class _Counts:

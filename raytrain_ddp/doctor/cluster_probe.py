@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from raytrain_ddp.doctor import all_reduce, machine_facts, network_facts
+from raytrain_ddp.ray_backend.ray_settings import by_value
 
+_SENT = (machine_facts, network_facts, all_reduce)  # nodes need not have this package
 _CLOCK_LOOKS = 5
 _CLOCK_TIMEOUT_S = 30.0
 _RANK_STARTS_S = 150.0  # importing torch from a cold disk takes a while
@@ -54,7 +56,7 @@ class NodeTasks:
     ) -> None:
         import ray
 
-        with _by_value():
+        with by_value(*_SENT):
             task = ray.remote(function)
             self._tasks = [
                 task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(
@@ -81,7 +83,7 @@ def measure_clock(node: Node) -> Answer:
     """How far a node's clock is ahead of ours, in s, and the uncertainty."""
     import ray
 
-    with _by_value():
+    with by_value(*_SENT):
         task = ray.remote(machine_facts.now).options(num_cpus=0, scheduling_strategy=_on(node))
         looks = []
         for _ in range(_CLOCK_LOOKS):
@@ -123,7 +125,7 @@ def measure_all_reduces(
     if not groups:
         return []
     tell(f"loading torch in {sum(ranks)} processes")
-    with _by_value():
+    with by_value(*_SENT):
         actor = ray.remote(all_reduce.Rank)
         actors = [
             [actor.options(num_cpus=0, num_gpus=gpus, scheduling_strategy=_on(node)).remote()
@@ -210,18 +212,3 @@ def _on(node: Node) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node.id, soft=False)
-
-
-@contextmanager
-def _by_value() -> Iterator[None]:
-    """Objects sent in this context need this package on no node."""
-    import ray
-
-    modules = (machine_facts, network_facts, all_reduce)
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            ray.cloudpickle.unregister_pickle_by_value(module)

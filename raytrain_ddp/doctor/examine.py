@@ -49,22 +49,13 @@ def examine(config: TrainConfig, address: str | None, tell: Tell) -> Report:
         ConfigError: the config cannot work on any cluster.
         PreflightError: there is no Ray at the address.
     """
-    config = _resolved(config)
+    # As `fit` resolves it; the data are checked later, on each node.
+    config = replace(check(replace(config, data=DataConfig())), data=config.data)
+    # Needs almost nothing: the run's missing resources are a finding, not an error.
+    little = replace(config.scaling, num_workers="auto", use_gpu=False, cpus_per_worker=0.01)
     embedded = starts_ray(address)
-    with cluster(_minimal_config(config), address, False, tell):
+    with cluster(replace(config, scaling=little), address, False, tell):
         return assess(_findings(config, embedded, tell))
-
-
-def _resolved(config: TrainConfig) -> TrainConfig:
-    """The config as `fit` resolves it; the data are checked later, on each node."""
-    return replace(check(replace(config, data=DataConfig())), data=config.data)
-
-
-def _minimal_config(config: TrainConfig) -> TrainConfig:
-    """A config that needs almost nothing: the run's missing resources are a finding, not an
-    error."""
-    scaling = replace(config.scaling, num_workers="auto", use_gpu=False, cpus_per_worker=0.01)
-    return replace(config, scaling=scaling)
 
 
 def _findings(config: TrainConfig, embedded: bool, tell: Tell) -> dict[str, Any]:

@@ -47,27 +47,27 @@ _MAY_DIFFER_A_LITTLE = ("torch", "nccl")
 def machine_rows(nodes: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     """The rows of all nodes that responded."""
     large = len(nodes) > _LARGE_NODES
-    checks: list[tuple[str, Callable[[Place], Note | None]]] = [
-        ("GPUs", lambda place: assess_gpus(place, run["use_gpu"])),
-        ("CPUs", assess_cpus),
-        ("threads", lambda place: assess_threads(place, run["cpus_per_worker"])),
-        ("memory", assess_memory),
-        ("/dev/shm", assess_shared_memory),
-        ("/tmp", lambda place: assess_disk(place["facts"]["tmp"], "Ray logs and spills there")),
-        ("disk", lambda place: assess_disk(place["facts"]["storage_disk"], "checkpoints go there")),
-        ("open files", lambda place: assess_open_files(place, large)),
+    cpus_per_worker = run["cpus_per_worker"]
+    checks: list[tuple[str, str, Callable[[Any, Place], Note]]] = [
+        ("GPUs", "gpus", lambda found, place: assess_gpus(found, place, run["use_gpu"])),
+        ("CPUs", "cpus", assess_cpus),
+        ("threads", "settings", lambda found, _: assess_threads(found, cpus_per_worker)),
+        ("memory", "memory", lambda found, _: assess_memory(found)),
+        ("/dev/shm", "shm", assess_shared_memory),
+        ("/tmp", "tmp", lambda found, _: assess_disk(found, "Ray logs and spills there")),
+        ("disk", "storage_disk", lambda found, _: assess_disk(found, "checkpoints go there")),
+        ("open files", "open_files", lambda found, _: assess_open_files(found, large)),
     ]
     rows = []
-    for check, assess in checks:
-        notes = {place["name"]: assess(place) for place in nodes}
-        rows += grouped(check, {name: note for name, note in notes.items() if note}, nodes)
+    for check, key, assess in checks:
+        known = [place for place in nodes if place["facts"][key] is not None]
+        notes = {place["name"]: assess(place["facts"][key], place) for place in known}
+        rows += grouped(check, notes, nodes)
     return rows + clock_rows(nodes)
 
 
-def assess_gpus(place: Place, wanted: bool) -> Note | None:
-    there, counted = place["facts"]["gpus"], int(place["resources"].get("GPU", 0))
-    if there is None:
-        return None
+def assess_gpus(there: Sequence[Mapping[str, Any]], place: Place, wanted: bool) -> Note:
+    counted = int(place["resources"].get("GPU", 0))
     if not there:
         if not counted:
             return Note("none")
@@ -86,10 +86,8 @@ def assess_gpus(place: Place, wanted: bool) -> Note | None:
     return Note(found, numbers=numbers)
 
 
-def assess_cpus(place: Place) -> Note | None:
-    facts, counted = place["facts"]["cpus"], place["resources"].get("CPU", 0)
-    if facts is None:
-        return None
+def assess_cpus(facts: Mapping[str, Any], place: Place) -> Note:
+    counted = place["resources"].get("CPU", 0)
     usable = min(facts["usable"], facts["quota"] or facts["usable"])
     found = f"{usable:g} usable, Ray counts {counted:g}"
     if counted > usable + 0.5:
@@ -98,11 +96,8 @@ def assess_cpus(place: Place) -> Note | None:
     return Note(found)
 
 
-def assess_threads(place: Place, cpus_per_worker: float) -> Note | None:
+def assess_threads(settings: Mapping[str, str], cpus_per_worker: float) -> Note:
     """`fit` sets torch's threads itself; other libraries in a worker use the environment."""
-    settings = place["facts"]["settings"]
-    if settings is None:
-        return None
     given = {
         name: settings[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in settings
     }
@@ -118,10 +113,7 @@ def assess_threads(place: Place, cpus_per_worker: float) -> Note | None:
     return Note(found)
 
 
-def assess_memory(place: Place) -> Note | None:
-    facts = place["facts"]["memory"]
-    if facts is None:
-        return None
+def assess_memory(facts: Mapping[str, Any]) -> Note:
     most = facts["limit"] or facts["total"]
     free = min(facts["available"], most)
     numbers = ((free, format_bytes), (most, format_bytes))
@@ -136,10 +128,7 @@ def assess_memory(place: Place) -> Note | None:
     return Note(found, numbers=numbers)
 
 
-def assess_shared_memory(place: Place) -> Note | None:
-    facts = place["facts"]["shm"]
-    if facts is None:
-        return None
+def assess_shared_memory(facts: Mapping[str, Any], place: Place) -> Note:
     numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
     least = _LEAST_SHM if place["facts"]["gpus"] else _LEAST_SHM_CPU
     if facts["free"] < least:
@@ -151,9 +140,7 @@ def assess_shared_memory(place: Place) -> Note | None:
     return Note("{} free of {}", numbers=numbers)
 
 
-def assess_disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
-    if facts is None:
-        return None
+def assess_disk(facts: Mapping[str, Any], why: str) -> Note:
     numbers = ((facts["free"], format_bytes), (facts["total"], format_bytes))
     if facts["free"] < _LEAST_FREE or facts["free"] < (1 - _FULL) * facts["total"]:
         verdict: Verdict = "fail" if facts["free"] < _LEAST_FREE / 50 else "warn"
@@ -161,10 +148,7 @@ def assess_disk(facts: Mapping[str, Any] | None, why: str) -> Note | None:
     return Note("{} free of {}", numbers=numbers)
 
 
-def assess_open_files(place: Place, large: bool) -> Note | None:
-    limit = place["facts"]["open_files"]
-    if limit is None:
-        return None
+def assess_open_files(limit: int, large: bool) -> Note:
     least = _LEAST_FILES_LARGE if large else _LEAST_FILES
     if 0 <= limit < least:  # -1: no limit
         advice = "`ulimit -n 65536` before `ray start`; in a service, LimitNOFILE."

@@ -10,7 +10,6 @@ from raytrain_ddp.doctor.rows import (
     Note,
     Place,
     Row,
-    describe_places,
     format_duration,
     format_rate,
     grouped,
@@ -76,15 +75,9 @@ def assess_host_name(node: Place, count: int, met: bool) -> Note:
 def all_reduce_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[Row]:
     """Latency and bandwidth, within nodes and across them."""
     results = findings["all_reduce"]
-    if not results:
-        return [
-            Row(
-                "all-reduce",
-                describe_places([n["name"] for n in nodes], nodes),
-                "nothing to measure",
-            )
-        ]
-    return [_all_reduce(each, findings["run"], nodes) for each in results]
+    nothing = {node["name"]: Note("nothing to measure") for node in nodes}
+    rows = [_all_reduce(each, findings["run"], nodes) for each in results]
+    return rows or grouped("all-reduce", nothing, nodes)
 
 
 def _all_reduce(result: Mapping[str, Any], run: Mapping[str, Any], nodes: Sequence[Place]) -> Row:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
-from raytrain_ddp.config.recipe import dumps_changed, publishable
+from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
@@ -108,7 +108,7 @@ def dry_run(
     ]
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
-        dumps_changed(publishable(asked)).rstrip(),
+        dumps(publishable(asked), TrainConfig()).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
         f"{task.unit}{_FOUND if asked.micro_batch == 'auto' and layout.use_gpu else ''}",
@@ -137,7 +137,7 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
     layout = choose_layout(config, have)
     if not local:
         more = ", and one that evaluates" if layout.evaluators else ""
-        each = _resources(layout.per_worker)
+        each = " + ".join(f"{amount:g} {name}" for name, amount in layout.per_worker.items())
         return layout, f"{layout.said}{more}, each {each}, over {layout.backend}"
     of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
     place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
@@ -200,8 +200,3 @@ def _tried(
 def _epochs_to_show(config: TrainConfig, epochs: float) -> list[float]:
     points = {0.0, min(config.schedule.warmup_epochs, epochs), epochs / 2, epochs}
     return sorted(points)
-
-
-def _resources(per_worker: object) -> str:
-    assert isinstance(per_worker, dict)
-    return " + ".join(f"{amount:g} {name}" for name, amount in per_worker.items())

@@ -7,10 +7,10 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -33,9 +33,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.bottleneck import split_of
 from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.events import End, Eval
-from raytrain_ddp.messages import Outcome
 from raytrain_ddp.records import log_records
-from raytrain_ddp.result import FitResult, Summary
+from raytrain_ddp.result import FitResult
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1
@@ -48,22 +47,38 @@ def draw_run_curves(config: TrainConfig, run: Storage) -> None:
     run.write_atomic(CURVES_FILE, image.getvalue())
 
 
-def finish(
+def result_of(
     run: Storage,
-    outcome: Outcome,
+    status: Literal["finished", "interrupted", "already complete"],
+    step: int,
+    total_steps: int,
     seconds: Mapping[str, float],
+    signal: int = 0,
 ) -> FitResult:
-    """Collects the result of a run that has just ended."""
+    """The result of a run that has ended; the rest of it is read from the run's folder."""
     history = read_history(run)
-    signal = outcome.signal
-    status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
-    return _result(run, history, status, outcome.step, outcome.total_steps, seconds, signal)
-
-
-def already_complete(run: Storage, manifest: Manifest) -> FitResult:
-    """The result of a run that was complete before; nothing is written."""
-    history = read_history(run)
-    return _result(run, history, "already complete", manifest.step, manifest.step, {}, 0)
+    evaluations = [record for record in log_records(history) if isinstance(record, Eval)]
+    bests = [record for record in evaluations if record.best]
+    best, last = (
+        {**records[-1].metrics, "step": records[-1].step} if records else {}
+        for records in (bests, evaluations)
+    )
+    names = checkpoint_store(run).names()
+    at_best = next((name for name in names if name.step == best.get("step")), None)
+    return FitResult(
+        status=status,
+        step=step,
+        total_steps=total_steps,
+        monitor=evaluations[-1].monitor if evaluations else "",
+        best=best,
+        last=last,
+        path=run.address,
+        best_checkpoint=_place(run, at_best),
+        last_checkpoint=_place(run, names[0] if names else None),
+        history=history,
+        seconds=seconds,
+        signal=signal,
+    )
 
 
 def is_tidy(run: Storage) -> bool:
@@ -102,8 +117,14 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
     draw_run_curves(config, run)
 
 
-def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summary:
-    """The lines at the end of a run; `flags` are added to each training command, as ``--local``."""
+def run_summary(
+    config: TrainConfig, result: FitResult, flags: str = ""
+) -> tuple[str, list[tuple[str, str]]]:
+    """What stood most in the way of computing; and (title, path or command) for the end of a run.
+
+    Args:
+        flags: added to each training command, as ``--local``.
+    """
     name, place, word = config.name, result.path, shlex.quote(result.path)
     again = f"python -m raytrain_ddp.fit {word}/config.toml{flags}"  # of a local run
     commands = []
@@ -131,19 +152,7 @@ def run_summary(config: TrainConfig, result: FitResult, flags: str = "") -> Summ
         paths["last checkpoint"] = result.last_checkpoint
     if Path(place, LOGS).is_dir():
         paths["logs"] = f"{place}/{LOGS}"
-    return Summary(
-        run=str(name),
-        status=result.status,
-        step=result.step,
-        total_steps=result.total_steps,
-        monitor=result.monitor,
-        best=_evaluation(result.best),
-        last=_evaluation(result.last),
-        seconds=result.seconds,
-        limit=split_of(log_records(result.history)).limit(),
-        paths=paths,
-        commands=commands,
-    )
+    return split_of(log_records(result.history)).limit(), [*paths.items(), *commands]
 
 
 def wait_for_rank_0(run: Storage, step: int) -> None:
@@ -163,45 +172,6 @@ def _twice(config: TrainConfig, result: FitResult) -> str:
         return f"--steps {2 * max(config.steps, result.step)}"
     epochs = max((record.get("epoch", 0) + 1 for record in result.history), default=1)
     return f"--epochs {2 * max(config.epochs, epochs)}"
-
-
-def _evaluation(metrics: Mapping[str, float]) -> tuple[int, Mapping[str, float]] | None:
-    if not metrics:
-        return None
-    return int(metrics["step"]), {k: v for k, v in metrics.items() if k != "step"}
-
-
-def _result(
-    run: Storage,
-    history: Sequence[Mapping[str, Any]],
-    status: Literal["finished", "interrupted", "already complete"],
-    step: int,
-    total_steps: int,
-    seconds: Mapping[str, float],
-    signal: int,
-) -> FitResult:
-    evaluations = [record for record in log_records(history) if isinstance(record, Eval)]
-    bests = [record for record in evaluations if record.best]
-    best, last = (
-        {**records[-1].metrics, "step": records[-1].step} if records else {}
-        for records in (bests, evaluations)
-    )
-    names = checkpoint_store(run).names()
-    at_best = next((name for name in names if name.step == best.get("step")), None)
-    return FitResult(
-        status=status,
-        step=step,
-        total_steps=total_steps,
-        monitor=evaluations[-1].monitor if evaluations else "",
-        best=best,
-        last=last,
-        path=run.address,
-        best_checkpoint=_place(run, at_best),
-        last_checkpoint=_place(run, names[0] if names else None),
-        history=history,
-        seconds=seconds,
-        signal=signal,
-    )
 
 
 def _place(run: Storage, name: CheckpointName | None) -> str | None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -23,10 +23,9 @@ from raytrain_ddp.display.curves_png import load_matplotlib
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
-    already_complete,
     draw_run_curves,
-    finish,
     is_tidy,
+    result_of,
     run_summary,
     tidy,
     wait_for_rank_0,
@@ -95,7 +94,8 @@ def fit(
                 _draw(config, folder, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(run_summary(config, result, f" --address {address}" if address else ""))
+        flags = f" --address {address}" if address else ""
+        shown.summary(str(config.name), result, *run_summary(config, result, flags))
     return result
 
 
@@ -138,7 +138,8 @@ def fit_locally(
                     wait_for_rank_0(folder, outcome.step)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        shown.summary(run_summary(config, result, "" if under_torchrun() else " --local"))
+        flags = "" if under_torchrun() else " --local"
+        shown.summary(str(config.name), result, *run_summary(config, result, flags))
     return result
 
 
@@ -276,7 +277,9 @@ def _end(
         "checkpoints": parts.get("checkpoint", 0.0),
         "total": time.monotonic() - started,
     }
-    return answered(config, lambda: finish(run, outcome, seconds))
+    signal, done, in_all = outcome.signal, outcome.step, outcome.total_steps
+    status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
+    return answered(config, lambda: result_of(run, status, done, in_all, seconds, signal))
 
 
 def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
@@ -308,4 +311,5 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
             tell(End(0, manifest.step))
     if main:
         _note_new_code(config, folder, manifest, show)
-    return answered(config, lambda: already_complete(folder, manifest))
+    step = manifest.step
+    return answered(config, lambda: result_of(folder, "already complete", step, step, {}))

@@ -9,7 +9,6 @@ so commands started at the same time share a run if their configs are equal, and
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,17 +26,12 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.automatic import settled_as_begun
-from raytrain_ddp.config.recipe import changed_fields, dumps, publishable
+from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import without_secrets
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 CLAIM_FILE = "claimed.toml"
 """The config of a new run, from the time its name is held until the run ends."""
@@ -203,7 +197,7 @@ def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:
         return manifest, manifest.config
     for file in (CONFIG_FILE, CLAIM_FILE):
         with suppress(FileNotFoundError, ValueError):  # not TOML: torn, or not ours
-            return None, tomllib.loads(folder.read(file).decode())
+            return None, parse(folder.read(file).decode())
     return None, None
 
 

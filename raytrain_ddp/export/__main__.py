@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import require_least
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
 from raytrain_ddp.files import expanded
 
@@ -61,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--format is missing: onnx, torch-export, torchscript, safetensors, timm or hf."
         )
-    size = args.image_size
-    require(size is None or size >= 1, "--image-size", size, "must be 1 or more")
+    require_least(args, image_size=1)
     import torch
 
     from raytrain_ddp.export.formats import as_text, facts_of, require_format

@@ -26,7 +26,6 @@ from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
 from raytrain_ddp.training.runtime.world import choose_device
 from raytrain_ddp.training.state.shared_checkpoint import load_model
-from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.store import Checkpoint
@@ -148,15 +147,10 @@ class LoadedModel(nn.Module):
     @cached_property
     def image_size(self) -> int:
         """The side of the images that the model takes, in pixels. If they are used as they are
-        stored: that of the first training image, or 0 if an earlier version made the checkpoint
-        and the data are not here."""
+        stored: that of the first training image, or 0 if it was not square or not readable."""
         config = self.config.data
         known: int = config.eval_size or config.image_size
-        known = known or recorded(self.checkpoint).get("data", {}).get("image_size", 0)
-        if known:
-            return known
-        task = attempt(lambda: ImageClassification(self.config))
-        return 0 if isinstance(task, Exception) else task.stored_image_size
+        return known or recorded(self.checkpoint).get("data", {}).get("image_size", 0)
 
     def data_of(self, source: ImageSource, on_bad: OnBad, image_size: int = 0) -> Data:
         """The batches of an image classification, made as in its evaluation.

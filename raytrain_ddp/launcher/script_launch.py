@@ -38,6 +38,7 @@ from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
 from raytrain_ddp.ray_backend.capacity_watch import LiveNodes
 from raytrain_ddp.ray_backend.placement import local_resources
+from raytrain_ddp.ray_backend.ray_settings import handling
 
 _NOTE = """\
 # Shown as if all workers ran on this machine; Ray decides the placement. MASTER_PORT is chosen
@@ -262,14 +263,7 @@ def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[li
         if noted is None and len(stops) > 1:
             raise KeyboardInterrupt(stops[0])
 
-    if threading.current_thread() is not threading.main_thread():
-        yield stops
-        return
     # `nohup` wants the process to survive SIGHUP
     ours = [n for n in ours if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in ours}
-    try:
+    with handling(ours, note):
         yield stops
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

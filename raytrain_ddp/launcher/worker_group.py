@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,9 @@ from raytrain_ddp.launcher.rank_environment import (
 from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.launcher.working_folder import provide_folders
 from raytrain_ddp.ray_backend.cluster import live_node_resources
+from raytrain_ddp.ray_backend.ray_settings import by_value
 
+OF_AGENT = (agent, code_shipping)  # the modules that it is made of
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -192,27 +194,13 @@ def _reserve(
     return group
 
 
-@contextmanager
-def agent_by_value() -> Iterator[None]:
-    """Sends the agent's class by value: nodes need not have this package."""
-    from ray import cloudpickle
-
-    for module in (agent, code_shipping):
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        for module in (agent, code_shipping):
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def _agents(group: Any, layout: GroupedLayout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     source = Path(supervisor.__file__).read_text(encoding="utf-8")
     actor = ray.remote(Agent)
-    with agent_by_value():
+    with by_value(*OF_AGENT):  # nodes need not have this package
         return [
             actor.options(
                 num_cpus=layout.per_worker["CPU"],

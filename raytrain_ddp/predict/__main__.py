@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.config.validation import ADDRESS, require
+from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 
@@ -80,10 +80,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--workers has no effect without --address.")
     if args.address is not None and args.device.startswith("cuda:"):
         raise ConfigError(f"--device {args.device}: give cuda or cpu with --address.")
-    for flag in ("top", "image_size", "batch_size", "workers"):
-        value = getattr(args, flag)
-        name = f"--{flag.replace('_', '-')}"
-        require(value is None or value >= 1, name, value, "must be 1 or more")
+    require_least(args, top=1, image_size=1, batch_size=1, workers=1)
     from raytrain_ddp.predict.output_parts import OutputParts
 
     parts = OutputParts(expanded(args.out), args.overwrite)
@@ -103,10 +100,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     from raytrain_ddp.checkpoint.run_folder import find_checkpoint
-    from raytrain_ddp.config.recipe import from_dict
 
     found = find_checkpoint(args.run, args.checkpoint)
-    config = from_dict(dict(found.manifest.config), where=str(found))
     import torch
 
     from raytrain_ddp.display.work_meter import shown
@@ -117,17 +112,21 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
     shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}
     job = Job(**{**shared, "checkpoint": found.storage.address, "part_rows": _ROWS_PER_PART})
     maker = PartMaker(job, device, torch.get_num_threads())
+    config = maker.model.config
     for note in maker.given.notes:
         print(note, file=sys.stderr)
     with closing(maker), ExitStack() as stack:
         stack.enter_context(parts.held())
         places = None
         if args.address is not None:
-            from raytrain_ddp.predict.cluster_workers import connected, working
+            from raytrain_ddp.predict.cluster_workers import places_for, working
+            from raytrain_ddp.ray_backend import cluster
 
             print(f"connecting to Ray at {args.address}", file=sys.stderr)
-            there = connected(args.address, config, args.workers, args.device)
-            places = stack.enter_context(there)
+            options = {"runtime_env": cluster.shipped_code(config)}
+            there = cluster.ray_connection(args.address, {}, options, tell=lambda _: None)
+            stack.enter_context(there)
+            places = places_for(cluster.live_node_resources(), args.workers, args.device)
         make: Callable[[Sequence[int]], Iterator[Progress]] = maker.made
         plan = maker.plan(places.device if places else device.type)
         parts.begin(plan)
@@ -135,7 +134,7 @@ def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
         if places:
             print(f"starting {places}", file=sys.stderr)
             make = stack.enter_context(working(job, plan, places, config, len(wanted)))
-        tell = stack.enter_context(shown(maker.unit, sized=False)).phase("predicting", maker.rows)
+        tell = stack.enter_context(shown(maker.unit, sized=False))("predicting", maker.rows)
         tell(maker.rows - sum(map(maker.rows_of, wanted)), 0)
         for step in make(wanted):
             tell(step.rows, 1)

@@ -16,12 +16,7 @@ from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.files import different
 from raytrain_ddp.predict.part_maker import Progress
-from raytrain_ddp.ray_backend.cluster import (
-    import_paths,
-    live_node_resources,
-    ray_connection,
-    shipped_code,
-)
+from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.worker_process import enter_folder
 
 if TYPE_CHECKING:
@@ -77,20 +72,6 @@ def places_for(nodes: Sequence[Mapping[str, float]], workers: int | None, device
 def _require_places(workers: int | None, have: int, what: str) -> None:
     if workers is not None and workers > have:
         raise PreflightError(f"--workers {workers}: the cluster has {have} {what}.")
-
-
-@contextmanager
-def connected(
-    address: str, config: TrainConfig, workers: int | None, device: str
-) -> Iterator[Places]:
-    """Connects to the cluster at `address`.
-
-    Raises:
-        PreflightError: there is none, or it has too few devices.
-    """
-    options = {"runtime_env": shipped_code(config)}
-    with ray_connection(address, {}, options, tell=lambda _: None):
-        yield places_for(live_node_resources(), workers, device)
 
 
 @dataclass(frozen=True)

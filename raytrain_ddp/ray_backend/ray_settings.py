@@ -1,16 +1,21 @@
-"""Environment variables for starting Ray or connecting to it."""
+"""Contexts around Ray: environment variables, modules pickled by value, handlers of signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.warm import worker_setup
+
+Handler = Callable[[int, FrameType | None], None]
 
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
@@ -56,6 +61,36 @@ def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets these environment variables, except those that the user has set."""
     with _with({name: v for name, v in settings.items() if name not in os.environ}):
         yield
+
+
+@contextmanager
+def by_value(*modules: ModuleType) -> Iterator[None]:
+    """Within this context, Ray pickles objects of these modules by value: nodes need not have
+    them."""
+    from ray import cloudpickle
+
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextmanager
+def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handles these signals within this context, if it is in the main thread: Python runs handlers
+    there only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextmanager

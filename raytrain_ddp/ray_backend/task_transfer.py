@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from raytrain_ddp import user_code
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.errors import TaskError
+from raytrain_ddp.ray_backend.ray_settings import by_value
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN, imported, task_of
 from raytrain_ddp.user_code import UserCode
@@ -33,7 +32,7 @@ def pickled_task(config: TrainConfig) -> bytes | None:
 
     kind = task if hasattr(task, "__qualname__") else type(task)
     try:
-        with _by_value(kind.__module__, cloudpickle):
+        with by_value(*_own(kind.__module__)):
             pickled: bytes = cloudpickle.dumps(task)
             return pickled
     except Exception as error:  # its contents may raise any exception
@@ -57,19 +56,12 @@ def code_of(config: TrainConfig) -> UserCode:
     return user_code.loaded_packages()
 
 
-@contextmanager
-def _by_value(name: str, cloudpickle: Any) -> Iterator[None]:
-    """Within this context, objects of that module are pickled by value, unless it belongs to an
-    installed package."""
+def _own(name: str) -> list[ModuleType]:
+    """That module, unless it belongs to an installed package."""
     module = sys.modules.get(name)
     place = getattr(module, "__file__", None)
     installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
     here = place and not any(Path(place).resolve().is_relative_to(each) for each in installed)
     if name == "__main__" or module is None or not here or name.startswith("raytrain_ddp."):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        return []
+    return [module]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
+from raytrain_ddp.ray_backend.ray_settings import handling
 from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_settings
 
 if TYPE_CHECKING:
@@ -88,9 +89,9 @@ def run_workers(
     from raytrain_ddp.ray_backend.evaluator import Evaluator
     from raytrain_ddp.ray_backend.replacing import start_of
     from raytrain_ddp.ray_backend.single_workers import SingleWorkers
+    from raytrain_ddp.training.recording.local_session import stop_signals
 
-    failures = FailurePolicy(config.scaling.max_failures, committed)
-    nodes = LiveNodes()
+    failures, nodes = FailurePolicy(config.scaling.max_failures, committed), LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
     def announce(event: Event) -> None:
@@ -104,7 +105,7 @@ def run_workers(
     evaluator = None
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
-        with _signals(listener.on_signal):
+        with handling(stop_signals(), listener.on_signal):
             given = worker_settings(config, run, layout, mailbox, task)
             if layout.evaluators:
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
@@ -280,21 +281,3 @@ class _Listener:
             self._stopping = True
             text = "Stopping after this step, with a checkpoint. Repeat to stop without it."
             self._show(Note(text))
-
-
-@contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Installs `handler` for the signals that request a stop, if signals can be handled."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    from raytrain_ddp.training.recording.local_session import (
-        stop_signals,  # imports torch, as Ray Train has done by now
-    )
-
-    before = {number: signal.signal(number, handler) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

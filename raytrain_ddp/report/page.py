@@ -32,17 +32,12 @@ _LEAST_TOLD = 0.005  # the smallest share of the time to be shown
 _MOST_BARS, _FEW_BARS = 16, 10
 
 
-def one_run(history: RunHistory, predictions: str) -> str:
-    """The page of a single run.
+def sections_of_run(history: RunHistory, predictions: str) -> str:
+    """All that the page of a single run shows, as HTML.
 
     Args:
         predictions: HTML; "" if there are none.
     """
-    return page_of_runs(history.files.name, sections_of_run(history, predictions), [history])
-
-
-def sections_of_run(history: RunHistory, predictions: str = "") -> str:
-    """All that the page of a single run shows, as HTML."""
     x = axis_of([history])
     over_time = [*time_panels([history], x), *rank_panels(history, x)]
     parts = [
@@ -60,12 +55,6 @@ def sections_of_run(history: RunHistory, predictions: str = "") -> str:
         section("Environment", tables.environment_table(history)),
     ]
     return "".join(parts)
-
-
-def several_runs(histories: Sequence[RunHistory]) -> str:
-    """The page of several runs side by side."""
-    names = ", ".join(history.files.name for history in histories)
-    return page_of_runs(names, sections_of_runs(histories), histories)
 
 
 def sections_of_runs(histories: Sequence[RunHistory]) -> str:
@@ -86,10 +75,11 @@ def sections_of_runs(histories: Sequence[RunHistory]) -> str:
     return "".join(parts)
 
 
-def page_of_runs(title: str, body: str, histories: Sequence[RunHistory]) -> str:
+def page_of_runs(body: str, histories: Sequence[RunHistory]) -> str:
     """The whole page of runs."""
+    names = ", ".join(history.files.name for history in histories)
     places = " ".join(history.files.place.address for history in histories)
-    return whole_page(title, body, places, any(h.state == "running" for h in histories))
+    return whole_page(names, body, places, any(h.state == "running" for h in histories))
 
 
 def whole_page(title: str, body: str, places: str, live: bool) -> str:
@@ -253,15 +243,15 @@ def _run_bars(histories: Sequence[RunHistory]) -> str:
     return f'<h3>Where the time goes</h3><div class="stacks">{"".join(bars)}</div>{_legend(splits)}'
 
 
-def _bar(name: str, split: Mapping[str, float], width: float = 1.0, unit: str = "a step") -> str:
+def _bar(name: str, split: Mapping[str, float], width: float = 1.0) -> str:
     parts = []
     for phase, share in step_phases.shares(split).items():
         title = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
-        title += f", {step_phases.step_time(split[phase])} {unit}"
+        title += f", {step_phases.step_time(split[phase])} a step"
         style = f"width:{100 * share * width:.2f}%"
         css = step_phases.css(phase)
         parts.append(f'<i class="{css}" style="{style}" title="{escape(title, quote=True)}"></i>')
-    whole = f"{step_phases.step_time(sum(split.values()))} {unit}"
+    whole = f"{step_phases.step_time(sum(split.values()))} a step"
     return (
         f"<span>{escape(name)}</span>"
         f'<div class="stack">{"".join(parts)}</div><span class="dim">{whole}</span>'

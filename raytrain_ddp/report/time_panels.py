@@ -182,7 +182,7 @@ def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
         x_name=x_name([history.timeline for history in histories]),
         lines=lines,
         marks=shown,
-        hovers=hovers(series, clock_of),
+        hovers=hovers(series, lambda seconds: f"after {format_seconds(seconds)}"),
         note=" ".join(filter(None, notes)),
         legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
@@ -204,10 +204,6 @@ def _keys(shown: Sequence[Mark]) -> list[tuple[str, str]]:
 def _smoothed(points: Sequence[Point], half_width: int) -> list[Point]:
     values = smoothed([y for _, y in points], half_width)
     return [(x, y) for (x, _), y in zip(points, values, strict=True)]
-
-
-def clock_of(value: float) -> str:
-    return f"after {format_seconds(value)}"
 
 
 def stretches_of(history: RunHistory) -> list[Stretch]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import expanded, replace_with
 from raytrain_ddp.report.history import history_of
-from raytrain_ddp.report.page import one_run, several_runs
+from raytrain_ddp.report.page import page_of_runs, sections_of_run, sections_of_runs
 from raytrain_ddp.report.predictions import predictions
 from raytrain_ddp.report.run_files import RunFiles, read_run
 from raytrain_ddp.report.sweep_page import one_sweep, sweep_at
@@ -58,11 +55,12 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     runs = _with_distinct_names([read_run(place) for place in places])
     histories = [history_of(files) for files in runs]
     if len(histories) == 1:
-        page = one_run(histories[0], predictions(histories[0], device) if predict else "")
+        shown = predictions(histories[0], device) if predict else ""
+        body = sections_of_run(histories[0], shown)
     else:
-        page = several_runs(histories)
+        body = sections_of_runs(histories)
     path = expanded(out) if out is not None else _place(runs)
-    _write(path, page)
+    _write(path, page_of_runs(body, histories))
     return path
 
 
@@ -93,12 +91,9 @@ def _write(path: Path, page: str) -> None:
         raise ConfigError(f"{path}: is a folder: set --out to a file, such as report.html.")
     if path.exists() and path.suffix != ".html":
         raise ConfigError(f"{path}: exists, and is not a page: set --out to another file.")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
+        with replace_with(path, path.parent) as temporary:
+            temporary.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): set --out.") from error

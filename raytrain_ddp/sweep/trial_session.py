@@ -22,7 +22,6 @@ from raytrain_ddp.errors import (
 from raytrain_ddp.events import Eval, LogRecord, Note, Plan, Train
 from raytrain_ddp.messages import Event
 from raytrain_ddp.records import log_records
-from raytrain_ddp.result import Summary
 from raytrain_ddp.sweep.conductor import Ended, Evaluation
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE, Evaluated
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -70,8 +69,9 @@ def train_trial(config: TrainConfig, ties: Ties) -> Ended:
         return sessions[-1]
 
     while True:
+        silent = Display(Console(quiet=True), live=False)  # the sweep has the terminal
         try:
-            result = fit_locally(config, display=_Silent(), session=session)
+            result = fit_locally(config, display=silent, session=session)
         except RunLockedError as error:
             if time.monotonic() - began < _LOCKED_S:
                 time.sleep(_AGAIN_S)
@@ -145,17 +145,6 @@ def evaluated(log: Iterable[Any], steps_per_epoch: int) -> tuple[Evaluated, ...]
         for r in log
         if isinstance(r, Eval)
     )
-
-
-class _Silent(Display):
-    """Shows nothing: many trials share a terminal, and the sweep has it."""
-
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True), live=False)
-
-    def handle(self, event: Event) -> None: ...
-
-    def summary(self, end: Summary) -> None: ...
 
 
 def _text(error: BaseException) -> str:

@@ -32,10 +32,11 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.ray_backend.cluster import import_paths
-from raytrain_ddp.ray_backend.ray_settings import applied_settings
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, handling
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
+from raytrain_ddp.training.recording.local_session import stop_signals
 from raytrain_ddp.uri import without_secrets
 
 SETTINGS = {
@@ -114,20 +115,23 @@ def run_trials(
             raised.append(error)
 
     signals: list[int] = []
-    before = _handling(signals)
+
+    def note(number: int, _: object) -> None:
+        if number != signal.SIGHUP or not signals:  # a closed terminal sends it twice
+            signals.append(number)
+
     thread = threading.Thread(target=work, name="ray-tune", daemon=True)
     try:
-        thread.start()
-        while thread.is_alive():
-            if len(signals) > 1:
-                raise KeyboardInterrupt(signals[-1])
-            if signals and not conductor.stopping:
-                conductor.stopping = signals[0]
-                board.stop_all.remote(StopOrder(signals[0], "Ctrl-C, or a signal"))
-            time.sleep(_POLL_S)
+        with handling(stop_signals(), note):
+            thread.start()
+            while thread.is_alive():
+                if len(signals) > 1:
+                    raise KeyboardInterrupt(signals[-1])
+                if signals and not conductor.stopping:
+                    conductor.stopping = signals[0]
+                    board.stop_all.remote(StopOrder(signals[0], "Ctrl-C, or a signal"))
+                time.sleep(_POLL_S)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         with suppress(Exception):  # Ray may be lost
             ray.kill(board)
         shutil.rmtree(folder, ignore_errors=True)
@@ -138,19 +142,6 @@ def run_trials(
             f"Ray Tune ended with {type(error).__name__}: {first_line(error)}. Nothing is lost: "
             "run the same command again to continue."
         ) from error
-
-
-def _handling(signals: list[int]) -> dict[int, Any]:
-    """Collects the signals that stop a run; returns the handlers that were there."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    from raytrain_ddp.training.recording.local_session import stop_signals
-
-    def handler(number: int, _: object) -> None:
-        if number != signal.SIGHUP or not signals:  # a closed terminal sends it twice
-            signals.append(number)
-
-    return {number: signal.signal(number, handler) for number in stop_signals()}
 
 
 def _tuner(

@@ -91,7 +91,7 @@ def prepare(
     identity.require_alike(world)
     checkpoint = session.latest(state.existing())
     if checkpoint is not None:
-        _tell(session, identity.require_same(checkpoint, data))
+        _tell(session, identity.require_same(checkpoint))
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and kept and kept.has_trained:
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")

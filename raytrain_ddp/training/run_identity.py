@@ -73,7 +73,7 @@ class RunIdentity:
                     f"{world.of_run(0)}: all nodes need the same files."
                 )
 
-    def require_same(self, checkpoint: Checkpoint, data: Data) -> str:
+    def require_same(self, checkpoint: Checkpoint) -> str:
         """A sentence if modules have changed since the checkpoint; else "".
 
         Raises:
@@ -81,10 +81,10 @@ class RunIdentity:
         """
         before = checkpoint.manifest.data_fingerprint
         document = json.loads(checkpoint.read("state.json"))
-        kept = document.get(_KEY)  # none in older checkpoints
-        if before != self.train and (kept is not None or before != _former(data)):
+        if before != self.train:
             raise _other("training", self.train_rows, self.train, before, checkpoint)
-        if kept is None:
+        kept = document.get(_KEY)
+        if kept is None:  # an older checkpoint
             return ""
         if kept["eval"] != self.eval:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
@@ -103,12 +103,6 @@ class RunIdentity:
 def _names(given: Any) -> tuple[str, ...]:
     """Class names, if these are any: a user's task may use `class_names` for anything."""
     return tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
-
-
-def _former(data: Data) -> str | None:
-    """The fingerprint by the algorithm of earlier versions, for sources where it has changed."""
-    former = getattr(data.source, "former_fingerprint", None)
-    return former() if former is not None else None
 
 
 def _other(what: str, rows: int, now: str, before: str, checkpoint: Checkpoint) -> DataError:

@@ -39,7 +39,7 @@ from raytrain_ddp.convert.pixels import PixelCounts, decode_image, encode_png, s
 from raytrain_ddp.convert.shard_writer import Tell, write_shard
 from raytrain_ddp.convert.task_runners import ProcessPool
 from raytrain_ddp.data.formats.shard_images import ShardImages
-from raytrain_ddp.display.work_meter import Meter
+from raytrain_ddp.display.work_meter import shown
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,
@@ -1073,7 +1073,8 @@ def test_help_loads_nothing_heavy(tmp_path: Path):
 
 
 def test_progress_in_lines_ends_with_the_whole(capsys: pytest.CaptureFixture[str]):
-    tell = Meter(None).phase("train: writing", 1500)
+    with shown() as phase:
+        tell = phase("train: writing", 1500)
     tell(500, 0)  # by an earlier process
     for _ in range(1000):
         tell(1, 2**20)

@@ -18,7 +18,8 @@ from rich.text import Text
 from raytrain_ddp.display import progress_display as module
 from raytrain_ddp.display import redraw
 from raytrain_ddp.display.formatting import error_summary
-from raytrain_ddp.display.progress_display import Pace, Summary
+from raytrain_ddp.display.progress_display import Pace
+from raytrain_ddp.result import FitResult
 
 TRACEBACK = """The task failed:
 Traceback (most recent call last):
@@ -249,7 +250,7 @@ def test_plain_output_has_no_control_codes_even_with_forced_color() -> None:
         shown.handle(evaluation(23))
         trace = "Traceback\n  \x1b[31mZeroDivisionError\x1b[0m"
         shown.handle({"kind": "failed", "rank": 1, "message": "no", "traceback": trace})
-        shown.summary(Summary("digits", "finished", 276, 276))
+        shown.summary("digits", replace(RESULT, best={}, last={}, seconds={}))
     assert "ZeroDivisionError" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
@@ -404,23 +405,27 @@ def test_failures_show_rank_message_and_traceback() -> None:
     )
 
 
-SUMMARY = Summary(
-    run="digits",
+RESULT = FitResult(
     status="finished",
     step=276,
     total_steps=276,
     monitor="top1",
-    best=(253, {"loss": 0.05, "top1": 0.9889}),
-    last=(276, {"loss": 0.04, "top1": 0.9861}),
+    best={"loss": 0.05, "top1": 0.9889, "step": 253},
+    last={"loss": 0.04, "top1": 0.9861, "step": 276},
+    path="runs/digits",
+    best_checkpoint=None,
+    last_checkpoint=None,
     seconds={"start-up": 4.21, "training": 12.0, "total": 75.0},
-    paths={"run": "/long/" + "x" * 90 + "/digits"},
-    commands=[("evaluate", "python -m raytrain_ddp.evaluate runs/digits")],
 )
+MORE = [
+    ("run", "/long/" + "x" * 90 + "/digits"),
+    ("evaluate", "python -m raytrain_ddp.evaluate runs/digits"),
+]
 
 
 def test_summary_tells_the_end() -> None:
     shown, stream = plain()
-    shown.summary(SUMMARY)
+    shown.summary("digits", RESULT, "", MORE)
     assert stream.getvalue().splitlines() == [
         "",
         "digits: finished at step 276 of 276",
@@ -434,7 +439,8 @@ def test_summary_tells_the_end() -> None:
 
 def test_summary_leaves_out_what_is_not_there() -> None:
     shown, stream = plain()
-    shown.summary(Summary("digits", "interrupted", 120, 276))
+    end = replace(RESULT, status="interrupted", step=120, best={}, last={}, seconds={})
+    shown.summary("digits", end)
     assert stream.getvalue().strip() == "digits: interrupted at step 120 of 276"
 
 
@@ -442,11 +448,11 @@ def test_summary_leaves_out_what_is_not_there() -> None:
 def test_live_summary_never_breaks_a_path_or_a_command(width: int) -> None:
     shown, stream = live(width)
     shown.__enter__()
-    shown.summary(SUMMARY)
+    shown.summary("digits", RESULT, "", MORE)
     assert not shown._block.is_started
     lines = [line.strip() for line in CONTROL.sub("", stream.getvalue()).splitlines()]
-    assert any(line.endswith(SUMMARY.paths["run"]) for line in lines)
-    assert any(line.endswith(SUMMARY.commands[0][1]) for line in lines)
+    assert any(line.endswith(MORE[0][1]) for line in lines)
+    assert any(line.endswith(MORE[1][1]) for line in lines)
 
 
 LIMIT = "waits for data 38 % of the time: more CPUs per worker, smaller images, less augmentation"
@@ -455,13 +461,13 @@ LIMIT = "waits for data 38 % of the time: more CPUs per worker, smaller images, 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_what_limits_a_run_is_broken_between_words_in_a_narrow_terminal(width: int) -> None:
     shown, stream = live(width)
-    shown.summary(replace(SUMMARY, paths={}, commands=[], limit=LIMIT))
+    shown.summary("digits", RESULT, LIMIT)
     out = CONTROL.sub("", stream.getvalue())
     lines = out[out.index("  training  ") :].splitlines()
     assert " ".join(" ".join(lines).split()) == f"training {LIMIT}"
     assert all(len(line) <= width for line in lines)
     shown, stream = plain()
-    shown.summary(replace(SUMMARY, limit=LIMIT))
+    shown.summary("digits", RESULT, LIMIT, MORE)
     assert f"  training           {LIMIT}\n" in stream.getvalue()
 
 

@@ -41,9 +41,9 @@ from raytrain_ddp.launcher.rank_environment import (
 )
 from raytrain_ddp.launcher.run_options import PLACEHOLDERS, RunFlags, RunOptions, fill
 from raytrain_ddp.launcher.script_launch import preview, run_script
-from raytrain_ddp.launcher.worker_group import WorkerGroup, agent_by_value
+from raytrain_ddp.launcher.worker_group import OF_AGENT, WorkerGroup
 from raytrain_ddp.launcher.working_folder import provide_folders
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS, by_value
 from raytrain_ddp.run import parse, split
 
 ROOT = Path(__file__).parents[2]
@@ -1385,7 +1385,7 @@ print(agent.contents(folder), agent.contents("/no/such/folder"))
 print(agent.free_port([]) > 0, agent.take(0))
 agent.clean()
 """
-        with agent_by_value():
+        with by_value(*OF_AGENT):
             (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
         (tmp_path / "empty").mkdir()
         (tmp_path / "archive").write_bytes(code_shipping.pack_folder(tmp_path / "empty"))

@@ -30,8 +30,7 @@ from raytrain_ddp.ray_backend import capacity_watch, cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, stopped_workers
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_output import _LazyFile, ray_output_to_file
-from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
-from raytrain_ddp.ray_backend.training_launch import _signals
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, handling, ray_settings
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
 from raytrain_ddp.ray_backend.worker_process import Tee
 from raytrain_ddp.training.recording.local_session import stop_signals
@@ -821,7 +820,7 @@ def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str)
     number = signal.Signals[name]
     before = signal.getsignal(number)
     heard: list[int] = []
-    with _signals(lambda n, _: heard.append(n)):
+    with handling(stop_signals(), lambda n, _: heard.append(n)):
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 10
         while not heard and time.monotonic() < deadline:
@@ -834,7 +833,7 @@ def test_after_nohup_a_hangup_is_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     heard: list[int] = []
     try:
-        with _signals(lambda n, _: heard.append(n)):
+        with handling(stop_signals(), lambda n, _: heard.append(n)):
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert signal.SIGHUP not in stop_signals()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tiny import STEPS_PER_EPOCH, bits, newest, tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
@@ -36,8 +37,7 @@ def free(_: Evaluation) -> None:
 
 def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: Path):
     plain = config_of(tmp_path, "plain")
-    quiet = trial_session._Silent()
-    fit_locally(plain, display=quiet)
+    fit_locally(plain, display=Display(Console(quiet=True), live=False))
 
     trial, said = config_of(tmp_path, "trial"), []
 
@@ -100,7 +100,7 @@ def test_a_run_that_a_trial_began_is_resumed_by_fit(tmp_path: Path):
     asked = lambda: StopOrder(2, "Ctrl-C") if next(steps) == 4 else None  # noqa: E731
     assert train_trial(trial, Ties(free, asked)).status == "interrupted"
     assert newest(trial).manifest.step == 5
-    result = fit_locally(trial, display=Display(trial_session._Silent()._console, live=False))
+    result = fit_locally(trial, display=Display(Console(quiet=True), live=False))
     assert (result.status, result.step) == ("finished", 30)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
@@ -78,21 +78,14 @@ class FolderImages:
 
     def fingerprint(self) -> str:
         """The fingerprint of names relative to the root, labels and sizes."""
-        return self._digest(f" {size}" for size in sizes_of([path for path, _ in self.files]))
-
-    def former_fingerprint(self) -> str:
-        """The fingerprint of earlier versions, without sizes."""
-        return self._digest("" for _ in self.files)
+        digest, sizes = sha256(), sizes_of([path for path, _ in self.files])
+        for (path, label), size in zip(self.files, sizes, strict=True):
+            line = f"{os.path.relpath(path, self._root)} {label} {size}\n"
+            digest.update(line.encode(errors="surrogateescape"))
+        return digest.hexdigest()
 
     def where(self, row: int) -> str:
         return self.files[row][0]
-
-    def _digest(self, endings: Iterable[str]) -> str:
-        digest = sha256()
-        for (path, label), ending in zip(self.files, endings, strict=True):
-            line = f"{os.path.relpath(path, self._root)} {label}{ending}\n"
-            digest.update(line.encode(errors="surrogateescape"))
-        return digest.hexdigest()
 
     def _class_folders(self) -> list[str]:
         folders, images = [], 0

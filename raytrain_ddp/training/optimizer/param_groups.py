@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from raytrain_ddp.config.sections import OptimConfig
@@ -102,18 +100,3 @@ def _layer_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = param_groups_layer_decay(model, layer_decay=layer_decay)
     return {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
-
-
-def regroup(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
-) -> None:
-    """Groups as a checkpoint has them: older versions decayed all matrices, also positional
-    embeddings and the like, and such a run continues as it began."""
-    groups = optimizer.param_groups
-    sizes = [len(group["params"]) for group in saved]
-    if sizes == [len(group["params"]) for group in groups]:
-        return
-    trained = [p for p in model.parameters() if p.requires_grad]
-    before = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]
-    if sizes == [len(each) for each in before if each]:
-        groups[:] = [{**groups[0], "params": each} for each in before if each]

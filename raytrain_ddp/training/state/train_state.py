@@ -33,7 +33,6 @@ from raytrain_ddp.training.gradients.buffer_sync import REALS
 from raytrain_ddp.training.gradients.gradient_compression import Compression
 from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
-from raytrain_ddp.training.optimizer.param_groups import regroup
 from raytrain_ddp.training.optimizer.weight_average import Average
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
@@ -204,7 +203,6 @@ class TrainState:
         for group in saved["param_groups"]:
             for name in renewed:
                 group.pop(name, None)
-        regroup(self.model, self.optimizer, saved["param_groups"])
         self.kept_options = kept_options(self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, self.shares.own(self.optimizer, saved))
         if progress["scaler"]:

@@ -82,14 +82,7 @@ def last_metrics(log: Sequence[LogRecord], step: int) -> dict[str, float]:
     return dict(found[-1]) if found else {}
 
 
-def seconds_trained(log: Iterable[LogRecord]) -> float:
+def seconds_trained(log: Sequence[LogRecord]) -> float:
     """The training time of all starts up to the last line of a log."""
-    before = last = 0.0
-    for record in log:
-        if isinstance(record, Train) and math.isfinite(record.seconds_total):
-            before, last = 0.0, record.seconds_total
-        elif isinstance(record, Train) and math.isfinite(record.seconds):  # an earlier version's
-            if record.seconds < last:  # another start
-                before += last
-            last = record.seconds
-    return before + last
+    times = (r.seconds_total for r in reversed(log) if isinstance(r, Train))
+    return next(filter(math.isfinite, times), 0.0)

@@ -26,7 +26,6 @@ from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import flatten_state
 from raytrain_ddp.config.sections import CheckpointConfig, ScheduleConfig
 from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
@@ -35,7 +34,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.optimizer.param_groups import param_groups, regroup
+from raytrain_ddp.training.optimizer.param_groups import param_groups
 from raytrain_ddp.training.runtime.seeding import seed_all
 
 
@@ -261,30 +260,6 @@ def test_the_steps_are_those_of_a_plain_loop_with_these_groups(tmp_path: Path):
         sgd.step()
     for name, tensor in weights(config).items():
         torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_a_checkpoint_of_an_older_version_keeps_its_groups():
-    """It decayed all matrices; the state of each parameter is by its place among them."""
-    model = AsBefore(TrainConfig()).model()
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    before = torch.optim.SGD(
-        [{"params": matrices, "weight_decay": 0.7}, {"params": rest, "weight_decay": 0.0}],
-        momentum=0.9,
-    )
-    for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter)
-    before.step()
-    now = build_optimizer(model, OptimConfig(weight_decay=0.7))
-    assert len(now.param_groups[0]["params"]) == len(matrices) - 1
-    saved = before.state_dict()
-    regroup(model, now, saved["param_groups"])
-    now.load_state_dict(saved)
-    assert [g["weight_decay"] for g in now.param_groups] == [0.7, 0.0]
-    for parameter in model.parameters():
-        mine, theirs = (o.state[parameter]["momentum_buffer"] for o in (now, before))
-        assert torch.equal(mine, theirs)
-    assert flatten_state(now.state_dict())[0].keys() == flatten_state(saved)[0].keys()
 
 
 # ------------------------------------------------------------------ freezing
