@@ -208,23 +208,23 @@ class Lease:
                     pause_s = min(_FIRST_CHECK_S, self._heartbeat_s)
                 elif data is None and self._is_outage(time.monotonic() - seen_at):
                     pass
-                elif abs(time.time() - asked_at) > _STALE_S:  # this process was stopped since
-                    pause_s = 0.0
                 elif data is None or Owner.parse(data) not in (None, self._owner):
                     self._lost = (
                         f"Run {self._run} was taken over from this process "
                         f"({_describe(data)}): it ends without another checkpoint."
                     )
                     return
+                elif abs(time.time() - asked_at) > _STALE_S:  # stopped since, or a slow storage
+                    pause_s = _SETTLE_S
                 elif not self._ended.is_set():
                     self._run.write_atomic(LEASE_FILE, mine)
             except Exception:  # also what pyarrow raises besides OSError
                 pause_s = self._heartbeat_s / 4
 
     def _is_outage(self, gone_s: float) -> bool:
-        """Whether the lease is gone with all of the run, as when a file system is not mounted for a
-        while."""
-        return gone_s < self._timeout_s and not self._run.names()
+        """Whether the lease disappeared together with the run, as when a file system is temporarily
+        unmounted."""
+        return gone_s < self._timeout_s and not self._run.exists("config.toml")
 
     def _remove(self) -> None:
         self._thread.join()  # otherwise it would write the file again

@@ -64,8 +64,8 @@ CLOCKS = frozenset({"seconds", "seconds_total", "samples_per_s", "timing"})
 
 
 def run_storage(config: TrainConfig) -> Storage:
-    """The run's folder. A storage is opened once in a process: a later failure of it does not end
-    what needs it later.
+    """The run's folder. A storage is opened once in a process, so if it fails later, code that
+    needs it still gets its Storage; `forget_storages` ends that.
 
     Raises:
         PreflightError: the storage cannot be reached.
@@ -79,6 +79,11 @@ def run_storage(config: TrainConfig) -> Storage:
 @lru_cache(maxsize=64)
 def _opened(storage: str) -> Storage:
     return open_storage(storage)
+
+
+def forget_storages() -> None:
+    """A new run begins in this process: its storage is opened anew, which checks it."""
+    _opened.cache_clear()
 
 
 def path_of_run(place: str, storage: str = RUNS) -> str:

@@ -16,6 +16,7 @@ all checkpoints, however outdated their listings are.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
@@ -266,6 +267,9 @@ class CheckpointStore:
         run."""
         listing = self._list()
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
+        if self._claim is not None and not listing.claims:
+            text = "the claims of this run are gone: is the file system mounted?"
+            raise OSError(errno.ESTALE, text, str(self.storage))
         if mine is None or not listing.claims:
             return listing
         newest = listing.claims[-1]

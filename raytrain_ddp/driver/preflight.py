@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
+from raytrain_ddp.checkpoint.run_folder import forget_storages, newest_manifest, run_storage
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import fields_of, flat
@@ -18,7 +18,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
@@ -40,6 +40,7 @@ def check(config: TrainConfig) -> TrainConfig:
     """
     if not isinstance(config, TrainConfig):  # from Python
         raise ConfigError(f"fit takes a TrainConfig, not a {type(config).__name__}.")
+    forget_storages()
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise PreflightError(
@@ -121,6 +122,8 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
     for pause_s in (*_PAUSES_S, None):
         try:
             return ask()
+        except UnreachableError:  # one that was tried for long enough
+            raise
         except OSError as error:
             if pause_s is None or isinstance(error, _LASTING):
                 raise PreflightError(

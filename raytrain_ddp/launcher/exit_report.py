@@ -29,13 +29,13 @@ _HINTS = (
     ),
     (
         r"terminate called without an active exception",
-        "the script was already exiting, and its process group was still there. Its own exit "
+        "the script was already exiting, and its process group still existed. Its own exit "
         "status is lost: call torch.distributed.destroy_process_group() before it ends.",
     ),
 )
 _STORE_GONE = (
-    "rank 0, which keeps the store of the process group, had ended before: let all ranks end "
-    "together, such as by torch.distributed.barrier(), or rank 0 last."
+    "rank 0, which keeps the store of the process group, had ended: make all ranks end together, "
+    "for example with torch.distributed.barrier(), or let rank 0 end last."
 )
 _BY_SIGNAL = {
     signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
@@ -168,8 +168,7 @@ def failure_report(
         last = output.last(rank)
     lines += [f"  {line}" for line in last]
     lines += [f"hint: {hint}" for hint in _hints(end, last)]
-    is_first_over = rank != 0 and 0 in ends and ends[0].status == 0 and ends[0].at < end.at
-    if is_first_over and is_peer_error("\n".join(last[-3:])):
+    if rank != 0 and 0 in ends and ends[0].status == 0 and is_peer_error("\n".join(last[-3:])):
         lines.append(f"hint: {_STORE_GONE}")
     if len(ends) > 1:
         lines.append(f"the others: {_others(rank, ends)}")

@@ -225,7 +225,8 @@ class RunOptions:
     def require_script(self, folder: Path) -> None:
         """Raises ConfigError if the script is not in the folder."""
         path = folder / self.program
-        if self.module or path.is_file() or (path / "__main__.py").is_file():
+        is_folder = not self.flags.no_python and (path / "__main__.py").is_file()
+        if self.module or path.is_file() or is_folder:
             is_here = self.flags.no_python and "/" not in self.program and path.is_file()
             if is_here and shutil.which(self.program) is None:
                 raise ConfigError(f"{self.program} is not on the PATH: write ./{self.program}")
@@ -233,10 +234,10 @@ class RunOptions:
         if self.flags.no_python and ("/" not in self.program or os.path.isabs(self.program)):
             return  # each machine looks for it
         hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
-        if self.program in ("torchrun", "python", "python3"):
-            hint = f" Leave out the word {self.program}: the command is `raytrain run script.py`."
+        if self.program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
+            hint = f" Leave {self.program} out: the command is `raytrain run script.py`."
         elif shutil.which(self.program) is not None:
-            hint = " Programs that are no Python scripts need --no-python."
+            hint = " Programs that are not Python scripts need --no-python."
         raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
 
     def command(

@@ -54,8 +54,10 @@ def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
     if os.fork():
         return
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below become children of this process
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("0")  # Ray's workers have 1000: the kernel ends them first, whoever needs memory
+    with suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        if file.read().strip() == "1000":  # of Ray's workers: the kernel kills them first,
+            file.seek(0)  # whichever process ran out of memory
+            file.write("0")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # instructions come through the pipe
     for fd in (report, stdin) if stdin >= 0 else (report,):

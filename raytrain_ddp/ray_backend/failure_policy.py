@@ -13,11 +13,13 @@ the driver knows whether the run makes progress:
 - Hangs are failures of the rank that the others waited for.
 - Workers that die together, before the others have gone on, are one failure.
 - Preemptions count against `scaling.max_preemptions`: by Ray, or here if workers are placed one by
-  one, of which Ray knows nothing; then each node counts.
+  one, of which Ray knows nothing; in that case each preempted node counts once.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -31,6 +33,7 @@ _MEMORY = (
     f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"
 )
 _PREEMPTED = "nodes were taken away more often than scaling.max_preemptions allows"
+_TOGETHER_S = 60.0
 _SILENTLY = "crashed, or was killed,"
 _MOST_SILENT = 3
 _BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
@@ -52,7 +55,7 @@ class FailurePolicy:
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
         self._most, self.replaced = most, replaced
         self.most_preemptions = -1
-        self._preempted: set[str] = set()  # nodes
+        self._preemptions, self._preempted_at = 0, dict[str, float]()  # the latest of each node
         self._in_a_row = 0
         self._seen: Counter[tuple[int | None, str]] = Counter()  # (step, what), since progress
         self._for_memory = 0
@@ -138,8 +141,8 @@ class FailurePolicy:
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
             said = self._start.preempted(event.preempted)
-            self._preempted |= {self._start.node(rank) for rank in event.preempted}
-            if 0 <= self.most_preemptions < len(self._preempted):
+            self._count_preemptions({self._start.node(rank) for rank in event.preempted})
+            if 0 <= self.most_preemptions < self._preemptions:
                 raise errors.RetriesExhausted(f"{_PREEMPTED}: {said}. {KEPT}")
             return Preempted(said)
         hang, before = self._start.hang(), self._start.hang_before
@@ -182,6 +185,13 @@ class FailurePolicy:
             for each in event.texts:  # what it has said is not of the next one
                 self._start.reports.pop(each, None)
         return Failed(rank, step, f"{said} {where}; {self._resume_text(others_stay)}", node, what)
+
+    def _count_preemptions(self, nodes: Iterable[str]) -> None:
+        """Workers of one node end one after another; later, it may be back, and preempted again."""
+        now = time.monotonic()
+        for node in nodes:
+            self._preemptions += now - self._preempted_at.get(node, -math.inf) > _TOGETHER_S
+            self._preempted_at[node] = now
 
     def _handle_hang(self, hang: WorkerFailed, others_stay: bool) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")

@@ -138,7 +138,7 @@ class RaySession(RecordingSession):
         committer = self.recorder.committer if self.recorder is not None else None
         # A commit in several parts would be given up; but there may always be one.
         is_busy = committer is not None and committer.is_busy()
-        fails = committer is not None and committer.has_failed  # a new generation needs the storage
+        fails = committer is not None and committer.fails  # a new generation needs the storage
         self._came = (self._came or time.monotonic()) if self._newcomer else None
         waited_s = time.monotonic() - (self._came or math.inf)
         self._joins = self._newcomer and not fails and (not is_busy or waited_s > _COMMITS_S)

@@ -10,6 +10,7 @@ import gc
 import os
 import pickle
 import socket
+import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +126,10 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.membership.generations import through_generations
     from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S
 
     config = from_dict(given.config)
-    require_folder(config, given.lease)
+    require_folder(config, given.lease, OUTAGE_S if given.least else 0.0)
     reads: set[str] = set()
     loaded: list[tuple[TrainConfig, Task]] = []
     ahead: list[Kept] = []  # made before the first start
@@ -141,7 +143,8 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         kept = live.kept if live else made_before
         if kept is None:
             reads.clear()
-            made, task, notes = _load(given, config, world, reads)
+            known = loaded[0][0] if loaded else config  # settled already, without the storage
+            made, task, notes = _load(given, known, world, reads)
             loaded[:] = [(made, task)]
         made, task = loaded[0]
         best = Best(task.monitor, task.goal)
@@ -239,15 +242,27 @@ def _before_joining(config: TrainConfig, backend: str) -> None:
     gc.freeze()  # imports stay; without them, a collection takes a tenth of the time
 
 
-def require_folder(config: TrainConfig, lease: str) -> None:
-    """Checks that this node sees the run's folder with the driver's lease, if that is known."""
+def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> None:
+    """Checks that this node sees the run's folder with the driver's lease, if that is known.
+
+    Args:
+        outage_s: how long the storage may fail. Others, which keep their state, wait meanwhile.
+    """
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
     from raytrain_ddp.errors import PreflightError
+    from raytrain_ddp.training.state.async_checkpoint import with_backoff
     from raytrain_ddp.uri import without_secrets
 
-    run = run_storage(config)
-    if is_seen(run, lease) if lease else run.exists(CONFIG_FILE):
+    def look(_: int) -> bool:
+        run = run_storage(config)
+        return is_seen(run, lease) if lease else run.exists(CONFIG_FILE)
+
+    def pause(wait_s: float, _: OSError) -> bool:
+        time.sleep(wait_s)
+        return bool(outage_s)
+
+    if with_backoff(look, pause, outage_s):
         return
     other = ", or sees an older local folder" if lease else ""
     raise PreflightError(

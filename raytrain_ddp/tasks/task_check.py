@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 _OF_SOURCE = ("blocks", "read", "fingerprint")
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
 _OF_RESULT = ("step", "skipped")  # keys next to the metrics in an evaluation result
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+_WRAPPERS = {
+    "torch.DataParallel": "a DataParallel: return the module inside it",
+    "torch.DistributedDataParallel": "in DistributedDataParallel: return the module inside it",
+    "torch.FullyShardedDataParallel": "in FullyShardedDataParallel: return the module inside it",
+    "torch.FSDPModule": "sharded: do not call fully_shard",
+}
 _OF_METRIC = ("reset", "update", "compute", "merge_state", "metric_state", "to")
 
 
@@ -39,10 +44,8 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         raise refused(task.model, model, "a torch.nn.Module", hint)
     for name, module in model.named_modules():
         called = name or type(module).__name__
-        if kind := next(
-            (k.__name__ for k in type(module).__mro__ if k.__name__ in _WRAPPERS), None
-        ):
-            hint = f" {called} is a {kind}: return the module in it, which is wrapped here."
+        if kind := next(filter(_WRAPPERS.get, map(_full_name, type(module).__mro__)), None):
+            hint = f" {called} is {_WRAPPERS[kind]}; raytrain_ddp does that itself."
             raise refused(task.model, model, "a model that is not wrapped", hint)
         if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
             hint = f" {called} has no weights yet: call the model with a batch in model()."
@@ -52,6 +55,11 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         hint = " All parameters are frozen (requires_grad is False), or there are none."
         raise refused(task.model, model, wanted, hint)
     return model
+
+
+def _full_name(kind: type) -> str:
+    """With its package only, as modules move within it."""
+    return f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
 
 
 def require_dense(task: Task, model: nn.Module) -> None:

@@ -117,9 +117,9 @@ def imported(field: str, name: str) -> Any:
 
 
 def _ended(what: str, error: SystemExit) -> TaskError:
-    python = f"{sysconfig.get_path('stdlib')}/"
+    others = f"{sysconfig.get_path('stdlib')}/", f"{Path(user_code.__file__).parent}/", "<frozen "
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((python, "<frozen "))]
+    own = [f for f in frames if not f.filename.startswith(others)] or frames
     where = f"{own[-1].filename}, line {own[-1].lineno}"
     return TaskError(
         f"{what}: {where} ends the process while the module is imported (sys.exit(), or arguments "

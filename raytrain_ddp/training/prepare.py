@@ -93,7 +93,7 @@ def prepare(
     if checkpoint is not None:
         _tell(session, identity.require_same(checkpoint))
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
-    if checkpoint is None and kept and kept.has_trained:
+    if checkpoint is None and (session.survived or (kept and kept.has_trained)):
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
     log = _loaded(state, checkpoint, world)
     _tell(session, None if live else _kept_note(config, state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -690,3 +691,19 @@ def test_fault_12_a_backup_counts_whatever_was_claimed_since(root: Path) -> None
     assert fresh(root).names() == [CheckpointName(300, 1)]  # ... but they have nothing
     shutil.copytree(root.parent / "backup" / "step-00000200-a0002", root / "step-00000200-a0002")
     assert fresh(root).names() == [CheckpointName(200, 2)]
+
+
+def test_without_any_claim_nothing_is_committed(root: Path) -> None:
+    """As where a file system is not mounted: the folder below it is another one."""
+    store = fresh(root)
+    store.claim(None, {})
+    commit(store, 10)
+    elsewhere = root.with_name("elsewhere")
+    root.rename(elsewhere)
+    with pytest.raises(OSError, match="is the file system mounted") as caught:
+        commit(store, 20)
+    assert caught.value.errno == errno.ESTALE
+    assert not root.exists()
+    elsewhere.rename(root)
+    commit(store, 20)
+    assert [name.step for name in store.names()] == [20, 10]

@@ -29,7 +29,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.driver import event_log as journal_module
 from raytrain_ddp.driver import preflight
 from raytrain_ddp.driver.run_naming import find_run
-from raytrain_ddp.errors import CheckpointError, PreflightError
+from raytrain_ddp.errors import CheckpointError, PreflightError, UnreachableError
 from raytrain_ddp.events import Timing
 from raytrain_ddp.records import log_records, stored_events
 
@@ -317,3 +317,15 @@ def test_a_storage_that_never_answers_does_not_keep_the_run_from_ending(
         journal({"kind": "end", "status": 0})
     assert len(shown) == 2
     never.set()
+
+
+def test_a_storage_that_did_not_respond_for_long_is_not_asked_again(tmp_path: Path) -> None:
+    asked = []
+
+    def unreachable() -> None:
+        asked.append(1)
+        raise UnreachableError("Storage s3://b did not respond within 25 s: check the address")
+
+    with pytest.raises(UnreachableError, match=r"^Storage s3://b did not respond"):
+        preflight.answered(tiny_config(tmp_path, "run"), unreachable)
+    assert asked == [1]

@@ -224,8 +224,8 @@ def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
     for words in (["plain.py"], ["package"], ["--no-python", "./plain.py"], ["--no-python", "ls"]):
         parse(words).require_script(tmp_path)
     for words, hint in (
-        (["torchrun", "--nproc-per-node", "2", "t.py"], "Leave out the word torchrun"),
-        (["python", "t.py"], "Leave out the word python"),
+        (["torchrun", "--nproc-per-node", "2", "t.py"], "Leave torchrun out"),
+        (["python", "t.py"], "Leave python out"),
         (["ls"], "need --no-python"),
         (["plan.py"], "Did you mean 'plain.py'"),
         (["--no-python", "./no.sh"], "there is no script './no.sh'"),

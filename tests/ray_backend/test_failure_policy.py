@@ -342,7 +342,9 @@ def test_fault_34_a_preemption_counts_against_no_failures():
         assert shown == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
 
 
-def test_fault_34_preempted_nodes_count_where_ray_does_not_see_their_workers():
+def test_fault_34_preempted_nodes_count_where_ray_does_not_see_their_workers(
+    monkeypatch: pytest.MonkeyPatch,
+):
     story = Story(replaced=3)
     story.policy.most_preemptions = 1
     story.start()
@@ -356,6 +358,10 @@ def test_fault_34_preempted_nodes_count_where_ray_does_not_see_their_workers():
         assert preempted(1) == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted \(rank 2\)"):
         preempted(2)
+    story.policy.most_preemptions = 2
+    monkeypatch.setattr(failure_policy, "_TOGETHER_S", -1.0)
+    with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted"):
+        preempted(2)  # it was back
 
 
 def test_fault_04_a_lost_node_is_named_though_its_peers_only_speak_of_a_connection():

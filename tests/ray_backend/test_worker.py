@@ -197,7 +197,7 @@ def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
     session.step, session._newcomer, session._came = 0, True, None
     session._notice = SimpleNamespace(requests=None)
     session._asked = lambda _: Requests()
-    committer = SimpleNamespace(is_busy=lambda: True, has_failed=False)
+    committer = SimpleNamespace(is_busy=lambda: True, fails=False)
     session.recorder = SimpleNamespace(committer=committer)
     assert not session.requests().look
     monkeypatch.setattr(ray_session, "_COMMITS_S", 0.0)
@@ -209,5 +209,5 @@ def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
     assert not session.requests().look  # another one
     committer.is_busy = lambda: False
     assert session.requests().look
-    committer.has_failed = True  # a new generation reads the storage
+    committer.fails = True  # a new generation reads the storage
     assert not session.requests().look

@@ -479,7 +479,10 @@ class Changing(TinyTask):
             "apart",
             r"Changing\.loss: the loss depends on parameters .* shapes \[5, 5\], \[5\]: they",
         ),
-        ("wraps", r"a model that is not wrapped\. 0 is a DataParallel: return the module in it"),
+        (
+            "wraps",
+            r"a model that is not wrapped\. 0 is a DataParallel: return the module inside it",
+        ),
         ("backward", r"Changing\.loss: calls backward\(\) itself. Only return the loss"),
         ("unfreezes", r"unfreezes conv\.weight in step 1, .* its group until then"),
         ("rates", r"Changing\.after_step: sets a learning rate, .*: define schedule\(step\)"),

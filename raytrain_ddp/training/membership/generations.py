@@ -47,8 +47,8 @@ class RankLost(ConnectionError):
 
 
 class NoStateLeft(Exception):
-    """Raised on ranks that have kept a trained model: no rank can continue from its state, and
-    there is no checkpoint."""
+    """Raised on ranks that have trained: no rank can continue from its state, and there is no
+    checkpoint."""
 
 
 class NewcomerWaits(Exception):

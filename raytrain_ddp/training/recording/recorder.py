@@ -59,19 +59,19 @@ class Recorder:
         )
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
-        self.attempt, self._outage_s = 0, 0.0
+        self.attempt, self._patient_until = 0, 0.0
 
     def steps(self, outage_s: float = 0.0) -> list[int]:
         """Those of all checkpoints.
 
         Args:
-            outage_s: how long the storage may fail here, and in `begin`.
+            outage_s: how long the storage may fail here and in `begin` together.
 
         Raises:
             OSError: the storage does not respond.
         """
-        self._outage_s = max(self._outage_s, outage_s)
-        names = with_backoff(lambda _: self.store.names(), self._trying_again, self._outage_s)
+        self._patient_until = max(self._patient_until, time.monotonic() + outage_s)
+        names = with_backoff(lambda _: self.store.names(), self._trying_again, self._patience_s)
         return [name.step for name in names]
 
     def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
@@ -96,10 +96,14 @@ class Recorder:
             self.store.sweep()
             return newest
 
-        newest = with_backoff(found, self._trying_again, self._outage_s)
+        newest = with_backoff(found, self._trying_again, self._patience_s)
         self._life = self._life_after(newest)
         self.timer = SaveTimer(self._config.checkpoint.every_s, self._life, self._tell)
         return newest
+
+    @property
+    def _patience_s(self) -> float:
+        return max(0.0, self._patient_until - time.monotonic())
 
     def time_to_save(self) -> bool:
         """Whether a checkpoint is due by time, and none is being committed.

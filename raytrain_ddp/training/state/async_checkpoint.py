@@ -21,7 +21,7 @@ Pause = Callable[[float, OSError], bool]
 
 TRIES = 5
 OUTAGE_S = 600.0
-"""How long a storage may fail while training waits for it that would otherwise lose steps."""
+"""How long training waits for a failed storage when it would otherwise lose steps."""
 
 _LATER_S = 15.0
 _LONGEST_S = 60.0  # for all attempts together, as far as we control it
@@ -52,7 +52,7 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
 
     Args:
         pause: waits the given seconds; returns whether to continue.
-        outage_s: tries for so long, however often.
+        outage_s: keep trying for this long, regardless of the number of tries and the cause.
     """
     failed: float | None = None  # time of the first failure
     pauses, number = retry_pauses(), 0
@@ -63,7 +63,8 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
             failed, number = failed or time.monotonic(), number + 1
             wait_s = next(pauses, _LATER_S if outage_s else math.inf)
             late = time.monotonic() - failed + wait_s > max(_LONGEST_S, outage_s)
-            if error.errno in _LASTING or late or not pause(wait_s, error):
+            lasts = error.errno in _LASTING and not outage_s
+            if lasts or late or not pause(wait_s, error):
                 raise
 
 
@@ -94,6 +95,7 @@ class AsyncCheckpointer:
         self._since = 0.0
         self._in_a_row = 0
         self._failure: CheckpointError | None = None  # of the latest commit
+        self._failed_at = -math.inf  # the latest attempt, if that did
         self._problem: BaseException | None = None
         self._longest_wait_s = _SAID_S
         self._postponed = False
@@ -109,9 +111,9 @@ class AsyncCheckpointer:
         return self._under_way
 
     @property
-    def has_failed(self) -> bool:
-        """Whether the latest commit did."""
-        return self._failure is not None
+    def fails(self) -> bool:
+        """Whether the latest write failed, less than a minute ago."""
+        return time.monotonic() - self._failed_at < _LONGEST_S
 
     def is_busy(self) -> bool:
         return self._under_way is not None and not self._under_way.done()
@@ -177,6 +179,7 @@ class AsyncCheckpointer:
         """Never raises: Ray would treat an error in this thread as the end of the training."""
 
         def pause(wait_s: float, error: OSError) -> bool:
+            self._failed_at = time.monotonic()
             self._note(
                 f"the checkpoint of step {snapshot.manifest.step} could not be written ({error}): "
                 f"retrying in {wait_s:.1f} s."
@@ -186,14 +189,14 @@ class AsyncCheckpointer:
         try:
             try:
                 with_backoff(lambda number: self._commit(snapshot, number), pause)
-                self._in_a_row, self._failure = 0, None
+                self._in_a_row, self._failure, self._failed_at = 0, None, -math.inf
             except OSError as error:
                 self._failed(snapshot.manifest.step, error)
         except BaseException as error:  # including errors of `tell`
             self._problem = error
 
     def _failed(self, step: int, error: OSError) -> None:
-        self._in_a_row += 1
+        self._in_a_row, self._failed_at = self._in_a_row + 1, time.monotonic()
         self._failure = CheckpointError(
             f"the checkpoint of step {step} could not be written: {error}. Nothing that was "
             "committed is lost; free space or fix the storage, then run the same command again."

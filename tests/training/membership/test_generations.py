@@ -392,6 +392,11 @@ def test_without_a_state_and_a_checkpoint_those_that_have_trained_begin_anew(
     _, live = _trained(config, task, None, 7)
     with pytest.raises(NoStateLeft):
         _trained(config, task, replace(live, needed=(5,)), 0)
+    plain_config = tiny_config(tmp_path, "plain")  # a survivor keeps nothing but its state
+    _, live = _trained(plain_config, _Counted(plain_config), None, 7)
+    assert live.kept is None
+    with pytest.raises(NoStateLeft):
+        _trained(plain_config, _Counted(plain_config), replace(live, needed=(5,)), 0)
     _, live = _trained(config, _Counted(config), None, 14)
     began, _ = _trained(config, task, replace(live, needed=(12,)), 0)
     assert began == 10
