@@ -628,7 +628,7 @@ def test_a_model_that_rests_as_a_whole_is_noted(tmp_path: Path):
         def handle(self, event: object) -> None:
             shown.append(getattr(event, "text", ""))
 
-        def summary(self, _: object) -> None: ...
+        def summary(self, *_: object) -> None: ...
 
     fit_locally(replace(config, checkpoint=CheckpointConfig(every_s=0.0)), display=Display())  # type: ignore[arg-type]
     assert any("model() returned the whole model in evaluation mode" in text for text in shown)
