@@ -81,7 +81,7 @@ class PreparedRun:
         memory = step_timing.peak_memory_bytes(world.device)
         in_order = step_timing.in_order(phases)
         mine = step_timing.Reading(trained_s, in_order, memory)
-        readings = from_all_ranks(mine, world)
+        readings = step_timing.gathered(mine, world)
         losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch = self.plan.steps_per_epoch
         samples = sum(self.plan.samples(s % per_epoch) for s in range(self.logged_step, step))

@@ -23,6 +23,8 @@ from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
 from raytrain_ddp.training.monitoring.phase_clock import PHASES
 from raytrain_ddp.training.runtime.determinism import Tracker
+from raytrain_ddp.training.runtime.torch_compat import all_gather
+from raytrain_ddp.training.runtime.world import World
 
 # Dense peak FLOP/s in fp16 and bf16 with fp32 accumulation, from NVIDIA's data sheets. The first
 # name that is among the words of a GPU's name applies.
@@ -62,6 +64,18 @@ class Reading(NamedTuple):
     seconds: float
     phases: tuple[float, ...]
     peak_memory_bytes: int
+
+
+def gathered(mine: Reading, world: World) -> list[Reading]:
+    """The readings of all ranks, by rank; all ranks take part. As one tensor: this is in the
+    training loop, where `from_all_ranks` would cost two collectives and pickles."""
+    if world.size == 1:
+        return [mine]
+    flat = [mine.seconds, float(mine.peak_memory_bytes), *mine.phases]
+    parts = torch.empty(world.size * len(flat), dtype=torch.float64)
+    all_gather(parts, torch.tensor(flat, dtype=torch.float64))
+    rows = parts.view(world.size, -1).tolist()
+    return [Reading(seconds, tuple(phases), int(memory)) for seconds, memory, *phases in rows]
 
 
 def summary(
