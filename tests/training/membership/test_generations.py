@@ -4,6 +4,7 @@ as undisturbed, no step twice."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import threading
 from collections import Counter
@@ -38,10 +39,11 @@ from raytrain_ddp.training.membership.generations import (
 )
 from raytrain_ddp.training.membership.roster import Member, Seat
 from raytrain_ddp.training.prepare import prepare_alone
+from raytrain_ddp.training.recording import recording_session
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Kept, Requests
+from raytrain_ddp.training.session import Kept, Requests, Snapshot
 from raytrain_ddp.training.state import live_state
 from raytrain_ddp.training.state.live_state import LiveState
 
@@ -161,11 +163,11 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
             "checkpoint.payload:kill@step=10,after=2",
             [0],
         ),
-        # The copy cannot be written.
+        # The disk is full when the copy is written, but not for long.
         (
             "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "checkpoint.payload:enospc@step=10,after=2",
-            [0],
+            [14],
         ),
     ],
 )
@@ -179,6 +181,22 @@ def test_fault_50_a_second_rank_commits_the_best_weights_that_rank_0_has_not(
     assert bits(config) == bits(undisturbed)
     assert log_of(config) == log_of(undisturbed)
     assert [note["steps"] for note in notes if note["steps"]] == [starts]
+
+
+def test_a_copy_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    notes: list[Any] = []
+    session: Any = recording_session.RecordingSession.__new__(recording_session.RecordingSession)
+    session.world, session._attempt, session._run = World(0, 1, 0, torch.device("cpu"), 1), 1, None
+    session._backup = Snapshot(Manifest(10, 0, 1, 1, {}, ""), {}, {}, [])
+    session.tell = notes.append
+    store = SimpleNamespace(commit=full)
+    monkeypatch.setattr(recording_session, "checkpoint_store", lambda _: store)
+    monkeypatch.setattr(recording_session, "OUTAGE_S", 0.0)
+    assert not session._commit_backup(10, 0)
+    assert "step 10 was lost with rank 0: [Errno 28] no space left" in notes[0].text
 
 
 def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
