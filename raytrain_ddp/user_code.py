@@ -98,6 +98,16 @@ _finder = _Sources()
 _digests: dict[str, tuple[str, str]] = {}
 
 
+def is_foreign(path: str) -> bool:
+    """Whether a file belongs neither to this package nor to torch or Python."""
+    if path.startswith((f"{_PACKAGE}/", "<frozen ")):
+        return False
+    for folder in ("/site-packages/", "/dist-packages/"):
+        if folder in path:
+            return not path.rpartition(folder)[2].startswith("torch/")
+    return not path.startswith(f"{sysconfig.get_path('stdlib')}/")
+
+
 def loaded() -> UserCode:
     """The user's modules that this process has imported: all except installed packages, the
     standard library and raytrain_ddp. Without sources if they are very large."""

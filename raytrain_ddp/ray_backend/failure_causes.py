@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from raytrain_ddp.errors import CheckpointError, RemoteTraceback, is_passing
 from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
+from raytrain_ddp.user_code import is_foreign
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _WATCHES = "__torch_dispatch__"
@@ -99,16 +99,6 @@ def out_of_memory_error(
     )
 
 
-def _is_foreign(path: str) -> bool:
-    """Whether a file belongs neither to this package nor to torch or Python."""
-    if path.startswith((_PACKAGE, "<frozen ")):
-        return False
-    for folder in ("/site-packages/", "/dist-packages/"):
-        if folder in path:
-            return not path.rpartition(folder)[2].startswith("torch/")
-    return not path.startswith(f"{sysconfig.get_path('stdlib')}/")
-
-
 def users_traceback(error: BaseException) -> str:
     """The traceback from the first line of the user's code, without this package's frames."""
     if isinstance(error.__cause__, RemoteTraceback):
@@ -116,7 +106,7 @@ def users_traceback(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     above = (n for n, f in enumerate(frames) if f.filename.startswith(_PACKAGE))
     first = next((n for n in above if frames[n].name != _WATCHES), -1)
-    others = [n for n, f in enumerate(frames) if n > first and _is_foreign(f.filename)]
+    others = [n for n, f in enumerate(frames) if n > first and is_foreign(f.filename)]
     if others:  # a torch operation may pass through this package's dispatch mode
         below = (n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES)
         users = frames[others[0] : next(below, len(frames))]

@@ -259,7 +259,7 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
         return is_seen(run, lease) if lease else run.exists(CONFIG_FILE)
 
     def pause(wait_s: float, _: OSError) -> bool:
-        time.sleep(wait_s)
+        time.sleep(wait_s if outage_s else 0.0)
         return bool(outage_s)
 
     if with_backoff(look, pause, outage_s):

@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import sys
-import sysconfig
 import traceback
 from contextlib import nullcontext
 from operator import attrgetter
@@ -117,9 +116,8 @@ def imported(field: str, name: str) -> Any:
 
 
 def _ended(what: str, error: SystemExit) -> TaskError:
-    others = f"{sysconfig.get_path('stdlib')}/", f"{Path(user_code.__file__).parent}/", "<frozen "
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(others)] or frames
+    own = [f for f in frames if user_code.is_foreign(f.filename)] or frames
     where = f"{own[-1].filename}, line {own[-1].lineno}"
     return TaskError(
         f"{what}: {where} ends the process while the module is imported (sys.exit(), or arguments "

@@ -22,13 +22,13 @@ from torch.utils.data import IterableDataset, TensorDataset
 from torchmetrics import Metric
 
 import raytrain_ddp
+from raytrain_ddp import user_code
 from raytrain_ddp.config.sections import DdpConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, MapSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError
-from raytrain_ddp.ray_backend import failure_causes
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
@@ -547,7 +547,7 @@ def test_what_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
     ],
 )
 def test_which_frames_are_the_users(path: str, is_foreign: bool) -> None:
-    assert failure_causes._is_foreign(path) == is_foreign
+    assert user_code.is_foreign(path) == is_foreign
 
 
 def users_forward(layer: nn.Module) -> Tensor:
