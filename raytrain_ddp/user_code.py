@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import hashlib
 import linecache
+import os
 import pkgutil
 import sys
 import sysconfig
@@ -27,7 +28,7 @@ from raytrain_ddp.errors import first_names
 
 _MOST_BYTES = 32 * 2**20
 _OWN, _PACKAGE = __name__.partition(".")[0], Path(__file__).parent
-_INSTALLED = {"site-packages", "dist-packages"}
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 _OF_PYTHON = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
 
 
@@ -102,7 +103,7 @@ def is_foreign(path: str) -> bool:
     """Whether a file belongs neither to this package nor to torch or Python."""
     if path.startswith((f"{_PACKAGE}/", "<frozen ")):
         return False
-    for folder in ("/site-packages/", "/dist-packages/"):
+    for folder in _INSTALLED:
         if folder in path:
             return not path.rpartition(folder)[2].startswith("torch/")
     return not path.startswith(f"{sysconfig.get_path('stdlib')}/")
@@ -230,17 +231,18 @@ def _limited(*choices: Mapping[str, tuple[str, bytes]]) -> UserCode:
 
 def _imported() -> dict[str, tuple[str, bytes]]:
     found: dict[str, tuple[str, bytes]] = {}
-    python = Path(sysconfig.get_path("stdlib")).resolve()
+    python = sysconfig.get_path("stdlib")
+    # By their text, as there are thousands. (A warm process has loaded files of ours alone.)
+    others = tuple(f"{folder}/" for folder in (_PACKAGE, python, os.path.realpath(python)))
     for name, module in [*sys.modules.items()]:
         place = getattr(module, "__file__", None)
-        path = Path(place if isinstance(place, str) else "")
-        if _PACKAGE in path.parents:  # a file that a warm process has loaded alone
+        if not isinstance(place, str) or not place.endswith(".py") or place.startswith(others):
             continue
-        if path.suffix != ".py" or name in _OF_PYTHON or name.partition(".")[0] == _OWN:
+        if name in _OF_PYTHON or name.partition(".")[0] == _OWN:
             continue
-        if _INSTALLED.isdisjoint(path.parts) and python not in path.resolve().parents:
+        if not any(folder in place for folder in _INSTALLED):
             with suppress(OSError):  # the file has been removed, or is in a zip
-                found[name] = _finder.sources.get(name) or (str(path), path.read_bytes())
+                found[name] = _finder.sources.get(name) or (place, Path(place).read_bytes())
     return found
 
 
