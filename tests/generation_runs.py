@@ -4,6 +4,7 @@ keep their state."""
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -46,6 +47,7 @@ def _work(
     outages: int,
 ) -> None:
     """One process of a rank; also the first code that a forked process runs."""
+    gc.freeze()  # as workers do; a generation begins with a collection
     import torch
 
     from raytrain_ddp.messages import Outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -211,6 +212,7 @@ class Group:
 def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    gc.freeze()  # a collection would look through all that is loaded
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
 
