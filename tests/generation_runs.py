@@ -67,8 +67,7 @@ def _work(
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
-    if outages and not failpoints.fired(Path(folder)):
-        _fail(Path(folder), outages)
+    _fail(Path(folder), outages)
     office = _Office(("127.0.0.1", port), b"test")
     office.connect()
     roster = office.roster()  # type: ignore[attr-defined]
@@ -142,7 +141,10 @@ def _work(
 
 
 def _fail(folder: Path, times: int) -> None:
-    """Makes the storage fail so many times in this process once a failpoint has fired."""
+    """Makes the storage fail so many times in this process once a failpoint has fired, if none has
+    yet."""
+    if not times or failpoints.fired(folder):
+        return
     from raytrain_ddp.checkpoint import run_folder
     from raytrain_ddp.checkpoint.store import CheckpointStore
     from raytrain_ddp.errors import UnreachableError

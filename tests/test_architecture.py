@@ -26,7 +26,7 @@ COMMANDS = {
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "uri", "user_code", "warm", "spot"},
+    {"files", "failpoints", "signals", "uri", "user_code", "warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},

@@ -38,7 +38,7 @@ from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
 from raytrain_ddp.ray_backend.capacity_watch import LiveNodes
 from raytrain_ddp.ray_backend.placement import local_resources
-from raytrain_ddp.ray_backend.ray_settings import handling
+from raytrain_ddp.signals import handling, heeded
 
 _NOTE = """\
 # Shown as if all workers ran on this machine; Ray decides the placement. MASTER_PORT is chosen
@@ -263,7 +263,5 @@ def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[li
         if noted is None and len(stops) > 1:
             raise KeyboardInterrupt(stops[0])
 
-    # `nohup` wants the process to survive SIGHUP
-    ours = [n for n in ours if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    with handling(ours, note):
+    with handling(heeded(ours), note):
         yield stops

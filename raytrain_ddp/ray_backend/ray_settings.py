@@ -1,21 +1,17 @@
-"""Contexts around Ray: environment variables, modules pickled by value, handlers of signals."""
+"""Contexts around Ray: environment variables, modules pickled by value."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.warm import worker_setup
-
-Handler = Callable[[int, FrameType | None], None]
 
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
@@ -76,21 +72,6 @@ def by_value(*modules: ModuleType) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-@contextmanager
-def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handles these signals within this context, if it is in the main thread: Python runs handlers
-    there only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 @contextmanager

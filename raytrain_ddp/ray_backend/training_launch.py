@@ -36,8 +36,8 @@ from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
-from raytrain_ddp.ray_backend.ray_settings import handling
 from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_settings
+from raytrain_ddp.signals import handling, heeded
 
 if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.evaluator import Evaluator
@@ -89,7 +89,6 @@ def run_workers(
     from raytrain_ddp.ray_backend.evaluator import Evaluator
     from raytrain_ddp.ray_backend.replacing import start_of
     from raytrain_ddp.ray_backend.single_workers import SingleWorkers
-    from raytrain_ddp.training.recording.local_session import stop_signals
 
     failures, nodes = FailurePolicy(config.scaling.max_failures, committed), LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
@@ -105,7 +104,7 @@ def run_workers(
     evaluator = None
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
-        with handling(stop_signals(), listener.on_signal):
+        with handling(heeded(), listener.on_signal):
             given = worker_settings(config, run, layout, mailbox, task)
             if layout.evaluators:
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)

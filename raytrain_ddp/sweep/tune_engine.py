@@ -32,11 +32,11 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.ray_backend.cluster import import_paths
-from raytrain_ddp.ray_backend.ray_settings import applied_settings, handling
+from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
+from raytrain_ddp.signals import handling, heeded
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
-from raytrain_ddp.training.recording.local_session import stop_signals
 from raytrain_ddp.uri import without_secrets
 
 SETTINGS = {
@@ -122,7 +122,7 @@ def run_trials(
 
     thread = threading.Thread(target=work, name="ray-tune", daemon=True)
     try:
-        with handling(stop_signals(), note):
+        with handling(heeded(), note):
             thread.start()
             while thread.is_alive():
                 if len(signals) > 1:

@@ -30,10 +30,10 @@ from raytrain_ddp.ray_backend import capacity_watch, cluster, failure_policy
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, stopped_workers
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_output import _LazyFile, ray_output_to_file
-from raytrain_ddp.ray_backend.ray_settings import applied_settings, handling, ray_settings
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
 from raytrain_ddp.ray_backend.worker_process import Tee
-from raytrain_ddp.training.recording.local_session import stop_signals
+from raytrain_ddp.signals import handling, heeded
 
 Event = Mapping[str, Any]
 
@@ -826,7 +826,7 @@ def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str)
     number = signal.Signals[name]
     before = signal.getsignal(number)
     heard: list[int] = []
-    with handling(stop_signals(), lambda n, _: heard.append(n)):
+    with handling(heeded(), lambda n, _: heard.append(n)):
         os.kill(os.getpid(), number)
         deadline = time.monotonic() + 10
         while not heard and time.monotonic() < deadline:
@@ -839,10 +839,10 @@ def test_after_nohup_a_hangup_is_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     heard: list[int] = []
     try:
-        with handling(stop_signals(), lambda n, _: heard.append(n)):
+        with handling(heeded(), lambda n, _: heard.append(n)):
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        assert signal.SIGHUP not in stop_signals()
+        assert signal.SIGHUP not in heeded()
     finally:
         signal.signal(signal.SIGHUP, before)
     assert heard == []

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +15,7 @@ from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
+from raytrain_ddp.signals import handling, heeded
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.rendezvous import Exchange, through_folder
 from raytrain_ddp.training.recording.recording_session import RecordingSession
@@ -24,26 +23,16 @@ from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-def stop_signals() -> list[signal.Signals]:
-    """The signals that request a checkpoint and a stop: those of `ASKING`, except SIGHUP if it is
-    ignored, as after `nohup`."""
-    hung_up = signal.getsignal(signal.SIGHUP)
-    return [n for n in STOP_SIGNALS if n != signal.SIGHUP or hung_up != signal.SIG_IGN]
-
 
 class LocalSession(RecordingSession):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
     _signal = 0  # that requests a stop
     _reported = False
-    _handlers: Mapping[int, Any] = {}  # before `stop_on_signals`
+    _handlers = ExitStack()
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._handlers.items():
-            signal.signal(number, before or signal.SIG_DFL)  # None: set by C code
+        self._handlers.close()
         self.close()
 
     def requests(self) -> Requests:
@@ -74,16 +63,15 @@ class LocalSession(RecordingSession):
         """From now on, Ctrl-C, SIGTERM, SIGHUP (not after `nohup`) and Slurm's warnings (SIGUSR1,
         SIGUSR2) request a checkpoint and a stop; a second signal ends the process at once. A second
         SIGHUP does not: both the shell and the kernel send one when a terminal is closed."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python runs handlers there only
-        numbers = stop_signals()
+        numbers = heeded()
 
         def ask(number: int, _: FrameType | None) -> None:
             self._signal = number  # reported later: the handler may have interrupted the display
             for each in numbers:
                 signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
 
-        self._handlers = {number: signal.signal(number, ask) for number in numbers}
+        self._handlers = ExitStack()
+        self._handlers.enter_context(handling(numbers, ask))
 
 
 def join_world(

@@ -31,8 +31,9 @@ from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.failpoints import SITES, arm
+from raytrain_ddp.signals import STOP_SIGNALS
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import STOP_SIGNALS, LocalSession
+from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state import checkpoint_interval
