@@ -228,13 +228,13 @@ def _of_images(
             for split, folder in folders.items()
             if folder is None
         }
-        splits: dict[str, str] = {split: f for split, f in folders.items() if f is not None}
+        splits = {split: folder for split, folder in folders.items() if folder is not None}
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
-        found = class_folder_splits(listing, asked, named)
-        splits, lists = found.folders, listing.named(LIST.ends)
+        splits, found = class_folder_splits(listing, asked, named)
+        lists = listing.named(LIST.ends)
         hint = f"; if {lists[0]} lists the labels, specify it explicitly" if lists else ""
-        unusable = {split: why + hint for split, why in found.unusable.items()}
+        unusable = {split: why + hint for split, why in found.items()}
 
     def check(split: str) -> None:
         if config.train_split == "auto":
