@@ -253,9 +253,7 @@ class ShardImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(
-        self, used: Callable[[int], RowMask] | None = None
-    ) -> RowGroupCache[ImageGroup]:
+    def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
