@@ -117,16 +117,8 @@ class Shard(ABC):
     path_column: str
 
     @property
-    def uri(self) -> str:
-        return self.at.uri
-
-    @property
     def name(self) -> str:
         return self.at.name
-
-    @property
-    def path(self) -> str:
-        return self.at.path
 
     @property
     def is_local(self) -> bool:
@@ -165,7 +157,7 @@ class Shard(ABC):
         if isinstance(outcome, RaytrainError):
             raise outcome
         if isinstance(outcome, Exception):
-            reason = reason_of(self.uri, outcome)
+            reason = reason_of(self.at.uri, outcome)
             raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
         return outcome
 
@@ -288,7 +280,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
         return BadRecord(f"{path}: is a folder")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
-        raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
+        raise DataError(f"{path}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
     return outcome
 
 

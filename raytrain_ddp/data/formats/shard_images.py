@@ -166,7 +166,7 @@ class ShardImages:
         its images), independent of where the files are."""
         digest = sha256()
         for shard in self._shards:
-            name = PurePosixPath(shard.path).name
+            name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
         for size in sizes_of([path for path, _ in self.files or ()]):
             digest.update(f"{size}\n".encode())
@@ -237,7 +237,7 @@ class ShardImages:
 
     def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
         """The class numbers or targets of rows start, start + 1, ... of a file."""
-        labels = self._labels_of[shard.uri]
+        labels = self._labels_of[shard.at.uri]
         numbers: list[Any] = list(map(labels.number, values))
         place = next((place for place, number in enumerate(numbers) if number is None), None)
         if place is not None:
@@ -301,7 +301,7 @@ class ShardImages:
             known = shard.groups[group].labels
             if known is None:
                 continue
-            number = self._labels_of[shard.uri].number
+            number = self._labels_of[shard.at.uri].number
             if known[0] or number(known[1]) is None or number(known[2]) is None:
                 self._labels(block, shard.read(group, [self._columns.label]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")

@@ -87,7 +87,7 @@ class TarShard(Shard):
         known = [offset for offset in offsets if offset is not None]
         first = min(known, default=tarfile.BLOCKSIZE) - tarfile.BLOCKSIZE
         last = max((o + s for o, s in zip(offsets, sizes, strict=True) if o is not None), default=0)
-        with open(self.path, "rb") as file:
+        with open(self.at.path, "rb") as file:
             status = os.fstat(file.fileno())
             if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self._modified_ns):
                 raise ValueError("it has changed since it was opened")
