@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import Kind, kind_of
+from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names
@@ -259,11 +259,6 @@ def label_range(values: Sequence[Any], kind: Kind) -> tuple[int, int, int] | Non
 
 def is_binary(kind: Any) -> bool:
     checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
-    return any(check(kind) for check in checks)
-
-
-def is_string(kind: Any) -> bool:
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(check(kind) for check in checks)
 
 

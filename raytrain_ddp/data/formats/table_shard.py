@@ -11,14 +11,13 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names
+from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names, is_string
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
     RowGroup,
     Shard,
     check_columns,
-    is_string,
     label_range,
     rows_in,
 )
