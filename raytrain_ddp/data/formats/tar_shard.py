@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -36,6 +35,7 @@ from raytrain_ddp.data.formats.shard import (
     label_range,
 )
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import replace_with
 
 _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
@@ -214,13 +214,11 @@ def _store(path: Path, table: Any) -> None:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue().to_pybytes()
-    temp = path.with_name(f".{uuid4().hex}")
     try:
-        temp.write_bytes(sha256(content).hexdigest().encode() + content)
-        os.replace(temp, path)
+        with replace_with(path, path.parent) as temp:
+            temp.write_bytes(sha256(content).hexdigest().encode() + content)
     except OSError as error:  # such as a full disk
         _log.warning("%s: cannot be written: %s", path, error.strerror)
-        temp.unlink(missing_ok=True)
 
 
 def _made(at: Opened, columns: Columns) -> Any:
