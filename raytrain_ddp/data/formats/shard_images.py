@@ -156,11 +156,6 @@ class ShardImages:
         """Ends the read-ahead threads; the source remains usable."""
         self._groups.close()
 
-    @property
-    def reads(self) -> tuple[int, int]:
-        """Row groups read so far, and how many of them repeatedly, for lack of memory."""
-        return self._groups.loads, self._groups.reloads
-
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
         its images), independent of where the files are."""
