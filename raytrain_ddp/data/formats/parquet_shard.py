@@ -51,12 +51,7 @@ class ParquetShard(Shard):
 
 
 def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
-    """Reads and checks the footer.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: a column is missing or of the wrong type.
-    """
+    """Reads and checks the footer."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)

@@ -48,12 +48,7 @@ class TableShard(Shard):
 
 
 def open_list(at: Opened, columns: Columns) -> TableShard:
-    """A file of lines with the paths of images; its rows are counted from 0, without the header.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: a column is missing or of the wrong type.
-    """
+    """A file of lines with the paths of images; its rows are counted from 0, without the header."""
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
@@ -82,12 +77,7 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
 
 def open_arrow(at: Opened, columns: Columns) -> TableShard:
     """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
-    the row groups.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: it is not on this machine, or a column is missing or of the wrong type.
-    """
+    the row groups."""
     if not isinstance(at.fs, pafs.LocalFileSystem):
         raise DataError(
             f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "

@@ -113,10 +113,6 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     The image of a sample is its member `image_column`, by default the only one with the suffix of
     an image. Its label is the text of its member `label_column`, by default "cls"; or else the
     value of that name in its member "json".
-
-    Raises:
-        ValueError, OSError, tarfile.TarError: the file is missing or damaged.
-        DataError: it is compressed or not on this machine, or a sample has no label.
     """
     if not isinstance(at.fs, pafs.LocalFileSystem):
         raise DataError(
