@@ -53,7 +53,7 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
     is_json = _has(at.name, ".jsonl", ".ndjson")
-    table = (_from_json if is_json else _from_csv)(content, at.name, columns)
+    table = _from_json(content) if is_json else _from_csv(content, at.name, columns)
     leaves, path_column, kind = check_columns(at.name, table.schema, columns)
     if not is_json and columns.label and not columns.targets:
         kind = "text"
@@ -146,7 +146,7 @@ def _require_closed(table: Any, name: str) -> None:
                 raise DataError(f"{name}, row {row}: a quotation mark is not closed: close it.")
 
 
-def _from_json(content: bytes, name: str, columns: Columns) -> Any:
+def _from_json(content: bytes) -> Any:
     from pyarrow import json
 
     options = json.ReadOptions(use_threads=False, block_size=max(1, len(content)))
