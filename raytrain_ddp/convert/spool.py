@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any
@@ -23,7 +22,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
 from raytrain_ddp.data.formats.image_folder import LOST_LINK, stats_of
-from raytrain_ddp.data.formats.shard_formats import open_shard
+from raytrain_ddp.data.formats.shard_formats import open_shard, open_shards
 from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -32,7 +31,6 @@ from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import read_json, replace_with, write_json
 
 CHUNK_ROWS = 2048  # and at least one row group
-_OPENERS = 16  # footers read concurrently
 _PNG_ROWS = 64  # encoded at a time
 
 Item = tuple[bytes | BadRecord, int, str | None]  # image, label, path
@@ -80,20 +78,16 @@ def parquet_chunks(
     split: str, stage: Path, paths: Sequence[str], classes: Sequence[str], config: DataConfig
 ) -> list[Chunk]:
     """The files' row groups in order, in runs of `CHUNK_ROWS` rows or one row group."""
-    columns = columns_of(config)
     spans: list[tuple[str, int, int]] = []
-    with ThreadPoolExecutor(_OPENERS) as threads:
-        for path, shard in zip(
-            paths, threads.map(partial(open_shard, columns=columns), paths), strict=True
-        ):
-            first = rows = 0
-            for group, row_group in enumerate(shard.groups):
-                if rows and rows + row_group.rows > CHUNK_ROWS:
-                    spans.append((path, first, group))
-                    first, rows = group, 0
-                rows += row_group.rows
-            if rows:
-                spans.append((path, first, len(shard.groups)))
+    for path, shard in zip(paths, open_shards(paths, columns_of(config)), strict=True):
+        first = rows = 0
+        for group, row_group in enumerate(shard.groups):
+            if rows and rows + row_group.rows > CHUNK_ROWS:
+                spans.append((path, first, group))
+                first, rows = group, 0
+            rows += row_group.rows
+        if rows:
+            spans.append((path, first, len(shard.groups)))
     return [
         Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, tuple(classes), config)
         for number, (path, first, stop) in enumerate(spans)

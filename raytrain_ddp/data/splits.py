@@ -23,7 +23,6 @@ from raytrain_ddp.data.loading.sources import Source
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
-from raytrain_ddp.uri import attempt
 
 Predicted = Literal["classes", "labels", "targets"]
 
@@ -90,8 +89,7 @@ class Splits:
         Raises:
             DataError: a label that has been read is not a class.
         """
-        if self._counting is None:
-            self.begin_counting()
+        self.begin_counting()
         assert self._counting is not None
         self._counting.join(max(0.0, self._began + _COUNTED_WITHIN_S - time.monotonic()))
         if self._error:
@@ -107,24 +105,17 @@ class Splits:
         )
 
     def _count(self) -> None:
-        for name, source in (("train", self.train), ("eval", self.eval)):
-            if source is not None:
-                found = attempt(source.labels)
-                if isinstance(found, Exception):
-                    self._error.append(found)
-                    return
-                if self.predicted == "classes":
-                    self._labels[name] = np.bincount(found, minlength=len(self.class_names))
-                elif self.predicted == "labels":
-                    self._labels[name] = found.sum(0, dtype=np.int64)
-        sources = [self.train, self.eval]
-        paths: list[Any] | Exception = attempt(
-            lambda: [getattr(source, "paths", list)() for source in sources]
-        )
-        if isinstance(paths, Exception):
-            self._error.append(paths)
-        else:
+        try:
+            for name, source in (("train", self.train), ("eval", self.eval)):
+                labels = None if source is None else source.labels()
+                if labels is not None and self.predicted == "classes":
+                    self._labels[name] = np.bincount(labels, minlength=len(self.class_names))
+                elif labels is not None and self.predicted == "labels":
+                    self._labels[name] = labels.sum(0, dtype=np.int64)
+            paths: list[Any] = [getattr(s, "paths", list)() for s in (self.train, self.eval)]
             self._repeated += _repeated(*paths)
+        except Exception as error:
+            self._error.append(error)
 
     def _summary_of(self, split: str, source: ImageSource, origin: str = "") -> SplitSummary:
         rows, counts = int(source.blocks.sum()), self._labels.get(split)

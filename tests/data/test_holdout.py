@@ -188,7 +188,7 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
         with ThreadPoolExecutor(3) as pool:
             parts = [order.read(*plan.span(k, j)) for k in range(8) for j in range(3)]
             assert all(len(part) for part in pool.map(source.read, parts))
-    groups: RowGroupCache[Any] = source._source._groups
+    groups: RowGroupCache = source._source._groups
     loads, kept_bytes = groups.loads, groups._bytes
     source.close()
     assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine

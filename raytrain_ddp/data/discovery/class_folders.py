@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
-from raytrain_ddp.data.discovery.split_names import (
-    NoSuchConfigError,
-    SplitName,
-    split_name,
-)
+from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, SplitName, split_name
 from raytrain_ddp.errors import DataError, first_names
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
-
-
-@dataclass
-class FolderSplits:
-    """Folders that contain class folders, relative to the listing's root.
-
-    Args:
-        folders: by split; an unnamed split is "".
-        unusable: why a split cannot be used.
-    """
-
-    folders: dict[str, str] = field(default_factory=dict)
-    unusable: dict[str, str] = field(default_factory=dict)
 
 
 class _Tree:
@@ -48,8 +30,11 @@ class _Tree:
         return [name for name in self._below.get(folder, []) if name not in self.full]
 
 
-def class_folder_splits(listing: FileListing, config: str, asked: Collection[str]) -> FolderSplits:
-    """Finds the folders whose subfolders are the classes.
+def class_folder_splits(
+    listing: FileListing, config: str, asked: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The folders whose subfolders are the classes, relative to the listing's root, by split (an
+    unnamed one is ""); and why other splits cannot be used.
 
     They may be several levels deeper if there is nothing else. Folders are splits if their names
     are like ``train`` or ``val2017``, or come in pairs such as ``my_train`` and ``my_test``.
@@ -94,7 +79,7 @@ def class_folder_splits(listing: FileListing, config: str, asked: Collection[str
             break
     if not picked:
         raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
-    return _described(top, splits, subs, tree)
+    return _usable(top, splits, subs, tree)
 
 
 def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str) -> None:
@@ -118,26 +103,21 @@ def folder_of_patterns(patterns: Collection[str]) -> str | None:
     return folders.pop() if len(folders) == 1 else None
 
 
-def _described(
+def _usable(
     top: str, splits: Mapping[str, str], subs: Collection[str], tree: _Tree
-) -> FolderSplits:
-    found = FolderSplits()
+) -> tuple[dict[str, str], dict[str, str]]:
     if not splits:
-        found.folders[""] = top
-        return found
-    for name in subs:
-        if name not in splits.values():
-            found.unusable[_name(name)] = "its name is not the name of a split"
+        return {"": top}, {}
+    others = [_name(name) for name in subs if name not in splits.values()]
+    unusable = dict.fromkeys(others, "its name is not the name of a split")
     for label, folder in splits.items():
-        if tree.below(folder):
-            found.folders[label] = folder
-        else:
-            found.unusable[label] = "it contains images without class folders"
+        if not tree.below(folder):
+            unusable[label] = "it contains images without class folders"
     for name in tree.empty(top):
         split = split_name(_name(name))
         if split and split.is_exact:
-            found.unusable[split.word] = "it contains no images"
-    return found
+            unusable[split.word] = "it contains no images"
+    return {label: f for label, f in splits.items() if tree.below(f)}, unusable
 
 
 def _splits_among(folders: Collection[str], asked: Collection[str], tree: _Tree) -> dict[str, str]:

@@ -228,28 +228,21 @@ def _of_images(
             for split, folder in folders.items()
             if folder is None
         }
-        splits: dict[str, str] = {split: f for split, f in folders.items() if f is not None}
+        splits = {split: folder for split, folder in folders.items() if folder is not None}
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
-        found = class_folder_splits(listing, asked, named)
-        splits, lists = found.folders, listing.named(LIST.ends)
+        splits, reasons = class_folder_splits(listing, asked, named)
+        lists = listing.named(LIST.ends)
         hint = f"; if {lists[0]} lists the labels, specify it explicitly" if lists else ""
-        unusable = {split: why + hint for split, why in found.unusable.items()}
+        unusable = {split: why + hint for split, why in reasons.items()}
 
     def check(split: str) -> None:
         if config.train_split == "auto":
             refuse_split_names_as_classes(listing, split, splits[split])
 
-    return DataSet(
-        field=field,
-        shown=listing.shown,
-        kind="folder",
-        splits={split: (folder,) for split, folder in splits.items()},
-        uri_of=lambda folder: listing.uri_of("" if folder == "." else folder),
-        unusable=unusable,
-        notes=tuple(notes),
-        check=check,
-    )
+    found = {split: (folder,) for split, folder in splits.items()}
+    kept = tuple(notes)
+    return DataSet(field, listing.shown, "folder", found, listing.uri_of, unusable, kept, check)
 
 
 def _require_no_config(shown: str, asked: str) -> None:

@@ -27,7 +27,6 @@ class RepoConfig:
         others: the names of the other configs.
     """
 
-    name: str
     patterns: Mapping[str, tuple[str, ...]] | None
     folder: str
     others: tuple[str, ...]
@@ -67,7 +66,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     files = entry.get("data_files")
     patterns = None if files is None else _patterns(listing, files)
     others = tuple(name for name in configs if name != chosen[0])
-    return RepoConfig(chosen[0], patterns, folder, others)
+    return RepoConfig(patterns, folder, others)
 
 
 def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:

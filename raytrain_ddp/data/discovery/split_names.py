@@ -191,9 +191,7 @@ def is_shard(name: str) -> bool:
     return _SHARD.fullmatch(PurePosixPath(name).stem) is not None
 
 
-def require_all_shards(
-    names: Sequence[str], shown: str, is_wanted: Callable[[str], bool] = lambda _: True
-) -> None:
+def require_all_shards(names: Sequence[str], shown: str, is_wanted: Callable[[str], bool]) -> None:
     """Raises a DataError if shards such as ``train-00000-of-00003`` are missing or duplicated.
 
     Args:

@@ -74,7 +74,10 @@ class DiskCache:
         return table
 
     def _keep(self, table: Any, part: int, path: Path) -> None:
-        content = _packed(table)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        content = sink.getvalue()
         try:
             if self._reserve(part, len(content) + _TRAILER.size):
                 _write(part, content)
@@ -178,13 +181,6 @@ def _read(path: Path) -> Any:
             path.unlink()
         return None
     return table
-
-
-def _packed(table: Any) -> Any:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue()
 
 
 def _write(file: int, content: Any) -> None:

@@ -56,17 +56,18 @@ def kind_of(label: Any) -> Kind | None:
     """The kind of an Arrow type's values; None if they cannot be labels. A column without any value
     (null) counts as strings."""
     label = label.value_type if pa.types.is_dictionary(label) else label
-    checks: dict[Kind, tuple[Any, ...]] = {
-        "integer": (pa.types.is_integer,),
-        "number": (pa.types.is_floating,),
-        "boolean": (pa.types.is_boolean,),
-        "string": (
-            *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-            pa.types.is_null,
-        ),
+    fits: dict[Kind, bool] = {
+        "integer": pa.types.is_integer(label),
+        "number": pa.types.is_floating(label),
+        "boolean": pa.types.is_boolean(label),
+        "string": is_string(label) or pa.types.is_null(label),
     }
-    fitting = (kind for kind, types in checks.items() if any(check(label) for check in types))
-    return next(fitting, None)
+    return next((kind for kind in fits if fits[kind]), None)
+
+
+def is_string(kind: Any) -> bool:
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(check(kind) for check in checks)
 
 
 def hugging_face_names(schema: Any, column: str) -> list[str] | None:
@@ -195,14 +196,10 @@ class Labels:
         return f"{value!r} is not one of the {some_names(self._classes)}"
 
 
-def are_numbers(names: Sequence[str]) -> bool:
-    """Whether all names are non-negative integers in their shortest form."""
-    return all(_INTEGER.fullmatch(name) for name in names)
-
-
 def how_mapped(names: Sequence[str]) -> str:
     """Describes the mapping of numeric labels that differ from their class numbers; else ""."""
-    if not are_numbers(names) or names == [str(number) for number in range(len(names))]:
+    are_numbers = all(map(_INTEGER.fullmatch, names))
+    if not are_numbers or names == [str(number) for number in range(len(names))]:
         return ""
     return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
 

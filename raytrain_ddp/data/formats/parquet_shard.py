@@ -28,7 +28,7 @@ class ParquetShard(Shard):
     _footer: bytes  # a tenth of the size of its parsed form
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        with self.at.fs.open_input_file(self.path) as source:
+        with self.at.fs.open_input_file(self.at.path) as source:
             size = source.size()
             if size != self.size_bytes:
                 raise ValueError(f"it has {size} bytes now and had {self.size_bytes} when opened")
@@ -51,12 +51,7 @@ class ParquetShard(Shard):
 
 
 def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
-    """Reads and checks the footer.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: a column is missing or of the wrong type.
-    """
+    """Reads and checks the footer."""
     with at.fs.open_input_file(at.path) as source:
         size = source.size()
         footer = _read_footer(source, size)

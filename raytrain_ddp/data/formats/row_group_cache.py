@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,6 @@ from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
 
 Image = bytes | BadRecord
-
-
-class Sized(Protocol):
-    """A block in memory."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-B = TypeVar("B", bound=Sized)
 RowMask = npt.NDArray[np.bool_]
 
 
@@ -52,7 +42,7 @@ class ImageGroup:
         return str(path) if path else BadRecord("the image is null")
 
 
-class RowGroupCache(Generic[B]):
+class RowGroupCache:
     """Blocks that are loaded on demand by the thread that needs them, or in advance by other
     threads.
 
@@ -70,7 +60,7 @@ class RowGroupCache(Generic[B]):
 
     def __init__(
         self,
-        load: Callable[[int], B],
+        load: Callable[[int], ImageGroup],
         rows: Rows,
         sizes: Rows,
         limit_bytes: int,
@@ -82,7 +72,7 @@ class RowGroupCache(Generic[B]):
         self._limit, self._threads = limit_bytes, threads
         self._all_fit = int(sizes.sum()) <= limit_bytes
         self._lock = Lock()
-        self._kept: OrderedDict[int, _Kept[B]] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()  # least recently used first
         self._bytes = 0
         self._wanted: dict[int, None] = {}  # to be read in advance, in this order
         self._reading = 0  # blocks that the pool is reading
@@ -91,7 +81,7 @@ class RowGroupCache(Generic[B]):
         self.loads = 0
         self.reloads = 0
 
-    def get(self, block: int, places: Rows) -> B:
+    def get(self, block: int, places: Rows) -> ImageGroup:
         """A block of which the caller reads the rows at `places`, shape (n,)."""
         with self._lock:
             kept = self._kept.get(block)
@@ -132,12 +122,12 @@ class RowGroupCache(Generic[B]):
 
     # The following methods require the lock, except `_fill` and `_fill_ahead`.
 
-    def _begin(self, block: int) -> _Kept[B]:
+    def _begin(self, block: int) -> _Kept:
         self.loads += 1
         if block in self._cut:
             self._cut.remove(block)
             self.reloads += 1
-        kept = _Kept[B](int(self._sizes[block]), self._used(block))
+        kept = _Kept(int(self._sizes[block]), self._used(block))
         self._kept[block] = kept
         self._bytes += kept.size_bytes
         return kept
@@ -155,7 +145,7 @@ class RowGroupCache(Generic[B]):
             self._drop(other, kept)
             self._cut.add(other)
 
-    def _drop(self, block: int, kept: _Kept[B]) -> None:
+    def _drop(self, block: int, kept: _Kept) -> None:
         if self._kept.get(block) is kept:
             del self._kept[block]
             self._bytes -= kept.size_bytes
@@ -171,13 +161,13 @@ class RowGroupCache(Generic[B]):
             self._reading += 1
             self._pool.submit(self._fill_ahead, block, self._begin(block))
 
-    def _fill_ahead(self, block: int, kept: _Kept[B]) -> None:
+    def _fill_ahead(self, block: int, kept: _Kept) -> None:
         self._fill(block, kept)
         with self._lock:
             self._reading -= 1
             self._read_ahead()
 
-    def _fill(self, block: int, kept: _Kept[B]) -> None:
+    def _fill(self, block: int, kept: _Kept) -> None:
         """Loads a block. On an error, the waiting threads get it; later calls try again."""
         try:
             content = self._load(block)
@@ -194,10 +184,10 @@ class RowGroupCache(Generic[B]):
 
 
 @dataclass(eq=False)
-class _Kept(Generic[B]):
+class _Kept:
     size_bytes: int  # expected, then measured
     used: RowMask  # (rows,)
-    content: Future[B] = field(default_factory=Future)
+    content: Future[ImageGroup] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.unread = self.used.copy()  # (rows,) in this pass over the data

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import Kind, kind_of
+from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names
@@ -117,16 +117,8 @@ class Shard(ABC):
     path_column: str
 
     @property
-    def uri(self) -> str:
-        return self.at.uri
-
-    @property
     def name(self) -> str:
         return self.at.name
-
-    @property
-    def path(self) -> str:
-        return self.at.path
 
     @property
     def is_local(self) -> bool:
@@ -165,7 +157,7 @@ class Shard(ABC):
         if isinstance(outcome, RaytrainError):
             raise outcome
         if isinstance(outcome, Exception):
-            reason = reason_of(self.uri, outcome)
+            reason = reason_of(self.at.uri, outcome)
             raise DataError(f"{self.name}{where}: cannot be read: {reason}.")
         return outcome
 
@@ -270,11 +262,6 @@ def is_binary(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def is_string(kind: Any) -> bool:
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(check(kind) for check in checks)
-
-
 def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     """The image in a file of its own: on this machine, or below the folder of the images."""
     parts = PurePosixPath(path).parts
@@ -288,7 +275,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
         return BadRecord(f"{path}: is a folder")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
-        raise DataError(f"{path}: cannot be read: {reason_of(shard.uri, outcome)}.")
+        raise DataError(f"{path}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
     return outcome
 
 

@@ -19,10 +19,16 @@ _ERRORS_SHOWN = 20
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files."""
+    """A format of files.
+
+    Args:
+        ends: in lower case.
+        open: reads and checks what a file tells of its rows. Raises ValueError, OSError or
+            tarfile.TarError if it is missing or damaged, DataError if it cannot be used.
+    """
 
     title: str
-    ends: tuple[str, ...]  # in lower case
+    ends: tuple[str, ...]
     open: Callable[[Opened, Columns], Shard]
 
 

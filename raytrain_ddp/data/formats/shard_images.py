@@ -156,17 +156,12 @@ class ShardImages:
         """Ends the read-ahead threads; the source remains usable."""
         self._groups.close()
 
-    @property
-    def reads(self) -> tuple[int, int]:
-        """Row groups read so far, and how many of them repeatedly, for lack of memory."""
-        return self._groups.loads, self._groups.reloads
-
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
         its images), independent of where the files are."""
         digest = sha256()
         for shard in self._shards:
-            name = PurePosixPath(shard.path).name
+            name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
         for size in sizes_of([path for path, _ in self.files or ()]):
             digest.update(f"{size}\n".encode())
@@ -237,7 +232,7 @@ class ShardImages:
 
     def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
         """The class numbers or targets of rows start, start + 1, ... of a file."""
-        labels = self._labels_of[shard.uri]
+        labels = self._labels_of[shard.at.uri]
         numbers: list[Any] = list(map(labels.number, values))
         place = next((place for place, number in enumerate(numbers) if number is None), None)
         if place is not None:
@@ -253,9 +248,7 @@ class ShardImages:
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
             return list(pool.map(lambda each: image_at(*each[1:]), apart))
 
-    def _new_groups(
-        self, used: Callable[[int], RowMask] | None = None
-    ) -> RowGroupCache[ImageGroup]:
+    def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
@@ -303,7 +296,7 @@ class ShardImages:
             known = shard.groups[group].labels
             if known is None:
                 continue
-            number = self._labels_of[shard.uri].number
+            number = self._labels_of[shard.at.uri].number
             if known[0] or number(known[1]) is None or number(known[2]) is None:
                 self._labels(block, shard.read(group, [self._columns.label]))  # names the row
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")

@@ -39,13 +39,13 @@ def labels_of(
         names = _target_names(shards, columns, classes)
         kind, binary = shards[0].kind, columns.binary
         return names, {
-            shard.uri: Targets(columns.targets, names, kind, binary, shard.class_names)
+            shard.at.uri: Targets(columns.targets, names, kind, binary, shard.class_names)
             for shard in shards
         }
     names = class_names_of(shards, columns.label, classes)
     # Numbers in a file without names are those of the other files.
     own = next((shard.class_names for shard in shards if shard.class_names), None)
-    return names, {shard.uri: Labels(names, shard.kind, own) for shard in shards}
+    return names, {shard.at.uri: Labels(names, shard.kind, own) for shard in shards}
 
 
 def _target_names(

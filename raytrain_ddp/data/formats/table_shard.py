@@ -11,14 +11,13 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names
+from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names, is_string
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
     RowGroup,
     Shard,
     check_columns,
-    is_string,
     label_range,
     rows_in,
 )
@@ -49,17 +48,12 @@ class TableShard(Shard):
 
 
 def open_list(at: Opened, columns: Columns) -> TableShard:
-    """A file of lines with the paths of images; its rows are counted from 0, without the header.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: a column is missing or of the wrong type.
-    """
+    """A file of lines with the paths of images; its rows are counted from 0, without the header."""
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
     is_json = _has(at.name, ".jsonl", ".ndjson")
-    table = (_from_json if is_json else _from_csv)(content, at.name, columns)
+    table = _from_json(content) if is_json else _from_csv(content, at.name, columns)
     leaves, path_column, kind = check_columns(at.name, table.schema, columns)
     if not is_json and columns.label and not columns.targets:
         kind = "text"
@@ -83,12 +77,7 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
 
 def open_arrow(at: Opened, columns: Columns) -> TableShard:
     """An Arrow stream, as `datasets` writes it, or an Arrow file (Feather). Its record batches are
-    the row groups.
-
-    Raises:
-        ValueError, OSError: the file is missing or damaged.
-        DataError: it is not on this machine, or a column is missing or of the wrong type.
-    """
+    the row groups."""
     if not isinstance(at.fs, pafs.LocalFileSystem):
         raise DataError(
             f"{at.name}: Arrow files are read from local disks only: download it, or convert it to "
@@ -157,7 +146,7 @@ def _require_closed(table: Any, name: str) -> None:
                 raise DataError(f"{name}, row {row}: a quotation mark is not closed: close it.")
 
 
-def _from_json(content: bytes, name: str, columns: Columns) -> Any:
+def _from_json(content: bytes) -> Any:
     from pyarrow import json
 
     options = json.ReadOptions(use_threads=False, block_size=max(1, len(content)))

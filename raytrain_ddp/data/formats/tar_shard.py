@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -36,6 +35,7 @@ from raytrain_ddp.data.formats.shard import (
     label_range,
 )
 from raytrain_ddp.errors import DataError
+from raytrain_ddp.files import replace_with
 
 _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
@@ -87,7 +87,7 @@ class TarShard(Shard):
         known = [offset for offset in offsets if offset is not None]
         first = min(known, default=tarfile.BLOCKSIZE) - tarfile.BLOCKSIZE
         last = max((o + s for o, s in zip(offsets, sizes, strict=True) if o is not None), default=0)
-        with open(self.path, "rb") as file:
+        with open(self.at.path, "rb") as file:
             status = os.fstat(file.fileno())
             if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self._modified_ns):
                 raise ValueError("it has changed since it was opened")
@@ -113,10 +113,6 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     The image of a sample is its member `image_column`, by default the only one with the suffix of
     an image. Its label is the text of its member `label_column`, by default "cls"; or else the
     value of that name in its member "json".
-
-    Raises:
-        ValueError, OSError, tarfile.TarError: the file is missing or damaged.
-        DataError: it is compressed or not on this machine, or a sample has no label.
     """
     if not isinstance(at.fs, pafs.LocalFileSystem):
         raise DataError(
@@ -214,13 +210,11 @@ def _store(path: Path, table: Any) -> None:
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     content = sink.getvalue().to_pybytes()
-    temp = path.with_name(f".{uuid4().hex}")
     try:
-        temp.write_bytes(sha256(content).hexdigest().encode() + content)
-        os.replace(temp, path)
+        with replace_with(path, path.parent) as temp:
+            temp.write_bytes(sha256(content).hexdigest().encode() + content)
     except OSError as error:  # such as a full disk
         _log.warning("%s: cannot be written: %s", path, error.strerror)
-        temp.unlink(missing_ok=True)
 
 
 def _made(at: Opened, columns: Columns) -> Any:

@@ -344,7 +344,7 @@ def test_row_groups_are_read_once_per_lane(threads: int, tmp_path: Path):
         records = [record for future in futures for record in future.result()]
         assert [image for image, _ in records] == [expected[row] for row in seen]
         assert sorted(seen) == list(range(rows))
-    loads, reloads = source.reads
+    loads, reloads = source._groups.loads, source._groups.reloads
     borders = (plan.slots - 1) * window  # two lanes share the blocks of a window
     borders += threads - 1  # and a thread may come late for a block that the others have left
     assert blocks * 2 <= loads <= (blocks + borders) * 2

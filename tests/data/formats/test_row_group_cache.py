@@ -54,7 +54,7 @@ class Store:
         return Block(block)
 
 
-def groups_of(store: Store, blocks: int, fitting: int, threads: int = 2) -> RowGroupCache[Block]:
+def groups_of(store: Store, blocks: int, fitting: int, threads: int = 2) -> RowGroupCache:
     """`blocks` blocks of 10 bytes, of which so many fit into memory."""
     rows, sizes = np.full(blocks, ROWS), np.full(blocks, 10)
     return RowGroupCache(store.load, rows, sizes, 10 * fitting, threads)
