@@ -15,7 +15,7 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 from raytrain_ddp.tasks.model_parts import evaluating
-from raytrain_ddp.tasks.task_check import optional_method, refused
+from raytrain_ddp.tasks.task_check import refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.world import autocast
@@ -116,7 +116,7 @@ def outputs(
 
 
 def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
-    method = optional_method(task, "predict")
+    method = getattr(task, "predict", None)
     if method is None:
         raise ConfigError(
             f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "

@@ -185,11 +185,6 @@ def _require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
     return loss  # type: ignore[no-any-return]
 
 
-def optional_method(task: Task, name: str) -> Any:
-    """The task's method of that name, if it has one; see `Task`."""
-    return getattr(task, name, None)
-
-
 def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:
     """The error for an invalid result of the user's `function`."""
     return TaskError(f"{place_of(function)}: returned {_described(got)}; expected {wanted}.{hint}")
