@@ -7,7 +7,7 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -217,19 +217,17 @@ def _as_array(name: str, array: Any) -> Any:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
 
 
-def require_dataset(dataset: Any, kinds: Collection[str]) -> None:
-    """Raises DataError for what contains data sets or makes batches of them.
-
-    Args:
-        kinds: names of its classes.
-    """
-    name = type(dataset).__name__
+def require_dataset(dataset: Any) -> set[str]:
+    """The names of its classes; raises DataError for what contains data sets or makes batches of
+    them."""
+    name, kinds = type(dataset).__name__, {each.__name__ for each in type(dataset).__mro__}
     if "DataLoader" in kinds:
         raise DataError(f"{name} makes batches: pass its data set (loader.dataset).")
     if "DatasetDict" in kinds:
         raise DataError(f"{name} has several splits: choose one, such as datasets['train'].")
     if "DataFrame" in kinds:
         raise DataError(f"{name}: use ArraySource(frame), whose arrays are the columns.")
+    return kinds
 
 
 class MapSource:
@@ -250,8 +248,7 @@ class MapSource:
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
-        kinds = {each.__name__ for each in type(dataset).__mro__}  # without an import of torch
-        require_dataset(dataset, kinds)
+        kinds = require_dataset(dataset)  # by name: torch need not be imported
         if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "
