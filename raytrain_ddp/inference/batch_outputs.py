@@ -105,10 +105,10 @@ def outputs(
                 yield Outputs(rows, kept, {})
                 continue
             seed_slot(device, 0, 0, chunk)
-            values = _computed(predict, task, model, own, samples, captured)
+            values = _computed(predict, model, own, samples, captured)
             buffers.restore()
             if asked.tta == "flip":
-                other = _computed(predict, task, model, _mirrored(own), samples, captured)
+                other = _computed(predict, model, _mirrored(own), samples, captured)
                 buffers.restore()
                 values = {name: _mean(value, other[name]) for name, value in values.items()}
                 values.pop("logit", None)  # the classes are ordered by the mean probability
@@ -127,7 +127,6 @@ def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
 
 def _computed(
     predict: Callable[[nn.Module, Batch], Any],
-    task: Task,
     model: nn.Module,
     batch: Batch,
     samples: int,
