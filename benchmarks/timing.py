@@ -26,7 +26,7 @@ from series import Series, describe_machine, spread, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.training.monitoring.phase_clock import PHASES, Clock
 from raytrain_ddp.training.monitoring.step_timing import Reading, in_order, summary
 

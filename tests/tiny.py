@@ -30,7 +30,7 @@ from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.events import Plan
 from raytrain_ddp.messages import Event, Outcome
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.loop import train

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import raytrain_ddp
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.tasks.small_networks import DigitsCNN
 
 BATCH, WARM_UP = 64, 1
 FOLDER = Path(raytrain_ddp.__file__).parent / "data" / "digits"

@@ -47,7 +47,7 @@ class IterableSource:
     def __init__(
         self, dataset: Iterable[Any], rows: int | None = None, *, shared: bool = False
     ) -> None:
-        require_dataset(dataset, {each.__name__ for each in type(dataset).__mro__})
+        require_dataset(dataset)
         if rows is None and not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length: give the number of its items as rows=."

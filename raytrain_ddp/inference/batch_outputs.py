@@ -15,7 +15,7 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
 from raytrain_ddp.tasks.model_parts import evaluating
-from raytrain_ddp.tasks.task_check import optional_method, refused
+from raytrain_ddp.tasks.task_check import refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.runtime.seeding import seed_slot
 from raytrain_ddp.training.runtime.world import autocast
@@ -105,10 +105,10 @@ def outputs(
                 yield Outputs(rows, kept, {})
                 continue
             seed_slot(device, 0, 0, chunk)
-            values = _computed(predict, task, model, own, samples, captured)
+            values = _computed(predict, model, own, samples, captured)
             buffers.restore()
             if asked.tta == "flip":
-                other = _computed(predict, task, model, _mirrored(own), samples, captured)
+                other = _computed(predict, model, _mirrored(own), samples, captured)
                 buffers.restore()
                 values = {name: _mean(value, other[name]) for name, value in values.items()}
                 values.pop("logit", None)  # the classes are ordered by the mean probability
@@ -116,7 +116,7 @@ def outputs(
 
 
 def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
-    method = optional_method(task, "predict")
+    method = getattr(task, "predict", None)
     if method is None:
         raise ConfigError(
             f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
@@ -127,7 +127,6 @@ def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
 
 def _computed(
     predict: Callable[[nn.Module, Batch], Any],
-    task: Task,
     model: nn.Module,
     batch: Batch,
     samples: int,

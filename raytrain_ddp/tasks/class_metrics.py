@@ -65,12 +65,11 @@ class MeanAuroc(MulticlassAUROC):
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes, average=None, validate_args=False)
-        self._classes = classes
 
     def compute(self) -> Tensor:  # type: ignore[override]
         of_each: Tensor = super().compute()
         labels = dim_zero_cat(self.target)
-        counts = labels.bincount(minlength=self._classes)
+        counts = labels.bincount(minlength=self.num_classes)
         return of_each[(counts > 0) & (counts < len(labels))].mean()
 
 

@@ -149,8 +149,6 @@ class Criterion:
     def _class_weights(self, device: torch.device) -> Tensor:
         if device not in self._weights:  # only once: such a copy makes the host wait
             sizes = self._class_sizes()
-            weights = sizes.sum() / (
-                len(sizes) * sizes.clamp(min=1)
-            )  # as scikit-learn's "balanced"
+            weights = sizes.sum() / (len(sizes) * sizes.clamp(min=1))  # scikit-learn's "balanced"
             self._weights[device] = weights.float().to(device)
         return self._weights[device]

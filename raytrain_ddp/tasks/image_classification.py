@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image
+from raytrain_ddp.data.pixels.decoding import open_encoded_image
 from raytrain_ddp.data.pixels.gpu_augment import finish_images, mix
 from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import open_splits
@@ -22,7 +22,6 @@ from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.model_parts import Frozen, freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.uri import attempt
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -87,15 +86,12 @@ class ImageClassification(Task):
     @property
     def stored_image_size(self) -> int:
         """Side of the first training image, in pixels; 0 if it is not square or cannot be read."""
-        config = self._config.data
-
-        def first() -> EncodedImage:
+        try:
             stored = self.splits.train.read(np.array([0]))[0][0]
-            return open_encoded_image(stored, config.exif_orientation)
-
-        image = attempt(first)
-        is_square = not isinstance(image, Exception) and image.height == image.width
-        return image.height if is_square else 0  # type: ignore[union-attr]
+            image = open_encoded_image(stored, self._config.data.exif_orientation)
+        except Exception:  # the source's, or a decoder's
+            return 0
+        return image.height if image.height == image.width else 0
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         inputs, partners = self._inputs(batch), batch.get("partner")

@@ -149,7 +149,7 @@ def builder(config: ModelConfig) -> Callable[..., Any]:
     from functools import partial
 
     if config.name == DIGITS:
-        from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+        from raytrain_ddp.tasks.small_networks import DigitsCNN
 
         return partial(DigitsCNN, dropout=config.dropout)
     if config.name.startswith(TIMM):

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean, first_names
 from raytrain_ddp.files import expanded
-from raytrain_ddp.tasks.model_zoo import (
-    TIMM,
-    build,
-    check_model,
-    known_weights,
-    timm_name,
-)
+from raytrain_ddp.tasks.model_zoo import TIMM, build, check_model, known_weights, timm_name
 from raytrain_ddp.tasks.weight_sources import (
     FILES,
     HUB,
@@ -95,11 +89,6 @@ def is_named(config: ModelConfig) -> bool:
     return True
 
 
-def has_weights(config: ModelConfig) -> bool:
-    """Whether the model starts from weights: also if timm's name for them is in its own."""
-    return config.weights is not None or is_named(config)
-
-
 def begun_model(
     config: ModelConfig, classes: int, load: bool = True, names: Sequence[str] = ()
 ) -> tuple[nn.Module, str]:
@@ -114,18 +103,15 @@ def begun_model(
         PreflightError: the weights cannot be downloaded.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    if not has_weights(config):
-        return build(config, classes), ""
-    if not is_named(config):
-        model = build(config, classes)
-        if not load:
-            return model, ""
-        state, known = stored_state(str(config.weights))
-        return model, _begin(
-            config, model, state, _MOST, bool(names and known) and [*known] != [*names]
-        )
-    model = build(config, classes, needed_arguments(config))
-    return model, _begin(config, model, pretrained_state(config), 1.0) if load else ""
+    named = is_named(config)
+    model = build(config, classes, needed_arguments(config) if named else None)
+    if not load or (config.weights is None and not named):
+        return model, ""
+    if named:
+        return model, _begin(config, model, pretrained_state(config), 1.0)
+    state, known = stored_state(str(config.weights))
+    new_head = bool(names and known) and [*known] != [*names]
+    return model, _begin(config, model, state, _MOST, new_head)
 
 
 def normalization_note(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> str:
@@ -185,8 +171,7 @@ def _begin(
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same shape, and are both floating-point numbers or both not."""
-    is_float = one.is_floating_point(), other.is_floating_point()
-    return one.shape == other.shape and is_float[0] == is_float[1]
+    return one.shape == other.shape and one.is_floating_point() == other.is_floating_point()
 
 
 def _shaped(key: str, of: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:

@@ -105,20 +105,12 @@ class Tabular(Task):
         return self._criterion(model(batch["x"]), batch["y"])
 
     def metrics(self) -> dict[str, Metric]:
-        from raytrain_ddp.tasks.class_metrics import (  # takes seconds to import
-            Mean,
-            MeanAuroc,
-            TopK,
-        )
+        from raytrain_ddp.tasks.class_metrics import Mean, MeanAuroc, TopK  # seconds
 
         classes = len(self.class_names)
         if self._criterion.of_targets:
             return {"loss": Mean(), **self._criterion.metrics(classes)}
-        return {
-            "loss": Mean(),
-            "top1": TopK(1),
-            "auroc": MeanAuroc(classes),
-        }
+        return {"loss": Mean(), "top1": TopK(1), "auroc": MeanAuroc(classes)}
 
     def evaluate(
         self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Metric]
@@ -162,10 +154,7 @@ def _classes(labels: Table, source: str) -> list[Any]:
 
 
 def _columns(
-    source: str,
-    labels: Sequence[str],
-    binary: bool | None,
-    wanted: list[str] | None = None,
+    source: str, labels: Sequence[str], binary: bool | None, wanted: list[str] | None = None
 ) -> tuple[Table, Table]:
     """The columns of a table but for the labels, and those of the labels.
 

@@ -132,13 +132,8 @@ def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | Me
         if isinstance(metric, type):
             raise refused(function, metrics, wanted, f" {name!r} is a class: create an instance.")
         if lacking and not hasattr(metric, "items"):  # a collection is checked by its metrics
-            kind = type(metric).__name__
-            raise refused(
-                function,
-                metrics,
-                wanted,
-                f" {name!r} is of class {kind}, which has no {lacking[0]}().",
-            )
+            hint = f" {name!r} is of class {type(metric).__name__}, which has no {lacking[0]}()."
+            raise refused(function, metrics, wanted, hint)
     return metrics  # type: ignore[no-any-return]
 
 
@@ -175,19 +170,12 @@ def _require_loss(task: Task, loss: Any, needs_gradient: bool) -> Tensor:
             hint = " Return the loss, or (loss, {name: scalar}) to log scalars with it."
         raise refused(task.loss, loss, "a floating-point tensor of shape ()", hint)
     if needs_gradient and not loss.requires_grad:
-        raise refused(
-            task.loss,
-            loss,
-            "a loss that depends on the model's parameters",
+        hint = (
             " It was detached, computed without gradients (.item(), .detach(), torch.no_grad()), "
-            "or depends on frozen parameters only.",
+            "or depends on frozen parameters only."
         )
+        raise refused(task.loss, loss, "a loss that depends on the model's parameters", hint)
     return loss  # type: ignore[no-any-return]
-
-
-def optional_method(task: Task, name: str) -> Any:
-    """The task's method of that name, if it has one; see `Task`."""
-    return getattr(task, name, None)
 
 
 def refused(function: Any, got: object, wanted: str, hint: str = "") -> TaskError:

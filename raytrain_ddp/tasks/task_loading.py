@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
@@ -105,10 +105,8 @@ def imported(field: str, name: str) -> Any:
                 f"{field} = {name!r}: the file has relative imports, which need its package: name "
                 f"the module, such as {module_name}:{object_name}."
             ) from error
-    try:
+    with suppress(AttributeError):
         return attrgetter(object_name)(module)
-    except AttributeError:
-        pass
     raise ConfigError(
         f"{field} = {name!r}: {place} has no {_KINDS[field]} {object_name!r}."
         f"{did_you_mean(object_name, vars(module))}"

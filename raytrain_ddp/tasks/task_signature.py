@@ -128,11 +128,8 @@ def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
         return
     signature = inspect.signature(made_by)
     parameters = list(signature.parameters.values())
-    takes = [
-        each.name
-        for each in parameters[1:]
-        if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
+    named = [p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes = [each.name for each in named]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     for option in options:
         if option not in takes and not takes_any:
@@ -140,12 +137,8 @@ def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
                 f"task_options: {name} has no option {option!r}.{did_you_mean(option, takes)} "
                 f"Its options: {', '.join(takes) or 'none'}."
             )
-    for each in parameters[1:]:
-        needed = each.default is each.empty and each.kind in (
-            each.KEYWORD_ONLY,
-            each.POSITIONAL_OR_KEYWORD,
-        )
-        if needed and each.name not in options:
+    for each in named:
+        if each.default is each.empty and each.name not in options:
             raise ConfigError(
                 f"task_options: {name} needs {each.name!r}: --task-options {each.name} VALUE."
             )
@@ -206,24 +199,24 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
     method = getattr(task, name)
     is_unbound = isinstance(task, type) and inspect.isfunction(_own(kind, name))
     if isinstance(method, property) or isinstance(_own(kind, name), property | cached_property):
-        method = None  # dynamic: what it returns is called later
-    elif not callable(method):
+        return  # dynamic: what it returns is called later
+    if not callable(method):
         raise TaskError(
             f"{_place_of_class(kind)}: {kind.__qualname__}.{name} is a {type(method).__name__}; "
             "expected a method."
         )
     try:
-        if method is not None:
-            inspect.signature(method).bind(*([None] if is_unbound else []), *arguments)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ValueError):
-            return  # written in C: it has no signature
+        signature = inspect.signature(method)
+    except ValueError:
+        return  # written in C: it has none
+    try:
+        signature.bind(*([None] if is_unbound else []), *arguments)
+    except TypeError as error:
         code = _code(_own(kind, name))
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else _place_of_class(kind)
-        names = [*inspect.signature(method).parameters] if method is not None else []
-        hint = " Is self missing?" if is_unbound and "self" not in names else ""
+        hint = " Is self missing?" if is_unbound and "self" not in signature.parameters else ""
         raise TaskError(
-            f"{where}, in {kind.__qualname__}.{name}: it takes {inspect.signature(method)}, but "
+            f"{where}, in {kind.__qualname__}.{name}: it takes {signature}, but "
             f"it is called with ({', '.join(arguments)}): {error}.{hint}"
         ) from None
 

@@ -136,10 +136,7 @@ def stored_state(weights: str) -> tuple[Mapping[str, Tensor], Sequence[str]]:
         state = load_state_dict(weights, weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
         reason = " ".join(str(error).split()) or type(error).__name__
-        for end in (
-            " No automatic unsafe",
-            " This is an internal",
-        ):  # advice to run its code, cause
+        for end in (" No automatic unsafe", " This is an internal"):  # its advice, its cause
             reason = reason.partition(end)[0]
         reason = reason.rstrip(".")
         raise ConfigError(f"model.weights = {weights!r}: it cannot be read: {reason}.") from error

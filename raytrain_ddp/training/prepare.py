@@ -21,7 +21,7 @@ from raytrain_ddp.errors import ConfigError, DataError, first_names
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import eval_data_of, optional_method, train_data_of
+from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
 from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
@@ -191,7 +191,7 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
 def _keeps_model(config: TrainConfig, task: Task) -> bool:
     """Whether nothing that depends on the ranks refers to the model, as DDP does."""
     has_one_turn = not getattr(task, "frozen_at_first", ())
-    return config.exact and has_one_turn and optional_method(task, "optimizer") is None
+    return config.exact and has_one_turn and getattr(task, "optimizer", None) is None
 
 
 def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> list[LogRecord]:

@@ -37,7 +37,7 @@ from raytrain_ddp.errors import (
 )
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.predict.output_parts import OutputParts
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
+from raytrain_ddp.tasks.small_networks import DigitsCNN
 
 DIGITS = Path(command.__file__).parents[1] / "data/digits/test-00000-of-00001.parquet"
 

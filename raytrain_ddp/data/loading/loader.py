@@ -176,11 +176,7 @@ class TrainLoader:
 
 
 def eval_batches(
-    data: Data,
-    batch_size: int,
-    chunks: Iterable[int],
-    threads: LoaderThreads,
-    pin: bool = False,
+    data: Data, batch_size: int, chunks: Iterable[int], threads: LoaderThreads, pin: bool = False
 ) -> Generator[Batch, None, None]:
     """Yields rows [chunk * batch_size, (chunk + 1) * batch_size) for each chunk, in stored order.
 

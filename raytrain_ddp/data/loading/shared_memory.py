@@ -37,11 +37,11 @@ def pack(value: Any) -> int:
     try:
         place = 0
         for part in (memoryview(head), *parts):
-            place = _aligned(place)
+            place, done = _aligned(place), 0
             os.ftruncate(file, place)
-            for start in range(0, part.nbytes, 2**30):  # a call writes 2 GiB at most
-                _write(file, part[start : start + 2**30], place + start)
-            place += part.nbytes
+            while done < part.nbytes:  # a call writes 2 GiB at most
+                done += os.pwrite(file, part[done:], place + done)
+            place += done
     except BaseException:
         os.close(file)
         raise
@@ -115,9 +115,3 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], order: list
 
 def _aligned(place: int) -> int:
     return -(-place // _ALIGNMENT) * _ALIGNMENT
-
-
-def _write(file: int, part: memoryview, place: int) -> None:
-    while part.nbytes:
-        written = os.pwrite(file, part, place)
-        part, place = part[written:], place + written

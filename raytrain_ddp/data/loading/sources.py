@@ -7,8 +7,9 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,10 +92,6 @@ class Data:
     _processes: list[LoaderProcesses] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    _takes_draws: bool = field(default=True, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_takes_draws", _takes_draws(self.collate))
 
     @property
     def rows(self) -> int:
@@ -114,6 +111,20 @@ class Data:
         records = self.source.read(draws.rows) if read is None else read(draws)
         draws.seed_globals(0, stream=1)
         return self._collated(records, draws)
+
+    @cached_property
+    def _takes_draws(self) -> bool:
+        """Whether `collate` has a second argument that is required, or is named draws."""
+        try:
+            signature = inspect.signature(self.collate, follow_wrapped=False)
+        except (TypeError, ValueError):  # a function of C, such as torch.stack
+            return False
+        parameters = [*signature.parameters.values()]
+        if any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return True
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        second = [each for each in parameters if each.kind in by_place][1:2]
+        return any(each.default is each.empty or each.name == "draws" for each in second)
 
     def _collated(self, records: Any, draws: Draws) -> Batch:
         arguments = (records, draws) if self._takes_draws else (records,)
@@ -162,20 +173,6 @@ class Data:
             close()
 
 
-def _takes_draws(collate: Callable[..., Batch]) -> bool:
-    """Whether a second argument is required, or is named draws."""
-    try:
-        parameters = [*inspect.signature(collate, follow_wrapped=False).parameters.values()]
-    except (TypeError, ValueError):  # a function of C, such as torch.stack
-        return False
-    kinds = [each.kind for each in parameters]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return True
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    second = [each for each in parameters if each.kind in by_place][1:2]
-    return any(each.default is inspect.Parameter.empty or each.name == "draws" for each in second)
-
-
 def _described(draws: Draws) -> str:
     rows = [*dict.fromkeys(draws.rows.tolist())]
     return f"rows {first_names([*map(str, rows)], _MOST_NAMED)}"
@@ -220,19 +217,17 @@ def _as_array(name: str, array: Any) -> Any:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
 
 
-def require_dataset(dataset: Any, kinds: Collection[str]) -> None:
-    """Raises DataError for what contains data sets or makes batches of them.
-
-    Args:
-        kinds: names of its classes.
-    """
-    name = type(dataset).__name__
+def require_dataset(dataset: Any) -> set[str]:
+    """The names of its classes; raises DataError for what contains data sets or makes batches of
+    them."""
+    name, kinds = type(dataset).__name__, {each.__name__ for each in type(dataset).__mro__}
     if "DataLoader" in kinds:
         raise DataError(f"{name} makes batches: pass its data set (loader.dataset).")
     if "DatasetDict" in kinds:
         raise DataError(f"{name} has several splits: choose one, such as datasets['train'].")
     if "DataFrame" in kinds:
         raise DataError(f"{name}: use ArraySource(frame), whose arrays are the columns.")
+    return kinds
 
 
 class MapSource:
@@ -253,8 +248,7 @@ class MapSource:
     """
 
     def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
-        kinds = {each.__name__ for each in type(dataset).__mro__}  # without an import of torch
-        require_dataset(dataset, kinds)
+        kinds = require_dataset(dataset)  # by name: torch need not be imported
         if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data.pixels.decoding import EncodedImage, Pixels, shrink_for
+from raytrain_ddp.data.pixels.decoding import EncodedImage, Pixels, open_encoded_image, shrink_for
 
 _TRIES = 10
 _ASPECT = 4 / 3  # of a random crop: 3/4 to 4/3
@@ -106,8 +106,8 @@ def centre_into(
     if max(height, width) > longest:  # very elongated: resizing all of it could take gigabytes
         pixels = picture.pixels()
         top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
-        middle = pixels[top : top + longest, left : left + longest]
-        picture = EncodedImage.of_pixels(np.ascontiguousarray(middle))
+        middle = Image.fromarray(pixels[top : top + longest, left : left + longest])
+        picture = open_encoded_image(middle)
         height, width = picture.height, picture.width
     short = max(size, round(size / share))
     long = int(short * max(height, width) / min(height, width))

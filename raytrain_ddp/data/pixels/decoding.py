@@ -55,12 +55,6 @@ class EncodedImage:
     once: bool = False
     _decoded: dict[int, Pixels] = field(default_factory=dict, repr=False)  # the latest, by `shrink`
 
-    @staticmethod
-    def of_pixels(pixels: Pixels) -> EncodedImage:
-        """An image from decoded pixels, uint8 (height, width, 3)."""
-        height, width, _ = pixels.shape
-        return EncodedImage(height, width, 1, None, Image.fromarray(pixels))
-
     def pixels(self, shrink: int = 1) -> Pixels:
         """RGB, uint8 (height, width, 3), both divided by `shrink` (1, 2, 4, 8) and rounded up.
 

@@ -27,7 +27,7 @@ from raytrain_ddp.errors import DataError
 
 _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
-
+_GROWS_BY = 32  # pixels
 
 OnBad = Callable[[int, str], None]
 
@@ -63,9 +63,6 @@ def _stacked(labels: Sequence[Any]) -> torch.Tensor:
     if labels and isinstance(labels[0], np.ndarray):
         return torch.from_numpy(np.stack(labels))
     return torch.tensor(labels, dtype=torch.int64)
-
-
-_GROWS_BY = 32  # pixels
 
 
 def device_augmentation(

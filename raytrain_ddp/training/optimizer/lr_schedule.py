@@ -16,7 +16,7 @@ from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import optional_method, place_of
+from raytrain_ddp.tasks.task_check import place_of
 from raytrain_ddp.training.optimizer.param_groups import param_groups
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class LearningRates:
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
         self._factors_of: Callable[[int], list[float]] | None = None
-        schedule = optional_method(task, "schedule")
+        schedule = getattr(task, "schedule", None)
         if schedule is not None:
             read = partial(self._factors, schedule)
             self._factors_of = unchanging(schedule, read, steps_to_check(total_steps))

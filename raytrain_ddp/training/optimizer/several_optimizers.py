@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.errors import TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
+from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.optimizer.lr_schedule import unchanging
 
 
@@ -79,7 +79,7 @@ def turns_of(
     Raises:
         TaskError: the task's `turns`, or its `loss`, does not fit its optimizers.
     """
-    turns = optional_method(task, "turns")
+    turns = getattr(task, "turns", None)
     if not isinstance(optimizer, Optimizers):
         if turns is not None:
             problem = "has no effect: optimizer() must return a dict of optimizers by name"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean, first_names
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import optional_method, place_of, refused
+from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.optimizer.lr_schedule import allocate_momentum, build_optimizer
 from raytrain_ddp.training.optimizer.optimizer_state import averages, skips_on_device
 from raytrain_ddp.training.optimizer.optimizer_trial import problem_of
@@ -32,7 +32,7 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
         TaskError: it is neither, it lacks parameters of the model or has others, or it needs a
             closure.
     """
-    function = optional_method(task, "optimizer")
+    function = getattr(task, "optimizer", None)
     if function is None:
         return build_optimizer(model, config.optim)
     made: Any = function(model)
@@ -126,10 +126,10 @@ def replaced_fields(task: Task, optimizer: Optimizer, config: TrainConfig) -> li
     names: tuple[str, ...] = ()
     if own:
         names = ("name", "lr", "momentum", "nesterov", "betas", "weight_decay")
-    if optional_method(task, "optimizer") is not None:  # it gives the groups
+    if getattr(task, "optimizer", None) is not None:  # it gives the groups
         names += ("head_lr", "groups", "layer_decay", "decay_norms", "decay_bias")
     fields = [f"optim.{name}" for name in names]
-    if optional_method(task, "schedule") is not None:
+    if getattr(task, "schedule", None) is not None:
         fields += [f"schedule.{each.name}" for each in dataclasses.fields(config.schedule)]
     return fields
 

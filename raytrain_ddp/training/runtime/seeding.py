@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from raytrain_ddp.data.order.sample_rng import hash64, seed_globals
+from raytrain_ddp.data.order.sample_rng import hash64, kept_globals, seed_globals
 
 
 def seed_all(seed: int) -> None:
     """Seeds torch's generators of all devices, numpy's and Python's."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    seed_globals(seed)
     torch.manual_seed(seed)
 
 
@@ -35,11 +32,6 @@ def seed_slot(device: torch.device, seed: int, step: int, slot: int) -> None:
 @contextmanager
 def keeping_generators(device: torch.device) -> Iterator[None]:
     """Restores torch's, numpy's and Python's generators afterward."""
-    python, numpy = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with kept_globals(), torch.random.fork_rng(gpus):
+        yield

@@ -11,7 +11,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import begin_training
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import model_of, optional_method, require_dense
+from raytrain_ddp.tasks.task_check import model_of, require_dense
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.gradients.reduction import broadcast_model, require_same_model
 from raytrain_ddp.training.runtime.seeding import seed_all
@@ -58,7 +58,7 @@ def initial_model(
     # A resumed run needs no pretrained weights: its own follow.
     is_new = not is_begun and newest_manifest(run_storage(config)) is None
     model = model_of(task, is_new)
-    if not config.exact and optional_method(task, "optimizer") is None:
+    if not config.exact and getattr(task, "optimizer", None) is None:
         require_dense(task, model)  # else the gradients are dense, or the task's optimizer decides
     begin_training(model)
     own_memory(model)
@@ -70,6 +70,6 @@ def initial_model(
     if config.compute.compile:
         model.compile()
     require_same_model(model, world)
-    if optional_method(task, "optimizer") is not None:
+    if getattr(task, "optimizer", None) is not None:
         broadcast_model(model, world, is_loaded=False)
     return model

@@ -18,7 +18,7 @@ from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tasks.model_parts import Frozen
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import optional_method, place_of
+from raytrain_ddp.tasks.task_check import place_of
 from raytrain_ddp.training.gradients.gradient_compression import compress
 from raytrain_ddp.training.gradients.reduction import ddp_options, model_tensors
 from raytrain_ddp.training.monitoring.phase_clock import Clock
@@ -73,7 +73,7 @@ class Stepper:
             for name, optimizer in state.optimizer.named.items():
                 self._groups[name] = slice(first, first + len(optimizer.param_groups))
                 first += len(optimizer.param_groups)
-        self._after_step = optional_method(task, "after_step")
+        self._after_step = getattr(task, "after_step", None)
         self._fixes_trained = fixes_trained
         self._fixed: list[tuple[str, torch.nn.Parameter, bool]] = []
 

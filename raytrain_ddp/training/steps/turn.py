@@ -16,7 +16,7 @@ from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import optional_method, refused
+from raytrain_ddp.tasks.task_check import refused
 from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
 from raytrain_ddp.training.gradients.reduction import DdpReduction, ExactReduction
 from raytrain_ddp.training.monitoring.phase_clock import Clock
@@ -71,7 +71,7 @@ class Turn:
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
         self._clip = config.optim.clip_norm
-        followed = optional_method(task, "after_step") is not None  # the host waits for it anyway
+        followed = getattr(task, "after_step", None) is not None  # the host waits for it anyway
         on_host = followed or not skips_on_device(optimizer)
         self._apply = self._apply_on_host if on_host else self._apply_on_device
         self._is_updating = False

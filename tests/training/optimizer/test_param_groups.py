@@ -31,8 +31,8 @@ from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.digits_cnn import DigitsCNN
 from raytrain_ddp.tasks.model_parts import freeze
+from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.optimizer.param_groups import param_groups
 from raytrain_ddp.training.runtime.seeding import seed_all
