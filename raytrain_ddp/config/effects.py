@@ -45,6 +45,11 @@ _RULES = [
         "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
+    _Rule(
+        "ddp.find_unused_parameters",
+        "ddp.static_graph = false, as that finds them as well",
+        lambda c: not c.ddp.static_graph,
+    ),
     _Rule("ddp.powersgd_rank", "ddp.compression = powersgd"),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
     _Rule("data.max_bad", "data.bad_records = skip"),

@@ -266,3 +266,15 @@ class TrainConfig(Section):
             f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
             f"or --scaling.num-workers {self.slots}."
         )
+
+    def require_synced(self, workers: int, on_gpu: bool) -> None:
+        """Raises ConfigError if these workers cannot make the same forward passes, in each of which
+        ddp.sync_batchnorm communicates."""
+        fits = on_gpu and self.micro_batch in ("auto", self.batch_size / workers)
+        if self.ddp.sync_batchnorm and workers > 1 and not fits:
+            raise ConfigError(
+                f"ddp.sync_batchnorm needs GPUs, and a slot for each worker: batch_size = "
+                f"{self.batch_size} is {self.slots} slots of {self.slot_size}, for {workers} "
+                f"workers{' on CPUs' if not on_gpu else ''}. Without it, statistics are those of a "
+                "slot, whatever the number of workers."
+            )

@@ -70,7 +70,7 @@ def dry_run(
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
-    from raytrain_ddp.training.steps.device_feed import plan_of
+    from raytrain_ddp.training.steps.device_feed import plan_for
     from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
@@ -78,7 +78,7 @@ def dry_run(
     data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
     require_evaluation(config, eval_data)
     repeats = config.augment.repeats
-    plan = plan_of(config, data)
+    plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
@@ -134,7 +134,8 @@ def _epochs(count: float) -> str:
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
     """The workers, and what they are called."""
-    layout = choose_layout(config, have)
+    synced = config.ddp.sync_batchnorm and not local  # one process has nothing to synchronize
+    layout = choose_layout(replace(config, ddp=replace(config.ddp, sync_batchnorm=synced)), have)
     if not local:
         more = ", and one that evaluates" if layout.evaluators else ""
         each = " + ".join(f"{amount:g} {name}" for name, amount in layout.per_worker.items())

@@ -15,9 +15,8 @@ from raytrain_ddp.config.effects import step_notes, unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import TrainLoader, memory_note, start_processes
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.splits import Splits
-from raytrain_ddp.errors import ConfigError, DataError, first_names
+from raytrain_ddp.errors import DataError, first_names
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
@@ -42,7 +41,13 @@ from raytrain_ddp.training.start.initial_model import model_for
 from raytrain_ddp.training.start.sanity_check import try_evaluation
 from raytrain_ddp.training.state.live_state import LiveCheckpoint
 from raytrain_ddp.training.state.train_state import TrainState
-from raytrain_ddp.training.steps.device_feed import Feed, loader_threads, plan_of, train_loader
+from raytrain_ddp.training.steps.device_feed import (
+    Feed,
+    loader_threads,
+    plan_for,
+    plan_of,
+    train_loader,
+)
 from raytrain_ddp.training.steps.early_stop import ends_of, last_metrics, require_evaluation
 from raytrain_ddp.training.steps.nonfinite import handle_nonfinite
 from raytrain_ddp.training.steps.step import Stepper, make_stepper
@@ -57,6 +62,7 @@ def prepare(
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
+    config.require_synced(world.size, world.device.type == "cuda")
     clock = Clock(world.device)
     session.watch(clock)
     require_same_nodes(session)
@@ -64,12 +70,10 @@ def prepare(
     kept = session.kept
     data, eval_data = kept.data if kept else _open(config, task, world)
     splits = _counted_splits(task, world)
-    plan = plan_of(config, data)
+    plan = plan_for(config, data, world.size)
 
     failpoint("start.opened", world.rank)
     session.tell(messages.Phase("preparing the model"))
-    if config.ddp.sync_batchnorm and world.size > 1:
-        _require_one_slot_each(plan, world)
     model = model_for(config, task, world, kept, session.survived)
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
@@ -295,15 +299,3 @@ def _mode_note(model: nn.Module) -> str | None:
         "model() returned the whole model in evaluation mode, and it stays there: no dropout, "
         "fixed batch norm statistics. If that is not intended, call train() on it in model()."
     )
-
-
-def _require_one_slot_each(plan: Plan, world: World) -> None:
-    """SyncBatchNorm communicates in each forward pass, so all ranks must make the same passes."""
-    last = plan.steps_per_epoch - 1
-    empty = not all(plan.count(last, slot) for slot in range(plan.slots))
-    if world.device.type != "cuda" or plan.slots != world.size or empty:
-        raise ConfigError(
-            f"ddp.sync_batchnorm needs GPUs, a slot for each worker (there are {plan.slots} slots, "
-            f"{world.size} workers) and no empty slot in the last step. Without it, statistics are "
-            "those of a slot, whatever the number of workers."
-        )

@@ -24,7 +24,8 @@ from raytrain_ddp.config.effects import (
     watched,
 )
 from raytrain_ddp.config.recipe import dumps, flat, load, shipped_recipes
-from raytrain_ddp.config.sections import ModelConfig, OptimConfig
+from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
@@ -58,6 +59,7 @@ IDLE = [
     ("--schedule.gamma=0.5", "schedule.gamma"),
     ("--schedule.name step --schedule.final-lr 0.1", "schedule.final_lr"),
     ("--exact --ddp.static-graph", "ddp.static_graph"),
+    ("--ddp.static-graph --ddp.find-unused-parameters", "ddp.find_unused_parameters"),
     ("--exact --ddp.no-gradient-as-bucket-view", "ddp.gradient_as_bucket_view"),
     ("--data.shuffle full --data.shuffle-window 3", "data.shuffle_window"),
     ("--data.max-bad 3", "data.max_bad"),
@@ -213,3 +215,14 @@ def test_a_watched_config_is_the_config_in_all_else():
     assert replace(seen.data, image_size=8).image_size == 8
     assert value_of(seen, "data.source") == "digits"
     assert unread_notes(config, reads) == []  # the built-in task
+
+
+def test_batch_norm_needs_samples_in_each_slot_to_be_synchronized(tmp_path: Path):
+    """Reported by --dry-run as well, which knows the data."""
+    changes = {"ddp": DdpConfig(sync_batchnorm=True), "batch_size": 58, "micro_batch": 29}
+    scaling = ScalingConfig(num_workers=2, use_gpu=True)
+    config = tiny_config(tmp_path, "run", task=TinyTask, scaling=scaling, **changes)
+    with pytest.raises(ConfigError, match="samples for all 2 slots"):
+        dry_run(config)
+    assert "2 workers" in dry_run(replace(config, batch_size=96, micro_batch=48))
+    assert "this process" in dry_run(replace(config, scaling=ScalingConfig()), local=True)

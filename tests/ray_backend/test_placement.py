@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from raytrain_ddp.training.runtime.world import World
 DGX = {"CPU": 224.0, "GPU": 8.0}
 
 
-def config(batch: int = 1024, micro: int = 32, exact: bool = False, **scaling: object):
+def config(batch: int = 1024, micro: Any = 32, exact: bool = False, **scaling: object):
     section = ScalingConfig(**scaling)  # type: ignore[arg-type]
     return TrainConfig(batch_size=batch, micro_batch=micro, exact=exact, scaling=section)
 
@@ -59,6 +61,26 @@ def test_a_worker_has_the_share_of_the_nodes_cpus_that_goes_with_its_gpu(
     assert (layout.per_worker["CPU"], layout.most) == (cpus, workers)
     if any("GPU" in node for node in nodes):
         assert workers_that_fit(layout, nodes) >= workers
+
+
+@pytest.mark.parametrize(
+    ("micro", "scaling", "why"),
+    [
+        (128, {}, ""),  # 8 slots for 8 GPUs
+        ("auto", {}, ""),  # chosen for them
+        (1024, {"num_workers": 1, "use_gpu": False}, ""),
+        (64, {}, "16 slots of 64, for 8 workers."),
+        (128, {"num_workers": 4}, "8 slots of 128, for 4 workers."),
+        (128, {"num_workers": "4:8"}, "8 slots of 128, for 4 workers."),
+        (512, {"num_workers": 2, "use_gpu": False}, "2 slots of 512, for 2 workers on CPUs."),
+    ],
+)
+def test_workers_that_cannot_synchronize_batch_norm_are_refused_before_they_start(
+    micro: Any, scaling: dict[str, object], why: str
+):
+    synced = replace(config(1024, micro, **scaling), ddp=DdpConfig(sync_batchnorm=True))
+    with pytest.raises(ConfigError, match=why) if why else nullcontext():
+        choose_layout(synced, DGX)
 
 
 def test_nodes_that_come_while_the_run_waits_decide_the_cpus(monkeypatch: pytest.MonkeyPatch):

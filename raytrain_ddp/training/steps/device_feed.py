@@ -20,7 +20,7 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import tensors_of, to_device
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
@@ -126,6 +126,19 @@ def plan_of(config: TrainConfig, data: Data) -> Plan:
     limit = config.overfit_batches or config.limit_train_batches
     repeats, spread = config.augment.repeats, config.augment.spread_repeats
     return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
+
+
+def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
+    """As `plan_of`; raises ConfigError if a slot is empty that ddp.sync_batchnorm needs."""
+    plan = plan_of(config, data)
+    last = plan.steps_per_epoch - 1
+    full = all(plan.count(last, slot) for slot in range(plan.slots))
+    if config.ddp.sync_batchnorm and workers > 1 and not full:
+        raise ConfigError(
+            f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
+            f"epoch, which has {plan.samples(last)}: change batch_size or the data."
+        )
+    return plan
 
 
 def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
