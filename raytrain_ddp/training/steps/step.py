@@ -238,9 +238,6 @@ def make_stepper(
             net = model  # exact mode sums gradients itself and needs no DDP
             if not config.exact:
                 net = session.wrap(model, ddp_options(config))
-            if turns and config.ddp.compression == "powersgd":
-                rule = "cannot be used with several optimizers or model.unfreeze_epoch"
-                require(False, "ddp.compression", "powersgd", rule)
             state.compression = compress(net, config, state.scaler, world, clock)
             guard = make_guard(state, refuse, world.device)
             of_loss = name if isinstance(state.optimizer, Optimizers) else ""

@@ -26,7 +26,7 @@ from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig, ScheduleConfig
+from raytrain_ddp.config.sections import CheckpointConfig, DdpConfig, ScheduleConfig
 from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.driver.preflight import try_model
@@ -402,8 +402,18 @@ def test_the_built_in_task_is_unfrozen_after_so_many_epochs(tmp_path: Path):
     [
         ({"model": ModelConfig(freeze=("head",), unfreeze_epoch=12)}, "must be below epochs = 12"),
         ({"model": ModelConfig(freeze=("x",), unfreeze_epoch=1)}, "'x' matches no parameter"),
+        (
+            {"model": UNFREEZE, "ddp": DdpConfig(static_graph=True)},
+            "ddp.static_graph = True: cannot be used with model.unfreeze_epoch",
+        ),
+        (
+            {"model": UNFREEZE, "ddp": DdpConfig(compression="powersgd")},
+            "ddp.compression = 'powersgd': cannot be used with model.unfreeze_epoch",
+        ),
     ],
 )
-def test_an_epoch_that_unfreezes_nothing_is_refused(changes: dict[str, Any], reported: str):
+def test_an_epoch_that_unfreezes_nothing_or_may_not_is_refused(
+    changes: dict[str, Any], reported: str
+):
     with pytest.raises(ConfigError, match=reported):
         try_model(TrainConfig(**changes), is_new=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from raytrain_ddp.config.sections import (
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
-from raytrain_ddp.errors import TaskError
+from raytrain_ddp.driver.dry_run import dry_run
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.tasks.task_signature import check_task
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer
@@ -276,7 +278,10 @@ def test_what_needs_one_optimizer_is_refused(workers: Group, tmp_path: Path):
     )
     with pytest.raises(TaskError, match="Free cannot be one of several"):
         optimizer_of(task, task.model(), TrainConfig())
-    config = gan_config(tmp_path, "power", ddp=DdpConfig(compression="powersgd"))
-    ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Watched)
-    assert all(each.name == "ConfigError" for each in ended)
-    assert all("cannot be used with several optimizers" in each.text for each in ended)
+    for options in (DdpConfig(compression="powersgd"), DdpConfig(static_graph=True)):
+        config = gan_config(tmp_path, "run", ddp=options)
+        ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, Watched)
+        assert all(each.name == "ConfigError" for each in ended)
+        assert all("cannot be used with several optimizers" in each.text for each in ended)
+        with pytest.raises(ConfigError, match="cannot be used with several optimizers"):
+            dry_run(replace(config, task=Watched))
