@@ -154,8 +154,10 @@ class TrainConfig(Section):
         unfreeze = self.model.unfreeze_epoch
         rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
         require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
+        static, rule = self.ddp.static_graph, "cannot be used with model.unfreeze_epoch"
+        require(not (unfreeze and static), "ddp.static_graph", static, rule)
         if unfreeze:
-            self.require_one_graph("model.unfreeze_epoch")
+            self.require_no_powersgd("model.unfreeze_epoch")
         grow = self.data.grow_epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
@@ -269,11 +271,11 @@ class TrainConfig(Section):
             f"or --scaling.num-workers {self.slots}."
         )
 
-    def require_one_graph(self, feature: str) -> None:
-        """Raises ConfigError if a field needs the same graph in all steps, unlike `feature`."""
-        powersgd, static = self.ddp.compression == "powersgd", self.ddp.static_graph
-        require(not powersgd, "ddp.compression", "powersgd", f"cannot be used with {feature}")
-        require(not static, "ddp.static_graph", static, f"cannot be used with {feature}")
+    def require_no_powersgd(self, feature: str) -> None:
+        """Raises ConfigError if gradients are compressed by PowerSGD, which `feature` does not
+        allow."""
+        used, rule = self.ddp.compression == "powersgd", f"cannot be used with {feature}"
+        require(not used, "ddp.compression", "powersgd", rule)
 
     def require_synced(self, workers: int, on_gpu: bool) -> None:
         """Raises ConfigError if these workers cannot make the same forward passes, in each of which
