@@ -716,6 +716,14 @@ def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
         found_at(root)
 
 
+@pytest.mark.parametrize("name", ["README.md", "dataset.json", "dataset_dict.json"])
+def test_a_description_behind_a_broken_link_is_refused(name: str, tmp_path: Path):
+    root = write(tmp_path / "root", "train/a/0.png")
+    (root / name).symlink_to("gone")
+    with pytest.raises(DataError, match=f"root': {name}: cannot be read: No such file or dir"):
+        found_at(root)
+
+
 def test_folders_behind_links_are_found(tmp_path: Path):
     write(tmp_path / "elsewhere", "a/0.png", "b/0.png")
     root = write(tmp_path / "root", "val/a/0.png")

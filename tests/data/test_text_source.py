@@ -88,3 +88,10 @@ def test_text_that_cannot_be_used_is_named(
         TextSource(str(tmp_path), 4)
     with pytest.raises(DataError, match="no such file or folder"):
         TextSource(str(tmp_path / "gone"), 4)
+
+
+def test_a_text_behind_a_broken_link_is_refused(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("abcde")
+    (tmp_path / "b.txt").symlink_to("gone")
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file or directory: rep"):
+        TextSource(str(tmp_path), 2)

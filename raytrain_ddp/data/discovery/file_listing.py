@@ -109,6 +109,13 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     def size_of(name: str) -> int | None:
         return (path / name).stat().st_size if (path / name).is_file() else None
 
+    def content(name: str) -> bytes:
+        try:
+            return (path / name).read_bytes()
+        except OSError as error:
+            reason = f"{error.strerror}: repair or remove it"
+            raise DataError(f"{shown}: {name}: cannot be read: {reason}.") from error
+
     return FileListing(
         shown=shown,
         is_local=True,
@@ -116,7 +123,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
         folders=tuple(sorted(folders)),
         pattern=pattern,
         uri_of=lambda name: str(path / name),
-        content=lambda name: (path / name).read_bytes(),
+        content=content,
         size_of=size_of,
     )
 
