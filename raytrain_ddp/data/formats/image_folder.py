@@ -89,8 +89,11 @@ class FolderImages:
 
     def _class_folders(self) -> list[str]:
         folders, images = [], 0
-        with os.scandir(self._root) as found:
-            entries = [entry for entry in found if not is_hidden(entry.name)]
+        try:
+            with os.scandir(self._root) as found:
+                entries = [entry for entry in found if not is_hidden(entry.name)]
+        except OSError as error:
+            raise DataError(f"{self._root}: cannot be read: {error.strerror}.") from error
         for entry in entries:
             if entry.is_dir():
                 folders.append(entry.name)
