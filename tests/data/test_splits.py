@@ -760,6 +760,7 @@ def test_folders_behind_links_are_found(tmp_path: Path):
         ),
         ("./ylecun/mnist", r"no such file or folder in /.*\. Other choices"),
         ("photos.csv", r"no such file or folder in /[^ ]*\.$"),
+        ("x" * 300, r"no such file or folder in /"),
         (
             "mnist",
             r"no such file or folder in /.*\. Other choices: 'digits', 'torchvision:CIFAR10'",

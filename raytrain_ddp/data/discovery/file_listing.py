@@ -88,15 +88,15 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     path = expanded(source)
     folders: list[str] = []
     pattern = ""
-    if path.is_dir():
+    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
         files, folders = _below(str(path), shown)
-    elif path.is_file():
+    elif os.path.isfile(path):
         path, pattern = path.parent, glob.escape(path.name)
         files = [Path(source).name]
     elif any(sign in source for sign in _GLOB_SIGNS):
         path, pattern = _root_and_pattern(path)
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
-        files = [name for name in found if not (path / name).is_dir()]
+        files = [name for name in found if not os.path.isdir(path / name)]
         if not files:
             folders_only = (
                 " The pattern matches only folders: append /**/*.parquet." if found else ""

@@ -95,7 +95,8 @@ class FolderImages:
         except OSError as error:
             raise DataError(f"{self._root}: cannot be read: {error.strerror}.") from error
         for entry in entries:
-            if entry.is_dir():
+            # entry.is_dir() raises for a link to itself; it needs no stat for what is no link
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
                 folders.append(entry.name)
             elif not os.path.exists(entry.path) and not is_image(entry.name):
                 raise DataError(f"{entry.path}: a broken link: repair or remove it.")

@@ -294,9 +294,11 @@ def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
     with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
         source.read(np.array([3]))
-    (tmp_path / "c").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
-        FolderImages(str(tmp_path))
+    for target in ("nowhere", "c"):  # also to itself
+        (tmp_path / "c").symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
+            FolderImages(str(tmp_path))
+        (tmp_path / "c").unlink()
 
 
 def test_the_fingerprint_of_a_folder_knows_sizes(tmp_path: Path):
