@@ -90,8 +90,12 @@ def test_text_that_cannot_be_used_is_named(
         TextSource(str(tmp_path / "gone"), 4)
 
 
-def test_a_text_behind_a_broken_link_is_refused(tmp_path: Path):
+def test_a_text_that_is_no_file_is_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcde")
     (tmp_path / "b.txt").symlink_to("gone")
     with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file or directory: rep"):
+        TextSource(str(tmp_path), 2)
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "b.txt").symlink_to("/dev/null")
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read: a named pipe, socket or device"):
         TextSource(str(tmp_path), 2)

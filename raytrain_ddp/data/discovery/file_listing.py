@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import files_below, is_image
+from raytrain_ddp.data.formats.image_folder import files_below, is_image, read_on_disk
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import expanded
 
@@ -111,7 +111,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
 
     def content(name: str) -> bytes:
         try:
-            return (path / name).read_bytes()
+            return read_on_disk(str(path / name))
         except OSError as error:
             reason = f"{error.strerror}: repair or remove it"
             raise DataError(f"{shown}: {name}: cannot be read: {reason}.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -299,6 +300,16 @@ def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
         with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
             FolderImages(str(tmp_path))
         (tmp_path / "c").unlink()
+
+
+def test_a_pipe_or_device_among_images_is_a_bad_record_and_not_waited_for(tmp_path: Path):
+    folder(tmp_path, a=1, b=1)
+    (tmp_path / "a" / "device.png").symlink_to(os.devnull)
+    os.mkfifo(tmp_path / "a" / "pipe.png")
+    source = FolderImages(str(tmp_path))
+    for row in (1, 2):
+        ((image, label),) = source.read(np.array([row]))
+        assert (str(image), label) == ("a named pipe, socket or device, not a file", 0)
 
 
 def test_the_fingerprint_of_a_folder_knows_sizes(tmp_path: Path):
