@@ -81,6 +81,18 @@ def test_labels_of_any_kind_are_classes_in_sorted_order(
     assert labels_of(other) == [len(names) - 1 - number for number in numbers]
 
 
+def test_a_number_is_the_class_of_that_name_also_beside_one_with_zeros(tmp_path: Path):
+    path = written(tmp_path / "x.parquet", [1, 2, 1])
+    for names, numbers in (
+        (["1", "01", "2"], [0, 2, 0]),
+        (["01", "1", "2"], [1, 2, 1]),
+        (["02", "01"], [1, 0, 1]),
+    ):
+        assert labels_of(opened(path, names)) == opened(path, names).labels().tolist() == numbers
+    with pytest.raises(DataError, match=r"row 0: label 1 is not one of the 3 classes: 01, 001, 2"):
+        opened(path, ["01", "001", "2"])
+
+
 WRONG: Mapping[str, tuple[Any, str]] = {
     "null": (["a", "b", None, "a"], "row 2: label is null"),
     "empty string": (["a", "b", "", "a"], "row 2: label is an empty string"),
