@@ -379,3 +379,12 @@ def test_a_number_of_rows_that_is_none_is_refused(count: Any):
         ):
             IterableSource(range(10), rows=count)
     assert IterableSource(range(10), rows=np.int64(7)).blocks.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(1), 1, np.array(1), torch.tensor(1), "abc", {1}, None]
+)
+def test_a_value_without_rows_is_no_array(value: Any):
+    reported = rf"^y \({type(value).__name__}\) has no rows: give an array of shape \(rows"
+    with pytest.raises(errors.DataError, match=reported):
+        ArraySource({"x": np.arange(3), "y": value})

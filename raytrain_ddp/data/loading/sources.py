@@ -204,10 +204,10 @@ class ArraySource:
             raise DataError(
                 f"ArraySource({kind}): give arrays by name, such as {{'x': x, 'y': y}}."
             )
-        lengths = {name: len(array) for name, array in arrays.items()}
+        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
+        lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"arrays of unequal or no length: {lengths}.")
-        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
         self.blocks = runs_of(next(iter(lengths.values())), length)
 
     def read(self, rows: Rows) -> dict[str, np.ndarray[Any, Any]]:
@@ -223,11 +223,14 @@ class ArraySource:
 
 def _as_array(name: str, array: Any) -> Any:
     try:
-        if hasattr(array, "detach"):  # a tensor
-            return array.detach().numpy()
-        return array if isinstance(array, np.ndarray) else np.asarray(array)
+        is_tensor = hasattr(array, "detach")
+        found = array.detach().numpy() if is_tensor else np.asanyarray(array)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
+    if not found.ndim:
+        kind = type(array).__name__
+        raise DataError(f"{name} ({kind}) has no rows: give an array of shape (rows, ...).")
+    return found
 
 
 def require_dataset(dataset: Any) -> set[str]:
