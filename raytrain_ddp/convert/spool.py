@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISDIR
+from stat import S_ISDIR, S_ISREG
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.convert.pixels import encode_png
 from raytrain_ddp.convert.shard_writer import Record, Tell
-from raytrain_ddp.data.formats.image_folder import LOST_LINK, stats_of
+from raytrain_ddp.data.formats.image_folder import LOST_LINK, NO_FILE, stats_of
 from raytrain_ddp.data.formats.shard_formats import open_shard, open_shards
 from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.loading.sources import BadRecord
@@ -166,6 +166,8 @@ def listing_of_files(files: list[tuple[str, int]], root: str) -> SpoolListing:
             bad[row] = _why_lost(path, seen)
         elif S_ISDIR(seen.st_mode):  # the folder of the images, if a list names none
             bad[row] = "the image is null" if path.endswith("/") else "is a folder"
+        elif not S_ISREG(seen.st_mode):
+            bad[row] = NO_FILE
         else:
             sizes[row] = seen.st_size
     return SpoolListing(

@@ -10,7 +10,7 @@ from typing import Any
 
 import cloudpickle
 
-from raytrain_ddp.data.loading.sources import require_dataset
+from raytrain_ddp.data.loading.sources import require_count, require_dataset
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state
 from raytrain_ddp.errors import DataError, TaskError
@@ -59,7 +59,8 @@ class IterableSource:
             )
         self.dataset, self.shared = dataset, shared
         self._may_be_longer = rows is None
-        self.blocks = runs_of(len(dataset) if rows is None else rows, 256)  # type: ignore[arg-type]
+        count = len(dataset) if rows is None else require_count("rows", rows)  # type: ignore[arg-type]
+        self.blocks = runs_of(count, 256)
         self._pickled: bytes | None = None
         self._waiting: dict[tuple[int, int], Iterator[Any]] = {}  # epoch, offset of the next item
         # The order may differ between epochs.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from raytrain_ddp.data.discovery.file_listing import list_on_disk
 from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.loading.sources import require_count
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
@@ -34,7 +35,7 @@ class TextSource:
 
     Raises:
         DataError: there is no text or less than a window, it is not UTF-8, or a character is not in
-            the vocabulary; names the file.
+            the vocabulary; names the file. Or an argument is invalid.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class TextSource:
         characters: str | None = None,
         part: tuple[float, float] = (0.0, 1.0),
     ) -> None:
+        length = require_count("length", length)
+        start, stop = _fractions(part)
         shown = f"text {without_secrets(source)!r}"
         listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
         names = [*listing.files] if listing.pattern else listing.named((".txt",))
@@ -60,8 +63,8 @@ class TextSource:
                 f"{shown}: {names[file]}: the character {text[place]!r} is not one of the "
                 f"{len(self.characters)} in the vocabulary."
             )
-        start, stop = (int(len(text) * fraction) for fraction in part)
-        self._numbers, self._length = numbers[start:stop], length
+        self._numbers = numbers[int(len(text) * start) : int(len(text) * stop)]
+        self._length = length
         rows = (len(self._numbers) - 1) // length
         if rows < 1:
             raise DataError(
@@ -82,6 +85,16 @@ class TextSource:
     def text_of(self, numbers: Rows) -> str:
         """The characters with these numbers, shape (n,)."""
         return "".join(self.characters[number] for number in numbers)
+
+
+def _fractions(part: tuple[float, float]) -> tuple[float, float]:
+    try:
+        start, stop = part
+        if 0 <= start < stop <= 1:
+            return start, stop
+    except (TypeError, ValueError):  # not two numbers
+        pass
+    raise DataError(f"part={part!r}: give two fractions from 0 to 1, such as (0, 0.9).")
 
 
 def _decoded(where: str, content: bytes) -> str:

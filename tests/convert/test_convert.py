@@ -525,7 +525,7 @@ def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_pat
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     (tmp_path / "root/folder").mkdir()
-    rows = ["0.png,a", f"{tmp_path}/root-extra/1.png,b", ",b", "folder,a"]
+    rows = ["0.png,a", f"{tmp_path}/root-extra/1.png,b", ",b", "folder,a", "/dev/null,b"]
     (tmp_path / "train.csv").write_text("\n".join(["image,label", *rows]) + "\n")
     root = str(tmp_path / "root")
     done = run_convert(
@@ -535,7 +535,8 @@ def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_pat
     paths = [image["path"] for image in pq.read_table(file)["image"].to_pylist()]
     assert sorted(paths) == sorted(["0.png", f"{tmp_path}/root-extra/1.png"])
     whys = sorted(record["why"] for record in done.dataset["skipped"])
-    assert whys == ["is a folder", "the image is null"]
+    pipe = "a named pipe, socket or device, not a file"
+    assert whys == [pipe, "is a folder", "the image is null"]
     assert "--data.std 1.0 1.0 1.0" in fit_command("x", done.dataset)  # of one color
 
 

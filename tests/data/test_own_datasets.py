@@ -30,7 +30,7 @@ from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading import loader_processes
 from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
+from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, MapSource
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.order.sample_rng import Draws
 
@@ -362,3 +362,29 @@ def test_other_collate_functions_receive_random_numbers(collate: Any) -> None:
     rows = [torch.tensor([float(row)]) for row in range(2)]
     data = Data(MapSource(rows), collate)
     assert torch.equal(torch.stack([*data.batch(Draws(0, 0, np.array([0, 1])))]), torch.stack(rows))
+
+
+@pytest.mark.parametrize("count", [0, -3, 2.5, "4", None])
+def test_a_number_of_rows_that_is_none_is_refused(count: Any):
+    arrays = {"x": np.arange(10)}
+    for source, of in ((ArraySource, arrays), (MapSource, range(10))):
+        with pytest.raises(
+            errors.DataError, match=f"rows_per_block={count!r}: give a whole number, at"
+        ):
+            source(of, count)
+        assert source(of, np.int64(4)).blocks.tolist() == [4, 4, 2]
+    if count is not None:
+        with pytest.raises(
+            errors.DataError, match=f"rows={count!r}: give a whole number, at least 1"
+        ):
+            IterableSource(range(10), rows=count)
+    assert IterableSource(range(10), rows=np.int64(7)).blocks.tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(1), 1, np.array(1), torch.tensor(1), "abc", {1}, None]
+)
+def test_a_value_without_rows_is_no_array(value: Any):
+    reported = rf"^y \({type(value).__name__}\) has no rows: give an array of shape \(rows"
+    with pytest.raises(errors.DataError, match=reported):
+        ArraySource({"x": np.arange(3), "y": value})

@@ -709,10 +709,33 @@ def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
         found_at(root, eval_split="odd")
 
 
+def test_a_folder_that_only_the_readme_knows_is_not_used(tmp_path: Path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
+    test = "  - {split: test, path: 'gone/**'}\n---\n"
+    readme = f"{card}  - {{split: train, path: 'train/**'}}\n{test}"
+    root = write(tmp_path / "root", "train/a/0.png", readme=readme)
+    assert parts_of(found_at(root), root) == ({"train"}, set())
+    with pytest.raises(DataError, match=r"'test': .* none of its files exists"):
+        found_at(root, eval_split="test")
+    write(root, readme=card + test.replace("test", "train"))
+    with pytest.raises(DataError, match=r"train.* none of its files exists"):
+        found_at(root)
+    with pytest.raises(DataError, match=r"gone: cannot be read: No such file or directory\."):
+        FolderImages(str(root / "gone"))
+
+
 def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
     root = write(tmp_path / "root", "train/a/0.png")
     (root / "train" / "a" / "up").symlink_to(root)
     with pytest.raises(DataError, match=r"the link .*train/a/up points to a folder above it"):
+        found_at(root)
+
+
+@pytest.mark.parametrize("name", ["README.md", "dataset.json", "dataset_dict.json"])
+def test_a_description_behind_a_broken_link_is_refused(name: str, tmp_path: Path):
+    root = write(tmp_path / "root", "train/a/0.png")
+    (root / name).symlink_to("gone")
+    with pytest.raises(DataError, match=f"root': {name}: cannot be read: No such file or dir"):
         found_at(root)
 
 
@@ -737,6 +760,7 @@ def test_folders_behind_links_are_found(tmp_path: Path):
         ),
         ("./ylecun/mnist", r"no such file or folder in /.*\. Other choices"),
         ("photos.csv", r"no such file or folder in /[^ ]*\.$"),
+        ("x" * 300, r"no such file or folder in /"),
         (
             "mnist",
             r"no such file or folder in /.*\. Other choices: 'digits', 'torchvision:CIFAR10'",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -88,3 +90,30 @@ def test_text_that_cannot_be_used_is_named(
         TextSource(str(tmp_path), 4)
     with pytest.raises(DataError, match="no such file or folder"):
         TextSource(str(tmp_path / "gone"), 4)
+
+
+def test_a_text_that_is_no_file_is_refused(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("abcde")
+    (tmp_path / "b.txt").symlink_to("gone")
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file or directory: rep"):
+        TextSource(str(tmp_path), 2)
+    (tmp_path / "b.txt").unlink()
+    (tmp_path / "b.txt").symlink_to("/dev/null")
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read: a named pipe, socket or device"):
+        TextSource(str(tmp_path), 2)
+
+
+@pytest.mark.parametrize("length", [0, -2, 2.0, "2"])
+def test_a_window_has_a_whole_number_of_characters(length: Any, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("abcdefghij")
+    with pytest.raises(DataError, match=f"length={length!r}: give a whole number, at least 1"):
+        TextSource(str(tmp_path), length)
+
+
+@pytest.mark.parametrize(
+    "part", [(-0.5, 1), (0, 7), (0.9, 0.1), (0, float("nan")), 0.9, (0.5,), "01"]
+)
+def test_a_part_of_the_text_lies_between_0_and_1(part: Any, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("abcdefghij")
+    with pytest.raises(DataError, match=rf"^part={re.escape(repr(part))}: give two fractions"):
+        TextSource(str(tmp_path), 2, part=part)

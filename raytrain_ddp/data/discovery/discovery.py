@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as defaults
+from os.path import isdir
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -42,6 +43,7 @@ Kind = Literal["files", "folder", "torchvision"]
 
 _METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
 _ERRORS_SHOWN = 20
+_LOST = "none of its files exists"
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _of_files(
     if card is not None and card.patterns is not None:
         found = files_of(card.patterns, names)
         splits: Splits = {split: files for split, files in found.items() if files}
-        unusable = {split: "none of its files exists" for split in found if not found[split]}
+        unusable = {split: _LOST for split in found if not found[split]}
         rest = len(set(names).difference(*splits.values()))
         if rest and not card.others:
             notes.append(f"not used: {rest} file{'s' * (rest > 1)} that README.md does not list")
@@ -229,6 +231,9 @@ def _of_images(
             if folder is None
         }
         splits = {split: folder for split, folder in folders.items() if folder is not None}
+        for split in [each for each, name in splits.items() if not isdir(listing.uri_of(name))]:
+            unusable[split] = _LOST
+            del splits[split]
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
         splits, reasons = class_folder_splits(listing, asked, named)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import files_below, is_image
+from raytrain_ddp.data.formats.image_folder import files_below, is_image, read_on_disk
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import expanded
 
@@ -88,15 +88,15 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     path = expanded(source)
     folders: list[str] = []
     pattern = ""
-    if path.is_dir():
+    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
         files, folders = _below(str(path), shown)
-    elif path.is_file():
+    elif os.path.isfile(path):
         path, pattern = path.parent, glob.escape(path.name)
         files = [Path(source).name]
     elif any(sign in source for sign in _GLOB_SIGNS):
         path, pattern = _root_and_pattern(path)
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
-        files = [name for name in found if not (path / name).is_dir()]
+        files = [name for name in found if not os.path.isdir(path / name)]
         if not files:
             folders_only = (
                 " The pattern matches only folders: append /**/*.parquet." if found else ""
@@ -109,6 +109,13 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     def size_of(name: str) -> int | None:
         return (path / name).stat().st_size if (path / name).is_file() else None
 
+    def content(name: str) -> bytes:
+        try:
+            return read_on_disk(str(path / name))
+        except OSError as error:
+            reason = f"{error.strerror}: repair or remove it"
+            raise DataError(f"{shown}: {name}: cannot be read: {reason}.") from error
+
     return FileListing(
         shown=shown,
         is_local=True,
@@ -116,7 +123,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
         folders=tuple(sorted(folders)),
         pattern=pattern,
         uri_of=lambda name: str(path / name),
-        content=lambda name: (path / name).read_bytes(),
+        content=content,
         size_of=size_of,
     )
 

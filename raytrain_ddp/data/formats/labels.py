@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -155,8 +156,12 @@ class Labels:
         elif kind in ("string", "text"):
             self._numbers = numbers
         elif named is None and any(name.isdecimal() for name in classes):
-            self._numbers = {
-                int(name): number for name, number in numbers.items() if name.isdecimal()
+            decimal = [name for name in numbers if name.isdecimal()]
+            alike = Counter(map(int, decimal))
+            self._numbers = {  # 1 is the class 1, not 01; it is 01 if that is the only one
+                int(name): numbers[name]
+                for name in decimal
+                if alike[int(name)] == 1 or name == str(int(name))
             }
             if [*self._numbers] == [*range(len(classes))]:
                 self._last = len(classes) - 1

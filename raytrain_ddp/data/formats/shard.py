@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
+from raytrain_ddp.data.formats.image_folder import NO_FILE, read_on_disk
 from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
@@ -175,6 +177,8 @@ def rows_in(table: Any, columns: Sequence[str]) -> list[Any]:
 
 def read_file(fs: Any, path: str) -> bytes:
     """The bytes as they are, whatever the name ends with."""
+    if isinstance(fs, pafs.LocalFileSystem):
+        return read_on_disk(path)
     with fs.open_input_stream(path, compression=None) as stream:
         return bytes(stream.read())
 
@@ -274,6 +278,8 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
         return BadRecord(f"{path}: no such file")
     if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
         return BadRecord(f"{path}: is a folder")
+    if isinstance(outcome, OSError) and outcome.errno == errno.ENXIO:
+        return BadRecord(f"{path}: {NO_FILE}")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
         raise DataError(f"{path}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
     return outcome

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from raytrain_ddp.data.formats.image_folder import NO_FILE
 from raytrain_ddp.data.formats.parquet_shard import open_parquet
 from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, opened_at, with_retries
 from raytrain_ddp.data.formats.table_shard import open_arrow, open_list
@@ -55,6 +57,8 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     """
     name = without_secrets(uri)
     form = format_of(name) or PARQUET
+    if os.path.exists(uri) and not os.path.isfile(uri) and not os.path.isdir(uri):
+        raise DataError(f"{name}: {NO_FILE}: remove it.")
     outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
     if isinstance(outcome, RaytrainError):
         raise outcome

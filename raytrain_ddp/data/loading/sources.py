@@ -7,6 +7,7 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -178,6 +179,17 @@ def _described(draws: Draws) -> str:
     return f"rows {first_names([*map(str, rows)], _MOST_NAMED)}"
 
 
+def require_count(name: str, value: Any) -> int:
+    """The value of an argument; raises DataError unless it is a whole number, at least 1."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise DataError(f"{name}={value!r}: give a whole number, at least 1.")
+    return count
+
+
 class ArraySource:
     """Arrays in memory with a common first dimension; a record is a dict of their rows.
 
@@ -186,16 +198,17 @@ class ArraySource:
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], rows_per_block: int = 1024):
+        length = require_count("rows_per_block", rows_per_block)
         if not hasattr(arrays, "items"):
             kind = type(arrays).__name__
             raise DataError(
                 f"ArraySource({kind}): give arrays by name, such as {{'x': x, 'y': y}}."
             )
-        lengths = {name: len(array) for name, array in arrays.items()}
+        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
+        lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(f"arrays of unequal or no length: {lengths}.")
-        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
-        self.blocks = runs_of(next(iter(lengths.values())), rows_per_block)
+        self.blocks = runs_of(next(iter(lengths.values())), length)
 
     def read(self, rows: Rows) -> dict[str, np.ndarray[Any, Any]]:
         return {name: array[rows] for name, array in self._arrays.items()}
@@ -210,11 +223,14 @@ class ArraySource:
 
 def _as_array(name: str, array: Any) -> Any:
     try:
-        if hasattr(array, "detach"):  # a tensor
-            return array.detach().numpy()
-        return array if isinstance(array, np.ndarray) else np.asarray(array)
+        is_tensor = hasattr(array, "detach")
+        found = array.detach().numpy() if is_tensor else np.asanyarray(array)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
+    if not found.ndim:
+        kind = type(array).__name__
+        raise DataError(f"{name} ({kind}) has no rows: give an array of shape (rows, ...).")
+    return found
 
 
 def require_dataset(dataset: Any) -> set[str]:
@@ -260,7 +276,7 @@ class MapSource:
                 "epochs at the same time, but the data set has set_epoch(): remove shared=True."
             )
         self.dataset, self.shared = dataset, shared
-        self.blocks = runs_of(len(dataset), rows_per_block)
+        self.blocks = runs_of(len(dataset), require_count("rows_per_block", rows_per_block))
 
     def read(self, rows: Rows) -> Sequence[Any]:
         return [self.dataset[row] for row in rows.tolist()]

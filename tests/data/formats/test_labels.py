@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -78,6 +79,18 @@ def test_labels_of_any_kind_are_classes_in_sorted_order(
     other = opened(path, [*reversed(names), more])  # whatever the order of the classes
     assert other.class_names == [*reversed(names), more]
     assert labels_of(other) == [len(names) - 1 - number for number in numbers]
+
+
+def test_a_number_is_the_class_of_that_name_also_beside_one_with_zeros(tmp_path: Path):
+    path = written(tmp_path / "x.parquet", [1, 2, 1])
+    for names, numbers in (
+        (["1", "01", "2"], [0, 2, 0]),
+        (["01", "1", "2"], [1, 2, 1]),
+        (["02", "01"], [1, 0, 1]),
+    ):
+        assert labels_of(opened(path, names)) == opened(path, names).labels().tolist() == numbers
+    with pytest.raises(DataError, match=r"row 0: label 1 is not one of the 3 classes: 01, 001, 2"):
+        opened(path, ["01", "001", "2"])
 
 
 WRONG: Mapping[str, tuple[Any, str]] = {
@@ -294,9 +307,21 @@ def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
     with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
         source.read(np.array([3]))
-    (tmp_path / "c").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
-        FolderImages(str(tmp_path))
+    for target in ("nowhere", "c"):  # also to itself
+        (tmp_path / "c").symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
+            FolderImages(str(tmp_path))
+        (tmp_path / "c").unlink()
+
+
+def test_a_pipe_or_device_among_images_is_a_bad_record_and_not_waited_for(tmp_path: Path):
+    folder(tmp_path, a=1, b=1)
+    (tmp_path / "a" / "device.png").symlink_to(os.devnull)
+    os.mkfifo(tmp_path / "a" / "pipe.png")
+    source = FolderImages(str(tmp_path))
+    for row in (1, 2):
+        ((image, label),) = source.read(np.array([row]))
+        assert (str(image), label) == ("a named pipe, socket or device, not a file", 0)
 
 
 def test_the_fingerprint_of_a_folder_knows_sizes(tmp_path: Path):

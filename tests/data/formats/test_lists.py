@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -194,6 +195,20 @@ def test_an_image_that_is_missing_or_not_named_is_a_bad_record(tmp_path: Path):
         assert str(records[2][0]) == "gone.png: no such file"
         assert str(records[4][0]) == "the image is null"
         assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
+
+
+def test_a_device_or_pipe_is_not_read_as_an_image_or_a_list(tmp_path: Path):
+    images = pictures(tmp_path)
+    images[2] = os.devnull
+    source = splits_of(listed(tmp_path / "a.csv", images, LABELS["integers"])).train
+    record = source.read(np.array([2]))[0][0]
+    assert str(record) == "/dev/null: a named pipe, socket or device, not a file"
+    for name in ("list.csv", "list.parquet"):
+        (tmp_path / "lists" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "lists" / name).symlink_to(os.devnull)
+        with pytest.raises(DataError, match=rf"{name}: a named pipe, .*, not a file: remove it"):
+            splits_of(tmp_path / "lists")
+        (tmp_path / "lists" / name).unlink()
 
 
 def test_images_that_are_listed_twice_are_reported(tmp_path: Path):
