@@ -171,10 +171,10 @@ def read_on_disk(path: str) -> bytes:
         seen = os.fstat(file)
         if not S_ISREG(seen.st_mode) and not S_ISDIR(seen.st_mode):
             raise OSError(errno.ENXIO, NO_FILE)
-        content = os.read(file, seen.st_size + 1)
-        while more := os.read(file, _READ_BYTES):
-            content += more
-        return content
+        pieces = [os.read(file, seen.st_size + 1)]
+        while more := os.read(file, _READ_BYTES):  # of more than 2 GiB, or still growing
+            pieces.append(more)
+        return b"".join(pieces)
     finally:
         os.close(file)
 
