@@ -142,6 +142,8 @@ class _Process:
             outcome = shared_memory.receive(self.channel)
         except EOFError:
             outcome = (False, self._death(), "")
+        except Exception as error:  # its message is lost; the next one belongs to another item
+            outcome = (False, error, "")
         self.pending.popleft().outcome = outcome
 
     def _death(self) -> LoaderDied:

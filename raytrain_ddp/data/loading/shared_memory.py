@@ -99,7 +99,8 @@ def send(channel: socket.socket, value: Any) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Raises EOFError if the other end is closed."""
+    """Raises EOFError if the other end is closed, and PreflightError if this process has too many
+    open files; the message is lost then."""
     head, files = b"", list[int]()
     # If the other end was closed before it had read everything, Linux reports that first, once, and
     # then what the other end had sent.
@@ -109,10 +110,13 @@ def receive(channel: socket.socket) -> Any:
             break
     if not head:
         raise EOFError
-    try:
-        return unpack(files[0])
-    finally:
-        os.close(files[0])
+    with enough_files:
+        if not files:  # Linux has dropped it
+            raise OSError(errno.EMFILE, "no descriptor")
+        try:
+            return unpack(files[0])
+        finally:
+            os.close(files[0])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -214,6 +214,17 @@ def test_an_item_that_cannot_be_sent_for_lack_of_files_is_refused(
     assert pool.submit(2, among).result() == 2
 
 
+@pytest.mark.parametrize("free", [0, 1])  # to receive one, and to map it
+def test_a_result_that_cannot_be_received_for_lack_of_files_is_an_error(
+    free: int, made: Callable[..., LoaderProcesses]
+):
+    pool = made(lambda item: item)
+    replies = [pool.submit(item, 1) for item in range(2)]
+    with files_left(free), pytest.raises(PreflightError, match=r"ulimit -n"):
+        replies[0].result()
+    assert replies[1].result() == 1
+
+
 def test_loader_processes_that_cannot_be_made_for_lack_of_files_are_refused():
     with files_left(0), pytest.raises(PreflightError, match=r"ulimit -n"):
         LoaderProcesses(lambda item: item, str)
