@@ -183,7 +183,7 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
 
 def _literal(value: str | bool | int | float) -> Any:
     if isinstance(value, str):
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return ast.literal_eval(value)
     return value
 

@@ -36,6 +36,7 @@ from raytrain_ddp.ray_backend.cluster import import_paths, shipped_code
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
 from raytrain_ddp.tasks.model_zoo import (
+    arguments,
     build,
     check_model,
     known_models,
@@ -175,6 +176,13 @@ def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
         ConfigError, match=r"--model\.args takes pairs of KEY and VALUE, or KEY=VALUE"
     ):
         parse_fit([*name, "img_size"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{[]: 1}", "{{}}", "-" * 100_000 + "1", "[" * 1000, "1 +", "gelu"]
+)
+def test_an_argument_that_is_no_python_value_stays_text(text: str):
+    assert arguments(ModelConfig(name="resnet18", args={"x": text})) == {"x": text}
 
 
 @pytest.mark.parametrize(
