@@ -18,7 +18,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "100",
+    # The package of this tree, not the installed one.
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
 CALL_TIMEOUT_S = 200.0
 
 # ------------------------------------------------------------------ commands

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import warm_python
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, ROOT
 from warm_python import WarmPython
 
 # The last one is set by torch, when it is loaded.
@@ -51,11 +51,21 @@ def test_it_answers_as_one_that_python_starts(program: str, tmp_path: Path):
     (tmp_path / "script.py").write_text(code)
     command: Any = [sys.executable, *PROGRAMS[program]]
     options: dict[str, Any] = {"input": code, "capture_output": True, "text": True}
-    options |= {"cwd": tmp_path, "env": {**ENV, "PYTHONPATH": str(tmp_path)}, "timeout": 100}
+    options |= {"cwd": tmp_path, "timeout": 100}
+    options["env"] = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     warm = warm_python.run(command, **options)
     usual = subprocess.run(command, check=False, **options)
     ended = [(done.returncode, done.stdout, done.stderr) for done in (warm, usual)]
     assert ended[0] == ended[1]
+
+
+def test_it_has_the_package_of_this_tree():
+    """Also without PYTHONPATH, where another one may be installed."""
+    environment = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
+    code = "import raytrain_ddp.errors; print(raytrain_ddp.errors.__file__)"
+    command = [sys.executable, "-c", code]
+    done = warm_python.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{ROOT / 'raytrain_ddp' / 'errors.py'}\n"
 
 
 def test_it_can_be_watched_stopped_and_asked_for_its_status():

@@ -26,13 +26,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # of this tree, not the installed one
 from raytrain_ddp import warm
 
 sys.path.insert(0, str(warm.__path__[0]))  # they import each other from there
 import fork_child
 import fork_server
 
-sys.path.pop(0)
+del sys.path[:2]
 
 _MORE = ("matplotlib.pyplot", "torch.distributed.nn", "timm")
 

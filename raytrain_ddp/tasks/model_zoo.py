@@ -63,7 +63,9 @@ def known_weights(model: str) -> list[str]:
         tags = timm_models().get(timm_name(model)[0], [])
         return [*tags, "DEFAULT"]
     for text in _sources("torchvision"):
-        taken = re.search(rf"\ndef {model}\(\s*\*,\s*weights: (?:Optional\[)?(\w+)", text)
+        taken = re.search(
+            rf"\ndef {re.escape(model)}\(\s*\*,\s*weights: (?:Optional\[)?(\w+)", text
+        )
         if taken is not None:
             _, _, rest = text.partition(f"\nclass {taken[1]}(WeightsEnum):")
             body = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
@@ -181,7 +183,7 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
 
 def _literal(value: str | bool | int | float) -> Any:
     if isinstance(value, str):
-        with suppress(ValueError, SyntaxError):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             return ast.literal_eval(value)
     return value
 

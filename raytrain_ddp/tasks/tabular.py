@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
+from raytrain_ddp.data.formats.labels import kind_of, normalized
 from raytrain_ddp.data.formats.targets import Targets, kind_of_targets
 from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.data.loading.sources import ArraySource, Data
@@ -203,11 +204,28 @@ def _columns(
             raise DataError(
                 f"{source}: column {name!r} has {kind}, not numbers: encode or remove it."
             )
-        columns[name] = column.to_numpy()
+        columns[name] = _labels(column, source, name) if name in labels else column.to_numpy()
         if pa.types.is_floating(kind) and not np.isfinite(columns[name]).all():
             row = int(np.flatnonzero(~np.isfinite(columns[name]))[0])
             raise DataError(f"{source}, row {row}: column {name!r} is {columns[name][row]}.")
     return columns, {label: columns.pop(label) for label in labels}
+
+
+def _labels(column: Any, source: str, name: str) -> np.ndarray[Any, Any]:
+    """The values of a label column; texts as those of images."""
+    from pyarrow import types
+
+    if types.is_nested(column.type):
+        raise DataError(f"{source}: column {name!r} has {column.type}, not one label in each row.")
+    if kind_of(column.type) != "string":
+        return column.to_numpy()  # type: ignore[no-any-return]
+    texts = [normalized(text) for text in column.to_pylist()]
+    if "" in texts:
+        raise DataError(
+            f"{source}, row {texts.index('')}: column {name!r} is an empty string: fill it or "
+            "remove the row."
+        )
+    return np.array(texts, object)
 
 
 def _matrix(columns: Table) -> np.ndarray[Any, Any]:

@@ -96,7 +96,7 @@ def check_task(task: Any) -> None:
     given = [name for name in _OPTIONAL if hasattr(task, name)]
     for name in (*_ARGUMENTS, *given):
         arguments = {**_ARGUMENTS, **_OPTIONAL}[name]
-        if name == "loss" and "optimizer" in given and _takes_one_more(task.loss, kind):
+        if name == "loss" and "optimizer" in given and _takes_one_more(task, kind):
             continue  # one for each of several optimizers; which it is, is known with a model
         _check_arguments(task, kind, name, arguments)
     if not isinstance(task.monitor, str | property) or not isinstance(task.unit, str | property):
@@ -197,7 +197,7 @@ def _vars(task: Any) -> Mapping[str, Any]:
 
 def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...]) -> None:
     method = getattr(task, name)
-    is_unbound = isinstance(task, type) and inspect.isfunction(_own(kind, name))
+    is_unbound = _is_unbound(task, kind, name)
     if isinstance(method, property) or isinstance(_own(kind, name), property | cached_property):
         return  # dynamic: what it returns is called later
     if not callable(method):
@@ -221,10 +221,15 @@ def _check_arguments(task: Any, kind: type, name: str, arguments: tuple[str, ...
         ) from None
 
 
-def _takes_one_more(loss: Any, kind: type) -> bool:
-    arguments = [None] * (inspect.isfunction(loss) and loss is getattr(kind, "loss", None))
+def _is_unbound(task: Any, kind: type, name: str) -> bool:
+    """Whether the method takes self: the task is a class, and it is neither static nor bound."""
+    return isinstance(task, type) and inspect.isfunction(_own(kind, name))
+
+
+def _takes_one_more(task: Any, kind: type) -> bool:
+    arguments = [None] * _is_unbound(task, kind, "loss")
     try:
-        inspect.signature(loss).bind(*arguments, "model", "batch", "optimizer")
+        inspect.signature(task.loss).bind(*arguments, "model", "batch", "optimizer")
     except (TypeError, ValueError):
         return False
     return True

@@ -36,6 +36,7 @@ from raytrain_ddp.ray_backend.cluster import import_paths, shipped_code
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
 from raytrain_ddp.tasks.model_zoo import (
+    arguments,
     build,
     check_model,
     known_models,
@@ -96,6 +97,8 @@ def test_the_names_of_weights_are_those_of_torchvision():
 
     for name in known_models()[1:]:
         assert set(known_weights(name)) == set(get_model_weights(name).__members__), name
+    for name in ("[v2/net.py:build", "resnet1."):  # no patterns
+        assert known_weights(name) == []
 
 
 @pytest.mark.parametrize(
@@ -173,6 +176,13 @@ def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
         ConfigError, match=r"--model\.args takes pairs of KEY and VALUE, or KEY=VALUE"
     ):
         parse_fit([*name, "img_size"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{[]: 1}", "{{}}", "-" * 100_000 + "1", "[" * 1000, "1 +", "gelu"]
+)
+def test_an_argument_that_is_no_python_value_stays_text(text: str):
+    assert arguments(ModelConfig(name="resnet18", args={"x": text})) == {"x": text}
 
 
 @pytest.mark.parametrize(

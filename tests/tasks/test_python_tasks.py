@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import warm_python
-from processes import ENVIRONMENT, run_cli
+from processes import ENVIRONMENT, ROOT, run_cli
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig, fit_locally
@@ -63,6 +63,14 @@ def test_the_users_modules_do_not_see_this_commands_arguments(tmp_path: Path) ->
     file.write_text(f"import sys\n{saved}\nsys.exit()\nclass Mine: pass\n")
     done = run_cli("fit", "--task", f"{file}:Mine", "--local", cwd=tmp_path)
     assert (done.status, "saw []" in file.with_suffix(".txt").read_text()) == (1, True)
+
+
+def test_commands_run_the_package_of_this_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    saved = "open('place', 'w').write(raytrain_ddp.__file__)"
+    (tmp_path / "own.py").write_text(f"import raytrain_ddp\n{saved}\nclass Mine: pass\n")
+    run_cli("fit", "--task", "own.py:Mine", "--local", cwd=tmp_path)
+    assert (tmp_path / "place").read_text() == str(ROOT / "raytrain_ddp" / "__init__.py")
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
     there = tmp_path / "there"
     there.mkdir()
     (there / "tiny.py").symlink_to(Path(__file__).parents[1] / "tiny.py")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | ENVIRONMENT
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     done = warm_python.run(
         [sys.executable, "-c", LOAD],
         input=pickled,

@@ -81,6 +81,9 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
         (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, r"t.parquet, row 1: column 'b' is inf"),
         (lambda t: t[["label"]], {}, "there is no column besides 'label'"),
         (lambda t: t.assign(label=t.b), {}, "120 different numbers in 120 rows: classes are exp"),
+        (lambda t: t.assign(label=[[1], [2]] * 60), {}, r"'label' has list<.*, not one label in e"),
+        (lambda t: t.assign(label=[{"a": 1}] * 120), {}, r"'label' has struct<.*, not one label"),
+        (lambda t: t.assign(label=["a", "b", ""] * 40), {}, "row 2: column 'label' is an empty st"),
         (lambda t: t.assign(label="yes"), {}, r"only the label \['yes'\]"),
         (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),
     ],
@@ -108,6 +111,24 @@ def test_rows_to_evaluate_that_do_not_fit_are_one_line(
     rest = str(written(tmp_path / "e.csv", other))
     with pytest.raises(DataError, match=reported):
         Tabular(config_of(source, holdout=0.0, eval_source=rest))
+
+
+def test_a_missing_label_is_no_class(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("a,label\n1,x\n3,\n4,y\n")
+    with pytest.raises(DataError, match=r"t\.csv, row 1: column 'label' is an empty string: fill"):
+        Tabular(config_of(tmp_path / "t.csv"))
+
+
+def test_both_unicode_forms_of_a_label_are_one_class(tmp_path: Path):
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    table, other = frame(), frame(4)
+    table["label"] = [composed, decomposed, "tea"] * 40
+    other["label"] = [decomposed, composed, "tea", "tea"]
+    source, rest = written(tmp_path / "t.csv", table), written(tmp_path / "e.parquet", other)
+    task = Tabular(config_of(source, holdout=0.0, eval_source=str(rest)))
+    assert task.class_names == [composed, "tea"]
+    assert task.train_data().source.read(np.arange(3))["y"].tolist() == [0, 0, 1]
+    assert task.eval_data().source.read(np.arange(4))["y"].tolist() == [0, 0, 1, 1]
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path):

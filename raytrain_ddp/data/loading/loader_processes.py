@@ -22,7 +22,14 @@ from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.data.loading import shared_memory
-from raytrain_ddp.errors import LoaderDied, RemoteTraceback, TaskError, first_line, signal_name
+from raytrain_ddp.errors import (
+    LoaderDied,
+    PreflightError,
+    RemoteTraceback,
+    TaskError,
+    first_line,
+    signal_name,
+)
 
 _BOOT = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
@@ -66,11 +73,14 @@ class LoaderProcesses:
 
     Raises:
         TaskError: `work` cannot be copied.
+        PreflightError: this process has too many open files.
     """
 
     def __init__(self, work: Callable[[Any], Any], describe: Callable[[Any], str]) -> None:
         try:
             self._work = shared_memory.pack((user_code.received(), work))
+        except PreflightError:
+            raise
         except Exception as error:
             raise TaskError(
                 "the data set and collate cannot be copied to loader processes: "
@@ -79,7 +89,8 @@ class LoaderProcesses:
                 "with --data.workers 0; or declare that threads may share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
-        self._server = _server()
+        with shared_memory.enough_files:
+            self._server = _server()
         self._describe = describe
         self._processes: list[_Process] = []
         self._lock = threading.Lock()
@@ -87,7 +98,11 @@ class LoaderProcesses:
         """Ends the processes; a busy process first finishes its item."""
 
     def submit(self, item: Any, among: int) -> Reply:
-        """Gives the item to the least busy of the first `among` processes; does not block."""
+        """Gives the item to the least busy of the first `among` processes; does not block.
+
+        Raises:
+            PreflightError: this process has too many open files.
+        """
         with self._lock:
             if len(self._processes) < among:
                 started = _Process(self._server, self._work, self._describe)
@@ -108,16 +123,17 @@ class _Process:
 
     def __init__(self, server: _Server, work: int, describe: Callable[[Any], str]) -> None:
         self.pending: deque[Reply] = deque()
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with shared_memory.enough_files:
+            self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._number = server.fork(theirs.fileno(), work)
         self._server, self._describe = server, describe
 
     def submit(self, item: Any) -> Reply:
+        with suppress(ConnectionError):  # the process is dead; `receive` will notice
+            shared_memory.send(self.channel, item)
         reply = Reply(self, item)
         self.pending.append(reply)
-        with suppress(OSError):  # the process is dead; `receive` will notice
-            shared_memory.send(self.channel, item)
         return reply
 
     def receive(self) -> None:
@@ -126,6 +142,8 @@ class _Process:
             outcome = shared_memory.receive(self.channel)
         except EOFError:
             outcome = (False, self._death(), "")
+        except Exception as error:  # its message is lost; the next one belongs to another item
+            outcome = (False, error, "")
         self.pending.popleft().outcome = outcome
 
     def _death(self) -> LoaderDied:

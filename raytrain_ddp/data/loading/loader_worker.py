@@ -128,7 +128,7 @@ def _work(channel: socket.socket, file: int) -> None:
             outcome = _raised(error)
         try:
             shared_memory.send(channel, outcome)
-        except OSError:
+        except ConnectionError:
             return  # the other end is closed
         except Exception as error:
             message = f"a batch cannot be sent to the training process: {first_line(error)}."

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -130,8 +131,11 @@ def _parts_of(leaf: Any) -> list[Any]:
     if not isinstance(leaf, Tensor) or _is_dense(leaf):
         return [leaf]
     if leaf.is_nested:
-        offsets: Any = getattr(leaf, "offsets", list)  # of jagged ones
-        return [leaf.values(), *([offsets()] if leaf.layout is torch.jagged else [])]
+        nested: Any = leaf
+        if leaf.layout is not torch.jagged:
+            return [leaf.contiguous().values(), nested._nested_tensor_size()]
+        parts = (leaf.values(), nested.offsets(), nested.lengths())
+        return [each for each in parts if each is not None]
     coo = leaf.to_sparse_coo()
     return [coo._indices(), coo._values()]
 
@@ -157,10 +161,14 @@ def digest_of(start: bytes, batch: Any) -> str:
         if isinstance(leaf, (Tensor, PackedSequence)):
             for part in _parts_of(leaf):
                 digest.update(f"{at} {part.dtype} {tuple(part.shape)}".encode())
-                dense = part.detach().cpu().contiguous().view(-1)
+                dense = part.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
                 digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
         elif isinstance(leaf, PLAIN):
             digest.update(f"{at} {leaf!r}".encode())
+        elif (
+            isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.hasobject
+        ):  # its bytes are addresses
+            digest.update(f"{at} {leaf.shape} {digest_of(b'', leaf.tolist())}".encode())
         else:  # bytes that have a shape, or an object whose text may hold an address
             digest.update(f"{at} {type(leaf).__name__}".encode())
             digest.update(leaf.tobytes() if hasattr(leaf, "tobytes") else b"")

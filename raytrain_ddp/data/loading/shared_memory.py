@@ -8,10 +8,12 @@ copying.
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
 import pickle
+import resource
 import socket
 import struct
 from collections.abc import Callable
@@ -22,18 +24,43 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from raytrain_ddp.errors import PreflightError
+
 _ALIGNMENT = 64
 _COUNT = struct.Struct("<Q")
 
 
+class _EnoughFiles:
+    """Raises PreflightError where this process has no free file descriptor."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise PreflightError(
+                f"no file is left for a batch of a loader process: this process may have {limit} "
+                "open files. Raise the limit (ulimit -n), keep fewer files or batches open, or "
+                "load in the training process with --data.workers 0."
+            ) from None
+
+
+enough_files = _EnoughFiles()
+
+
 def pack(value: Any) -> int:
-    """A memory file with `value`; returns its descriptor, which the caller closes."""
+    """A memory file with `value`; returns its descriptor, which the caller closes.
+
+    Raises:
+        PreflightError: this process has too many open files.
+    """
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
     parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
     head = struct.pack(f"<{len(parts) + 1}Q", len(parts), *(part.nbytes for part in parts))
-    file = os.memfd_create("raytrain_ddp", os.MFD_CLOEXEC)
+    with enough_files:
+        file = os.memfd_create("raytrain_ddp", os.MFD_CLOEXEC)
     try:
         place = 0
         for part in (memoryview(head), *parts):
@@ -62,17 +89,18 @@ def unpack(file: int) -> Any:
 
 
 def send(channel: socket.socket, value: Any) -> None:
-    """Raises OSError if the other end is closed, and the error of `pack` if the value cannot be
-    pickled."""
+    """Raises ConnectionError if the other end is closed, and the errors of `pack`."""
     file = pack(value)
     try:
-        socket.send_fds(channel, [b"."], [file])
+        with enough_files:
+            socket.send_fds(channel, [b"."], [file])
     finally:
         os.close(file)
 
 
 def receive(channel: socket.socket) -> Any:
-    """Raises EOFError if the other end is closed."""
+    """Raises EOFError if the other end is closed, and PreflightError if this process has too many
+    open files; the message is lost then."""
     head, files = b"", list[int]()
     # If the other end was closed before it had read everything, Linux reports that first, once, and
     # then what the other end had sent.
@@ -82,10 +110,13 @@ def receive(channel: socket.socket) -> Any:
             break
     if not head:
         raise EOFError
-    try:
-        return unpack(files[0])
-    finally:
-        os.close(files[0])
+    with enough_files:
+        if not files:  # Linux has dropped it
+            raise OSError(errno.EMFILE, "no descriptor")
+        try:
+            return unpack(files[0])
+        finally:
+            os.close(files[0])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -7,7 +7,9 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
+import io
 import operator
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,7 +20,7 @@ import numpy as np
 
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_line, first_names
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
@@ -217,7 +219,7 @@ class ArraySource:
         digest = sha256()
         for name, array in sorted(self._arrays.items()):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
+            digest.update(_content_of(name, array))
         return digest.hexdigest()
 
 
@@ -231,6 +233,30 @@ def _as_array(name: str, array: Any) -> Any:
         kind = type(array).__name__
         raise DataError(f"{name} ({kind}) has no rows: give an array of shape (rows, ...).")
     return found
+
+
+def _content_of(name: str, array: np.ndarray[Any, Any]) -> bytes:
+    """The same in every process. Arrays of objects hold addresses, so these are pickled by value.
+
+    Raises:
+        DataError: an object has no such content.
+    """
+    if not array.dtype.hasobject:
+        return np.ascontiguousarray(array).tobytes()
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, 5)
+    pickler.fast = True  # regardless of which objects are one and the same
+    try:
+        for value in array.reshape(-1).tolist():
+            if isinstance(value, (set, frozenset)) or hasattr(value, "detach"):
+                raise TypeError("neither sets nor tensors can be compared between processes")
+            pickler.dump(value)
+    except Exception as error:
+        raise DataError(
+            f"ArraySource: {name!r} is an array of objects that cannot be fingerprinted: "
+            f"{first_line(error)}. Give numbers, strings or lists, or use MapSource."
+        ) from error
+    return stream.getvalue()
 
 
 def require_dataset(dataset: Any) -> set[str]:

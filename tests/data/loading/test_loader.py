@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -72,6 +75,45 @@ def test_other_sources_have_fingerprints_of_their_content(image_folder: Path):
     train, val = (FolderImages(str(image_folder / split)) for split in ("train", "val"))
     assert train.fingerprint() != val.fingerprint()
     assert MapSource([1, 2]).fingerprint() != MapSource([1, 2, 3]).fingerprint()
+
+
+FINGERPRINT = """
+import datetime, sys
+import numpy as np
+from raytrain_ddp import ArraySource
+text = np.array([*sys.argv[1:], None, 1.5, ("a", [2]), datetime.date(2026, 1, 2)], object)
+parts = {"text": text, "pair": np.array([(text[0], 1)] * 6, [("a", object), ("b", int)])}
+if hasattr(np.dtypes, "StringDType"):
+    parts["long"] = np.array([30 * text[0]] * 6, np.dtypes.StringDType())
+print(*(ArraySource({"x": part}).fingerprint() for part in parts.values()))
+"""
+
+
+def test_arrays_of_objects_have_fingerprints_of_their_content():
+    """Their bytes are addresses, which differ between processes."""
+    one, same, other = (
+        subprocess.run(
+            [sys.executable, "-c", FINGERPRINT, *words.split()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+        ).stdout.split()
+        for words in ("red blue", "red blue", "redder blue")
+    )
+    assert one == same
+    assert not {*one} & {*other}
+    known = "60eb6aff414c0dc3"
+    assert ArraySource({"x": np.arange(6).reshape(2, 3).T}).fingerprint().startswith(known)
+
+
+@pytest.mark.parametrize("value", [lambda: 0, {"a", "b"}, torch.ones(2)])
+def test_objects_without_a_fingerprint_are_refused(value: Any):
+    source = ArraySource({"x": np.array([value, None], object)})
+    with pytest.raises(
+        DataError, match=r"'x' is an array of objects .*: .*use MapSource"
+    ) as caught:
+        source.fingerprint()
+    assert "\n" not in str(caught.value)
 
 
 def test_arrays_of_unequal_length_are_refused():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -11,6 +13,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 from raytrain_ddp.data.loading import loader_processes, shared_memory
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
-from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
+from raytrain_ddp.errors import DataError, LoaderDied, PreflightError, RemoteTraceback, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 
 Point = namedtuple("Point", "x y")
@@ -179,6 +182,66 @@ def test_what_a_process_sent_before_it_ended_arrives_though_it_left_items_unread
         assert shared_memory.receive(ours) == "the reply"
         with pytest.raises(EOFError):
             shared_memory.receive(ours)
+
+
+@contextmanager
+def files_left(number: int) -> Iterator[None]:
+    """So many descriptors are free."""
+    before, opened = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + number + 1, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                opened.append(os.dup(0))
+        for _ in range(number):
+            os.close(opened.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for file in opened:
+            os.close(file)
+
+
+@pytest.mark.parametrize("among", [1, 2])  # the second process is not there yet
+def test_an_item_that_cannot_be_sent_for_lack_of_files_is_refused(
+    among: int, made: Callable[..., LoaderProcesses]
+):
+    pool = made(lambda item: item)
+    assert pool.submit(0, 1).result() == 0
+    with files_left(0), pytest.raises(PreflightError, match=r"may have \d+ open .*ulimit -n"):
+        pool.submit(1, among)
+    assert pool.submit(2, among).result() == 2
+
+
+@pytest.mark.parametrize("free", [0, 1])  # to receive one, and to map it
+def test_a_result_that_cannot_be_received_for_lack_of_files_is_an_error(
+    free: int, made: Callable[..., LoaderProcesses]
+):
+    pool = made(lambda item: item)
+    replies = [pool.submit(item, 1) for item in range(2)]
+    with files_left(free), pytest.raises(PreflightError, match=r"ulimit -n"):
+        replies[0].result()
+    assert replies[1].result() == 1
+
+
+def test_loader_processes_that_cannot_be_made_for_lack_of_files_are_refused():
+    with files_left(0), pytest.raises(PreflightError, match=r"ulimit -n"):
+        LoaderProcesses(lambda item: item, str)
+
+
+def test_an_item_that_does_not_fit_into_memory_is_refused(
+    made: Callable[..., LoaderProcesses], monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pool = made(lambda item: item)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            pool.submit(1, 1)
+    assert pool.submit(2, 1).result() == 2
 
 
 def test_signals_for_the_training_are_not_for_loader_processes(

@@ -117,6 +117,36 @@ def test_packed_sparse_and_nested_tensors_are_leaves(monkeypatch: pytest.MonkeyP
     assert samples_of(torch.nested.nested_tensor([torch.ones(n) for n in (1, 3)])) == 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_digests_tell_nested_tensors_of_other_lengths_apart():
+    def strided(*lengths: int) -> Tensor:
+        return torch.nested.nested_tensor([torch.ones(n, 2) for n in lengths])
+
+    def narrowed(*lengths: int) -> Tensor:
+        starts, ends = torch.zeros(2, dtype=torch.int64), torch.tensor(lengths)
+        return torch.nested.narrow(torch.ones(2, 5, 3), 1, starts, ends, layout=torch.jagged)
+
+    for make in (strided, narrowed):
+        assert digest_of(b"", make(3, 1)) == digest_of(b"", make(3, 1))
+        assert digest_of(b"", make(3, 1)) != digest_of(b"", make(1, 3))
+
+
+def test_conjugated_and_negated_views_have_the_digests_of_their_values():
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    for view in (value.conj(), value.conj().imag, x()._neg_view(), value.to_sparse().conj()):
+        assert digest_of(b"", view) == digest_of(b"", view.clone().resolve_conj().resolve_neg())
+    assert digest_of(b"", value.conj()) != digest_of(b"", value)
+
+
+def test_arrays_of_objects_have_digests_of_their_content():
+    def named(*names: str) -> np.ndarray:
+        return np.array([["".join(name), None, 2.5] for name in names], object)
+
+    assert digest_of(b"", named("ab", "c")) == digest_of(b"", named("ab", "c"))
+    others = [named("ab", "d"), named("ab", "c").T, named("ab", "c").tolist()]
+    assert digest_of(b"", named("ab", "c")) not in [digest_of(b"", each) for each in others]
+
+
 def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
     def batch(name: str, number: float, row: int) -> Any:
         return {"x": x(), "name": [name], "number": number, "rows": np.array([row])}

@@ -42,6 +42,18 @@ from dcgan import DCGAN, GAN, digits
 STEPS = 7  # two epochs of these
 
 
+class Static(DCGAN):
+    @staticmethod
+    def loss(model: nn.Module, batch: Any, name: str) -> Any:  # type: ignore[override]
+        return model(batch), name
+
+
+class OfClass(DCGAN):
+    @classmethod
+    def loss(cls, model: nn.Module, batch: Any, name: str) -> Any:  # type: ignore[override]
+        return model(batch), name
+
+
 class Watched(DCGAN):
     """The example with what the tests look at; `turns` as text: the generator's."""
 
@@ -259,6 +271,9 @@ def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
 def test_a_task_is_checked_with_either_loss():
     check_task(DCGAN)
     check_task(DCGAN(TrainConfig()))
+    for kind in (Static, OfClass):
+        check_task(kind)
+        check_task(kind(TrainConfig()))
 
     class Odd(DCGAN):
         def loss(self) -> None: ...  # type: ignore[override]
