@@ -225,8 +225,7 @@ class ArraySource:
 
 def _as_array(name: str, array: Any) -> Any:
     try:
-        is_tensor = hasattr(array, "detach")
-        found = array.detach().numpy() if is_tensor else np.asanyarray(array)
+        found = array.detach().numpy() if hasattr(array, "detach") else np.asanyarray(array)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
     if not found.ndim:
