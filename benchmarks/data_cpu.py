@@ -222,9 +222,10 @@ def made(pictures: Any, boxes: Any, outs: Any) -> tuple[float, float]:
 def handed_over() -> float:
     """us of CPU time an image for all that the loader does but reading records and making a batch
     of them."""
+    from raytrain_ddp.data.array_source import ArraySource
     from raytrain_ddp.data.loading.loader import TrainLoader
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-    from raytrain_ddp.data.loading.sources import ArraySource, Data
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.order.epoch_order import Plan
 
     nothing = {"label": np.zeros(10**5, np.int64)}

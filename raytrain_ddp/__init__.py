@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
     from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
+    from raytrain_ddp.data.array_source import ArraySource as ArraySource
     from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
-    from raytrain_ddp.data.loading.sources import ArraySource as ArraySource
     from raytrain_ddp.data.loading.sources import Data as Data
     from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from raytrain_ddp.tasks.task import Task as Task
 
 _HOMES = {
-    "ArraySource": "data.loading.sources",
+    "ArraySource": "data.array_source",
     "AugmentConfig": "config.input_sections",
     "Data": "data.loading.sources",
     "DataConfig": "config.input_sections",

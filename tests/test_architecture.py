@@ -48,7 +48,7 @@ RANKS_WITHIN = {
     "data": [
         {"order"},
         {"loading"},
-        {"formats", "iterable_source"},
+        {"formats", "array_source", "iterable_source"},
         {"discovery"},
         {"holdout", "text_source", "torchvision_datasets"},
         {"splits"},

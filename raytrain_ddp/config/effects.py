@@ -47,7 +47,7 @@ _RULES = [
     ),
     _Rule(
         "ddp.find_unused_parameters",
-        "ddp.static_graph = false, as that finds them as well",
+        "ddp.static_graph = false (a static graph finds unused parameters by itself)",
         lambda c: not c.ddp.static_graph,
     ),
     _Rule("ddp.powersgd_rank", "ddp.compression = powersgd"),

@@ -155,7 +155,8 @@ class TrainConfig(Section):
         rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
         require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
         static, rule = self.ddp.static_graph, "cannot be used with model.unfreeze_epoch"
-        require(not (unfreeze and static), "ddp.static_graph", static, rule)
+        one_graph = self.exact or not (unfreeze and static)  # exact uses no DDP
+        require(one_graph, "ddp.static_graph", static, rule)
         if unfreeze:
             self.require_no_powersgd("model.unfreeze_epoch")
         grow = self.data.grow_epochs
@@ -163,7 +164,9 @@ class TrainConfig(Section):
         require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
         if self.task in _WITH_LOSS:
             self.require_loss()
-        self.require_slots(self.scaling.worker_range()[1])
+        least, most = self.scaling.worker_range()
+        self.require_slots(most)
+        self.require_synced(least, most, self.scaling.use_gpu is not False)
         resyncs = self.scaling.on_divergence == "resync"
         rule = "must be stop with ddp.shard_optimizer: no worker has another's optimizer state"
         require(not (self.ddp.shard_optimizer and resyncs), "scaling.on_divergence", "resync", rule)
@@ -277,14 +280,16 @@ class TrainConfig(Section):
         used, rule = self.ddp.compression == "powersgd", f"cannot be used with {feature}"
         require(not used, "ddp.compression", "powersgd", rule)
 
-    def require_synced(self, workers: int, on_gpu: bool) -> None:
-        """Raises ConfigError if these workers cannot make the same forward passes, in each of which
-        ddp.sync_batchnorm communicates."""
-        fits = on_gpu and self.micro_batch in ("auto", self.batch_size / workers)
-        if self.ddp.sync_batchnorm and workers > 1 and not fits:
+    def require_synced(self, least: int, most: int, on_gpu: bool) -> None:
+        """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the
+        same forward passes, in each of which ddp.sync_batchnorm communicates."""
+        counts = {*range(max(2, least), most + 1)}
+        slots = counts if self.micro_batch == "auto" and len(counts) == 1 else {self.slots}
+        if self.ddp.sync_batchnorm and counts and not (on_gpu and counts == slots):
+            workers = f"{least} to {most}" if least < most else f"{most}"
             raise ConfigError(
-                f"ddp.sync_batchnorm needs GPUs, and a slot for each worker: batch_size = "
-                f"{self.batch_size} is {self.slots} slots of {self.slot_size}, for {workers} "
-                f"workers{' on CPUs' if not on_gpu else ''}. Without it, statistics are those of a "
-                "slot, whatever the number of workers."
+                "ddp.sync_batchnorm needs GPUs, and as many slots (batch_size / micro_batch) as "
+                f"workers: there are {workers} workers{'' if on_gpu else ' on CPUs'}, and "
+                f"micro_batch = {self.micro_batch} of batch_size = {self.batch_size}. Without it, "
+                "statistics are those of a slot, whatever the number of workers."
             )

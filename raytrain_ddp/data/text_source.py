@@ -94,7 +94,9 @@ def _fractions(part: tuple[float, float]) -> tuple[float, float]:
             return start, stop
     except (TypeError, ValueError):  # not two numbers
         pass
-    raise DataError(f"part={part!r}: give two fractions from 0 to 1, such as (0, 0.9).")
+    raise DataError(
+        f"part={part!r}: give two fractions from 0 to 1, the smaller one first, such as (0, 0.9)."
+    )
 
 
 def _decoded(where: str, content: bytes) -> str:

@@ -17,7 +17,7 @@ from raytrain_ddp.doctor.assessment import assess
 from raytrain_ddp.doctor.cluster_probe import Answer, Node, NodeTasks
 from raytrain_ddp.doctor.rows import Report
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.ray_backend.cluster import (
     cluster,
     import_paths,
@@ -102,7 +102,8 @@ def _capacity(
         else:
             layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
             have = dict(ray.cluster_resources())
-    except PreflightError as error:
+        config.require_synced(layout.least, layout.most, layout.use_gpu)
+    except (PreflightError, ConfigError) as error:
         return {**result, "lacks": str(error)}, None
     if embedded:
         have = embedded_resources(config, layout, have)

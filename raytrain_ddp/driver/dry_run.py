@@ -134,9 +134,10 @@ def _epochs(count: float) -> str:
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
     """The workers, and what they are called."""
-    synced = config.ddp.sync_batchnorm and not local  # one process has nothing to synchronize
-    layout = choose_layout(replace(config, ddp=replace(config.ddp, sync_batchnorm=synced)), have)
+    layout = choose_layout(config, have)
     if not local:
+        # This machine may lack the GPUs that the run is for.
+        config.require_synced(layout.least, layout.most, config.scaling.use_gpu is not False)
         more = ", and one that evaluates" if layout.evaluators else ""
         each = " + ".join(f"{amount:g} {name}" for name, amount in layout.per_worker.items())
         return layout, f"{layout.said}{more}, each {each}, over {layout.backend}"

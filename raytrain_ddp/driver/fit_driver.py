@@ -249,6 +249,7 @@ def _train_on_ray(
             ray_output_to_file(run),
             cluster(config, address, dashboard, phase) as layout,
         ):
+            config.require_synced(layout.least, layout.most, layout.use_gpu)
             write_config(config, run)
             if layout.note:
                 show(Note(layout.note))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
@@ -61,7 +62,13 @@ def _opened(image: Any) -> Any:
         path = os.fspath(image)
         if "://" in path:
             return _in_store(path)
-        return content_of(path) if os.path.exists(path) else BadRecord("no such file")
+        if not os.path.exists(path):
+            return BadRecord("no such file")
+        # A pipe that is given by name, such as /dev/stdin, is read.
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            with open(path, "rb") as pipe:
+                return pipe.read()
+        return content_of(path)
     if isinstance(image, bytes | bytearray | Image.Image):
         return bytes(image) if isinstance(image, bytearray) else image
     return _of_array(image)

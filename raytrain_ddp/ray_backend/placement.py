@@ -59,7 +59,7 @@ def choose_layout(
 
     Raises:
         PreflightError: GPUs are requested, and there are none.
-        ConfigError: more workers than slots, or numbers of them that cannot synchronize batch norm.
+        ConfigError: more workers than slots.
     """
     scaling = config.scaling
     gpus = have.get("GPU", 0)
@@ -79,8 +79,6 @@ def choose_layout(
         least = most = min(whole, config.slots)
         note = _note_of_idle(config, least, whole) if use_gpu else ""
     config.require_slots(most)
-    for workers in (least, most):
-        config.require_synced(workers, use_gpu)
     per_worker = {"CPU": _cpus(scaling, nodes) if use_gpu else scaling.cpus_without_gpu}
     backend = scaling.backend
     if use_gpu:

@@ -1,4 +1,5 @@
-"""Networks for small images: digits, and as the sources of the recipes mnist and cifar10 say."""
+"""Networks for small images: for digits, and those of the sources of the recipes mnist and
+cifar10."""
 
 from __future__ import annotations
 

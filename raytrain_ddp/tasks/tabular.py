@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.formats.labels import kind_of, normalized
 from raytrain_ddp.data.formats.targets import Targets, kind_of_targets
 from raytrain_ddp.data.holdout import held_out
-from raytrain_ddp.data.loading.sources import ArraySource, Data
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.tasks.criterion import Criterion
 from raytrain_ddp.tasks.task import Task

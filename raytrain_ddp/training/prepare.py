@@ -62,7 +62,7 @@ def prepare(
     world = session.world
     set_up(world, config.compute)
     config.require_slots(world.size)
-    config.require_synced(world.size, world.device.type == "cuda")
+    config.require_synced(world.size, world.size, world.device.type == "cuda")
     clock = Clock(world.device)
     session.watch(clock)
     require_same_nodes(session)

@@ -226,3 +226,6 @@ def test_batch_norm_needs_samples_in_each_slot_to_be_synchronized(tmp_path: Path
         dry_run(config)
     assert "2 workers" in dry_run(replace(config, batch_size=96, micro_batch=48))
     assert "this process" in dry_run(replace(config, scaling=ScalingConfig()), local=True)
+    # For a cluster whose GPUs this machine lacks.
+    of_auto = replace(config, scaling=ScalingConfig(num_workers=2), batch_size=96, micro_batch=48)
+    assert "2 workers" in dry_run(of_auto)

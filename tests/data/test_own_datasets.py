@@ -26,11 +26,12 @@ from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading import loader_processes
 from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, MapSource
+from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.order.sample_rng import Draws
 
@@ -369,13 +370,13 @@ def test_a_number_of_rows_that_is_none_is_refused(count: Any):
     arrays = {"x": np.arange(10)}
     for source, of in ((ArraySource, arrays), (MapSource, range(10))):
         with pytest.raises(
-            errors.DataError, match=f"rows_per_block={count!r}: give a whole number, at"
+            errors.DataError, match=f"rows_per_block={count!r}: give a whole number of at"
         ):
             source(of, count)
         assert source(of, np.int64(4)).blocks.tolist() == [4, 4, 2]
     if count is not None:
         with pytest.raises(
-            errors.DataError, match=f"rows={count!r}: give a whole number, at least 1"
+            errors.DataError, match=f"rows={count!r}: give a whole number of at least 1"
         ):
             IterableSource(range(10), rows=count)
     assert IterableSource(range(10), rows=np.int64(7)).blocks.tolist() == [7]

@@ -106,7 +106,7 @@ def test_a_text_that_is_no_file_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("length", [0, -2, 2.0, "2"])
 def test_a_window_has_a_whole_number_of_characters(length: Any, tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcdefghij")
-    with pytest.raises(DataError, match=f"length={length!r}: give a whole number, at least 1"):
+    with pytest.raises(DataError, match=f"length={length!r}: give a whole number of at least 1"):
         TextSource(str(tmp_path), length)
 
 

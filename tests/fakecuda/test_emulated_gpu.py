@@ -317,6 +317,7 @@ NOT_SEEN = {  # the start of a line: why
     "GPUs",
     "training/start/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
     'predict/cluster_workers.py: raise PreflightError("--device cuda': "of a cluster without GPUs",
+    "config/train_config.py: raise ConfigError(": "of sync_batchnorm, see test_placement.py",
     "warm/fork_server.py": "it looks for GPUs, so as not to have one",
     "training/gradients/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a "
     "thread of autograd's, which cannot be watched; bf16 with powersgd passes there",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.evaluate import main as evaluate
+from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.small_networks import DigitsCNN
 
 
@@ -62,6 +65,14 @@ def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
     assert results[0]["class"] == max(
         results[0]["probabilities"], key=results[0]["probabilities"].get
     )
+
+
+def test_a_pipe_that_is_given_as_an_image_is_read(tmp_path: Path):
+    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe holds at once
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(pipe.write_bytes, content)
+        assert GivenImages([pipe]).read(np.arange(1)) == [(content, 0)]
 
 
 def test_jpegs_give_what_torchvision_and_plain_pytorch_give(photos: tuple[str, Path]):

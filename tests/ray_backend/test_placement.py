@@ -68,19 +68,24 @@ def test_a_worker_has_the_share_of_the_nodes_cpus_that_goes_with_its_gpu(
     [
         (128, {}, ""),  # 8 slots for 8 GPUs
         ("auto", {}, ""),  # chosen for them
+        ("auto", {"num_workers": 4}, ""),
         (1024, {"num_workers": 1, "use_gpu": False}, ""),
-        (64, {}, "16 slots of 64, for 8 workers."),
-        (128, {"num_workers": 4}, "8 slots of 128, for 4 workers."),
-        (128, {"num_workers": "4:8"}, "8 slots of 128, for 4 workers."),
-        (512, {"num_workers": 2, "use_gpu": False}, "2 slots of 512, for 2 workers on CPUs."),
+        (64, {}, "8 workers, and micro_batch = 64 of"),
+        (128, {"num_workers": 4}, "4 workers, and micro_batch = 128 of"),
+        (128, {"num_workers": "4:8"}, "4 to 8 workers"),
+        (128, {"num_workers": "1:8"}, "1 to 8 workers"),
+        ("auto", {"num_workers": "4:8"}, "4 to 8 workers"),
+        (512, {"num_workers": 2, "use_gpu": False}, "2 workers on CPUs"),
     ],
 )
-def test_workers_that_cannot_synchronize_batch_norm_are_refused_before_they_start(
+def test_workers_that_cannot_synchronize_batch_norm_are_refused(
     micro: Any, scaling: dict[str, object], why: str
 ):
-    synced = replace(config(1024, micro, **scaling), ddp=DdpConfig(sync_batchnorm=True))
+    """At once if the config has their number."""
     with pytest.raises(ConfigError, match=why) if why else nullcontext():
-        choose_layout(synced, DGX)
+        synced = replace(config(1024, micro, **scaling), ddp=DdpConfig(sync_batchnorm=True))
+        layout = choose_layout(synced, DGX)
+        synced.require_synced(layout.least, layout.most, layout.use_gpu)
 
 
 def test_nodes_that_come_while_the_run_waits_decide_the_cpus(monkeypatch: pytest.MonkeyPatch):

@@ -31,8 +31,9 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
     StopConfig,
 )
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loading.sources import ArraySource, MapSource
+from raytrain_ddp.data.loading.sources import MapSource
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.errors import ConfigError, DataError, TaskError
 from raytrain_ddp.events import Train

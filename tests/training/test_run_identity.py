@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from processes import run_cli
 
-from raytrain_ddp.data.loading.sources import ArraySource, Data
+from raytrain_ddp.data.array_source import ArraySource
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.run_identity import RunIdentity
 

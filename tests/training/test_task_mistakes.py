@@ -25,8 +25,9 @@ import raytrain_ddp
 from raytrain_ddp import user_code
 from raytrain_ddp.config.sections import DdpConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data, MapSource
+from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback

@@ -61,9 +61,9 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
 from raytrain_ddp.driver import finish
 from raytrain_ddp.errors import ConfigError, TaskError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import files_below, is_image, read_on_disk
+from raytrain_ddp.data.formats.image_folder import NO_FILE, files_below, is_image, read_on_disk
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import expanded
 
@@ -103,8 +103,15 @@ def list_on_disk(source: str, shown: str) -> FileListing:
             )
             raise DataError(f"{shown}: no file matches.{folders_only}")
     else:
-        place = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise DataError(f"{shown}: no such file or folder{place}.{_remedy(source)}")
+        try:
+            os.stat(path)
+            problem = f"{NO_FILE}."
+        except PermissionError as error:
+            problem = f"cannot be read: {error.strerror}."
+        except OSError:
+            place = "" if path.is_absolute() else f" in {Path.cwd()}"
+            problem = f"no such file or folder{place}.{_remedy(source)}"
+        raise DataError(f"{shown}: {problem}")
 
     def size_of(name: str) -> int | None:
         return (path / name).stat().st_size if (path / name).is_file() else None

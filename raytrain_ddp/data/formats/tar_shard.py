@@ -213,8 +213,8 @@ def _store(path: Path, table: Any) -> None:
     try:
         with replace_with(path, path.parent) as temp:
             temp.write_bytes(sha256(content).hexdigest().encode() + content)
-    except OSError as error:  # such as a full disk
-        _log.warning("%s: cannot be written: %s", path, error.strerror)
+    except (OSError, DataError) as error:  # such as a full disk
+        _log.warning("%s: cannot be written: %s", path, error)
 
 
 def _made(at: Opened, columns: Columns) -> Any:

@@ -77,6 +77,8 @@ class LoaderProcesses:
     """
 
     def __init__(self, work: Callable[[Any], Any], describe: Callable[[Any], str]) -> None:
+        with shared_memory.enough_files:
+            self._server = _server()
         try:
             self._work = shared_memory.pack((user_code.received(), work))
         except PreflightError:
@@ -89,8 +91,6 @@ class LoaderProcesses:
                 "with --data.workers 0; or declare that threads may share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
-        with shared_memory.enough_files:
-            self._server = _server()
         self._describe = describe
         self._processes: list[_Process] = []
         self._lock = threading.Lock()

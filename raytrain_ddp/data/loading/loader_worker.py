@@ -22,17 +22,17 @@ import torch
 
 from raytrain_ddp.data.loading import shared_memory
 from raytrain_ddp.errors import RaytrainError, TaskError, first_line
+from raytrain_ddp.signals import STOP_SIGNALS
 
 END_S = 5.0  # time to finish an item before its process is killed
 _LOOK_S = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def serve(number: int) -> NoReturn:
     """Forks loader processes on request over a socket; ends them and itself when the other side
     closes it."""
-    for name in _SIGNALS:  # meant for the training process only; SIG_IGN would be inherited
+    for name in STOP_SIGNALS:  # meant for the training process only; SIG_IGN would be inherited
         signal.signal(name, lambda *_: None)
     parent = os.getppid()
     channel = socket.socket(fileno=number)

@@ -39,9 +39,9 @@ class _EnoughFiles:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise PreflightError(
-                f"no file is left for a batch of a loader process: this process may have {limit} "
-                "open files. Raise the limit (ulimit -n), keep fewer files or batches open, or "
-                "load in the training process with --data.workers 0."
+                f"no free file descriptor for a batch from a loader process: this process may have "
+                f"at most {limit} open files. Raise the limit (ulimit -n), keep fewer files or "
+                "batches open, or load in the training process with --data.workers 0."
             ) from None
 
 

@@ -7,20 +7,15 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
-import io
 import operator
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
 
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows
-from raytrain_ddp.errors import DataError, first_line, first_names
+from raytrain_ddp.errors import DataError, first_names
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
@@ -182,80 +177,14 @@ def _described(draws: Draws) -> str:
 
 
 def require_count(name: str, value: Any) -> int:
-    """The value of an argument; raises DataError unless it is a whole number, at least 1."""
+    """The value of an argument; raises DataError unless it is a whole number of at least 1."""
     try:
         count = operator.index(value)
     except TypeError:
         count = 0
     if count < 1:
-        raise DataError(f"{name}={value!r}: give a whole number, at least 1.")
+        raise DataError(f"{name}={value!r}: give a whole number of at least 1.")
     return count
-
-
-class ArraySource:
-    """Arrays in memory with a common first dimension; a record is a dict of their rows.
-
-    Args:
-        arrays: name -> array, list, tensor or column of a table, shape (rows, ...).
-    """
-
-    def __init__(self, arrays: Mapping[str, np.ndarray[Any, Any]], rows_per_block: int = 1024):
-        length = require_count("rows_per_block", rows_per_block)
-        if not hasattr(arrays, "items"):
-            kind = type(arrays).__name__
-            raise DataError(
-                f"ArraySource({kind}): give arrays by name, such as {{'x': x, 'y': y}}."
-            )
-        self._arrays = {name: _as_array(name, array) for name, array in arrays.items()}
-        lengths = {name: len(array) for name, array in self._arrays.items()}
-        if len(set(lengths.values())) != 1:
-            raise DataError(f"arrays of unequal or no length: {lengths}.")
-        self.blocks = runs_of(next(iter(lengths.values())), length)
-
-    def read(self, rows: Rows) -> dict[str, np.ndarray[Any, Any]]:
-        return {name: array[rows] for name, array in self._arrays.items()}
-
-    def fingerprint(self) -> str:
-        digest = sha256()
-        for name, array in sorted(self._arrays.items()):
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(_content_of(name, array))
-        return digest.hexdigest()
-
-
-def _as_array(name: str, array: Any) -> Any:
-    try:
-        found = array.detach().numpy() if hasattr(array, "detach") else np.asanyarray(array)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
-    if not found.ndim:
-        kind = type(array).__name__
-        raise DataError(f"{name} ({kind}) has no rows: give an array of shape (rows, ...).")
-    return found
-
-
-def _content_of(name: str, array: np.ndarray[Any, Any]) -> bytes:
-    """The same in every process. Arrays of objects hold addresses, so these are pickled by value.
-
-    Raises:
-        DataError: an object has no such content.
-    """
-    if not array.dtype.hasobject:
-        return np.ascontiguousarray(array).tobytes()
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, 5)
-    pickler.fast = True  # regardless of which objects are one and the same
-    try:
-        for value in array.reshape(-1).tolist():
-            if isinstance(value, (set, frozenset)) or hasattr(value, "detach"):
-                raise TypeError("neither sets nor tensors can be compared between processes")
-            pickler.dump(value)
-    except Exception as error:
-        raise DataError(
-            f"ArraySource: {name!r} is an array of objects that cannot be fingerprinted: "
-            f"{first_line(error)}. Give numbers, strings or lists, or use MapSource."
-        ) from error
-    return stream.getvalue()
 
 
 def require_dataset(dataset: Any) -> set[str]:

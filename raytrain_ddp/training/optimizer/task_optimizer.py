@@ -38,7 +38,8 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
         return build_optimizer(model, config.optim)
     made: Any = function(model)
     if isinstance(made, Mapping) and made and all(isinstance(name, str) and name for name in made):
-        config.require_no_powersgd("several optimizers")
+        if len(made) > 1:
+            config.require_no_powersgd("several optimizers")
         several = Optimizers({n: _checked(function, o, model, config) for n, o in made.items()})
         for each in several.named.values():
             if averages(each) or each.state_dict().keys() != {"state", "param_groups"}:

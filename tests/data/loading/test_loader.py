@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, FolderImages
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.loader import (
@@ -34,7 +36,7 @@ from raytrain_ddp.data.loading.loader import (
 )
 from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
 from raytrain_ddp.data.loading.nested import samples_of
-from raytrain_ddp.data.loading.sources import ArraySource, BadRecord, Data, MapSource
+from raytrain_ddp.data.loading.sources import BadRecord, Data, MapSource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.decoding import EncodedImage
@@ -106,7 +108,9 @@ def test_arrays_of_objects_have_fingerprints_of_their_content():
     assert ArraySource({"x": np.arange(6).reshape(2, 3).T}).fingerprint().startswith(known)
 
 
-@pytest.mark.parametrize("value", [lambda: 0, {"a", "b"}, torch.ones(2)])
+@pytest.mark.parametrize(
+    "value", [lambda: 0, {"a", "b"}, torch.ones(2), ("a", {"b"}), SimpleNamespace(x={"b"})]
+)
 def test_objects_without_a_fingerprint_are_refused(value: Any):
     source = ArraySource({"x": np.array([value, None], object)})
     with pytest.raises(

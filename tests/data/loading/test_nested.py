@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import Slot, TrainLoader
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import (
@@ -24,7 +25,7 @@ from raytrain_ddp.data.loading.nested import (
     samples_of,
     to_device,
 )
-from raytrain_ddp.data.loading.sources import ArraySource, Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError

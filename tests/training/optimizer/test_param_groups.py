@@ -27,7 +27,7 @@ from torch import nn
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, DdpConfig, ScheduleConfig
-from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError

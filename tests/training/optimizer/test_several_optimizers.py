@@ -300,6 +300,8 @@ def test_what_needs_one_optimizer_is_refused(workers: Group, tmp_path: Path):
     assert all("cannot be used with several optimizers" in each.text for each in ended)
     with pytest.raises(ConfigError, match="cannot be used with several optimizers"):
         dry_run(replace(config, task=Watched))
+    alone = with_optimizer(lambda m: {"only": Adam(m.parameters())})
+    assert [*optimizer_of(alone, alone.model(), config).named] == ["only"]  # type: ignore[attr-defined]
 
 
 def test_with_static_graphs_each_optimizer_has_the_gradients_of_all_ranks(

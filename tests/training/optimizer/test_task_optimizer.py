@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from raytrain_ddp.config import effects
 from raytrain_ddp.config.sections import ComputeConfig, OptimConfig, ScheduleConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.sources import ArraySource
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import CheckpointError, TaskError
 from raytrain_ddp.training.optimizer.lr_schedule import (

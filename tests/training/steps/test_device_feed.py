@@ -33,8 +33,8 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.data.loading.sources import ArraySource
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.world import World

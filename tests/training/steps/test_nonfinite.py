@@ -55,7 +55,8 @@ from raytrain_ddp.config.sections import (
     OptimConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.sources import ArraySource, Batch
+from raytrain_ddp.data.array_source import ArraySource
+from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
