@@ -209,7 +209,7 @@ def test_an_item_that_cannot_be_sent_for_lack_of_files_is_refused(
 ):
     pool = made(lambda item: item)
     assert pool.submit(0, 1).result() == 0
-    with files_left(0), pytest.raises(PreflightError, match=r"may have at most \d+ open .*ulimit -n"):
+    with files_left(0), pytest.raises(PreflightError, match=r"at most \d+ open .*ulimit -n"):
         pool.submit(1, among)
     assert pool.submit(2, among).result() == 2
 
