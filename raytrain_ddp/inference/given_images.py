@@ -62,10 +62,11 @@ def _opened(image: Any) -> Any:
         path = os.fspath(image)
         if "://" in path:
             return _in_store(path)
-        if not os.path.exists(path):
+        try:
+            is_pipe = stat.S_ISFIFO(os.stat(path).st_mode)
+        except (OSError, ValueError):
             return BadRecord("no such file")
-        # A pipe that is given by name, such as /dev/stdin, is read.
-        if stat.S_ISFIFO(os.stat(path).st_mode):
+        if is_pipe:  # given by name, such as /dev/stdin
             with open(path, "rb") as pipe:
                 return pipe.read()
         return content_of(path)

@@ -1,5 +1,5 @@
-"""Random configs: each is refused with advice that helps, or trains on three workers, and what
-happens on the way leaves no trace."""
+"""Random configs: each is refused with advice that helps, or trains on three workers, and
+interruptions leave no trace."""
 
 from __future__ import annotations
 

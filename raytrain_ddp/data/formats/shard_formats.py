@@ -25,7 +25,7 @@ class Format:
 
     Args:
         ends: in lower case.
-        open: reads and checks what a file tells of its rows. Raises ValueError, OSError or
+        open: reads and checks the description of a file's rows. Raises ValueError, OSError or
             tarfile.TarError if it is missing or damaged, DataError if it cannot be used.
     """
 
@@ -57,7 +57,7 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     """
     name = without_secrets(uri)
     form = format_of(name) or PARQUET
-    if os.path.exists(uri) and not os.path.isfile(uri) and not os.path.isdir(uri):
+    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
     outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
     if isinstance(outcome, RaytrainError):

@@ -165,9 +165,8 @@ def digest_of(start: bytes, batch: Any) -> str:
                 digest.update(dense.view(torch.uint8).numpy().tobytes() if len(dense) else b"")
         elif isinstance(leaf, PLAIN):
             digest.update(f"{at} {leaf!r}".encode())
-        elif (
-            isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.hasobject
-        ):  # its bytes are addresses
+        elif isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.hasobject:
+            # Its bytes are addresses.
             digest.update(f"{at} {leaf.shape} {digest_of(b'', leaf.tolist())}".encode())
         else:  # bytes that have a shape, or an object whose text may hold an address
             digest.update(f"{at} {type(leaf).__name__}".encode())
