@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
-from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.training.membership.generation_store import open_store
 from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 from raytrain_ddp.training.runtime.connections import (
     Connections,
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="RecordingSession")
 
 _CONNECT_S = 60.0
-_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
-_LOOK_S = 0.5  # how often the roster is asked meanwhile
-_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
 _TRIES = 5
 _STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
@@ -120,17 +117,14 @@ class Place:
 
     def _connect(self, offered: Any) -> None:
         import torch.distributed as dist
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         from raytrain_ddp.training.runtime.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
-        host, _, port = self.seat.address.rpartition(":")
-        there = timedelta(seconds=_THERE_S)
-        own = offered or TCPStore(host, int(port), is_master=False, timeout=there)
-        self._store = store = PrefixStore(self.seat.key, own)
-        failpoint("start.met", self.rank)
-        self._wait_for_others()
+        member = replace(self._member, last=self.seat.number)
+        self._store = store = open_store(
+            self.seat, offered, self.rank, lambda: self._registry.is_over(member)
+        )
         self._connections = Connections()
         dist.init_process_group(
             self._backend,
@@ -143,19 +137,6 @@ class Place:
         self._all("connected", _CONNECT_S)  # no rank leaves while another still connects
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat
-
-    def _wait_for_others(self) -> None:
-        """One that has died in the meantime is missed here, not while the others connect to it."""
-        member, size = replace(self._member, last=self.seat.number), self.seat.size
-        began = looked = time.monotonic()
-        self._store.add("there", 1)
-        while self._store.add("there", 0) < size:
-            time.sleep(_POLL_S + _POLL_OF_MANY_S * size)
-            now = time.monotonic()
-            if now - looked > _LOOK_S:
-                looked = now
-                if now - began > _THERE_S or self._registry.is_over(member):
-                    raise RuntimeError("a rank was lost before the generation was connected")
 
     def confirm(self) -> None:
         """Waits until the collectives so far are done; their results may then be used. Those of

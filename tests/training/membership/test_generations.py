@@ -81,6 +81,7 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.log:kill@rank=0,step=7", [0, 7]),
         ("train.compare:kill@rank=2,step=10", [0, 10]),
         ("start.met:kill@rank=1", [0]),
+        ("start.met:kill@rank=0", [0, 0]),
         ("train.before_step:kill@rank=1,step=7;start.met:kill@rank=1,after=1", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;start.met:kill@rank=2,after=1", [0, 6]),
         ("train.before_step:kill@rank=1,step=7;train.before_step:kill@rank=2,step=7", [0, 6]),

@@ -1,0 +1,53 @@
+"""The store of a generation whose server is gone: the roster decides how long that takes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from raytrain_ddp.training.membership.generation_store import open_store
+from raytrain_ddp.training.membership.roster import Seat
+
+
+def over_after(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+@pytest.mark.parametrize("answers", ["refuses", "is silent"])
+def test_that_server_is_dead(answers: str) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers == "is silent":  # accepted by the kernel, read by nobody
+            server.listen(5)
+        seat = Seat(1, f"127.0.0.1:{server.getsockname()[1]}", "key", rank=1, size=2)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="a rank was lost before"):
+            open_store(seat, None, 1, over_after(0.6))
+        assert time.monotonic() - began < 3
+
+
+def test_that_another_rank_does_not_come() -> None:
+    offered = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="a rank was lost before"):
+        open_store(Seat(1, f"127.0.0.1:{offered.port}", "key", 0, 2), offered, 0, over_after(0.6))
+
+
+def test_that_all_come() -> None:
+    offered = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    seats = [Seat(1, f"127.0.0.1:{offered.port}", "key", rank, 2) for rank in range(2)]
+    found = []
+    other = threading.Thread(
+        target=lambda: found.append(open_store(seats[1], None, 1, over_after(60)))
+    )
+    other.start()
+    store = open_store(seats[0], offered, 0, over_after(60))
+    other.join(30)
+    store.set("from 0", "x")
+    assert found[0].get("from 0") == b"x"
+    assert offered.get("key/from 0") == b"x", "another generation could find it"
