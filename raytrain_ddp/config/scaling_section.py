@@ -48,7 +48,8 @@ class ScalingConfig(Section, name="scaling"):
     fork."""
     spares: int = field(default=1, metadata=FREE)
     """With warm processes: how many on each node have also loaded Ray, and wait. The
-    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB."""
+    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB. Where fit
+    runs, its workers start from some that are made while it loads torch; 0: none."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

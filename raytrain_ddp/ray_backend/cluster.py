@@ -40,7 +40,7 @@ from raytrain_ddp.ray_backend.ray_start import (
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
-from raytrain_ddp.warm.warm_start import py_executable, start_early
+from raytrain_ddp.warm.warm_start import announce_job, py_executable, start_early
 
 _SHUTDOWN_S = 30.0
 # Of a job's runtime environment: its processes are not started by the Python of this one.
@@ -166,6 +166,7 @@ def cluster(
         if layout is None:
             import ray
 
+            _announce(config, ray.get_runtime_context().get_job_id())
             layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
             require_capacity(layout, ray.cluster_resources(), "the cluster")
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
@@ -174,12 +175,20 @@ def cluster(
 
 
 def start_warm_server(config: TrainConfig, address: str | None) -> None:
-    """Starts the server of warm processes already, if `cluster` will start a Ray here.
+    """Starts the server of warm processes already, if `cluster` will start a Ray here; else
+    announces a job to this machine's.
 
-    It takes seconds to load its modules, in which the caller can do something else.
+    It takes seconds to load modules, in which the caller can do something else.
     """
     if starts_ray(address):
         _warm(config, os.getpid())
+    elif not is_connected():
+        _announce(config)
+
+
+def _announce(config: TrainConfig, job: str = "") -> None:
+    if config.scaling.spares and _warm(config, 0):
+        announce_job(config.scaling.num_workers, job)
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:

@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import types
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 else:
     import fork_client as client
 
-QUIET_S = 3.0  # after the last request: loading takes half a second of CPU
+_QUIET_S = 3.0  # after the last request: loading takes half a second of CPU
+_EXPECTED_WITHIN_S = 30.0
 _RAY = ("ray", "ray.train", "ray.train.torch")
+_JOB = b"RAY_JOB_ID"
 # Not read when Ray is loaded. RAY_JOB_ID is: Ray ends a worker that has that of another job.
 _READ_LATER = (b"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
 _TAKEN_WITHIN_S = 2.0
@@ -177,29 +180,34 @@ class Spares:
     Args:
         variables: added to the environments of the processes.
         waiting: by the file number of their connections.
-        like: the last request; None once there are spares for the next one.
+        last: the last request, or one like it of an expected job.
+        due: when there are to be as many as it wants, like it.
+        expected: how many are still to be started for that job.
     """
 
     variables: dict[str, str]
     waiting: dict[int, Spare] = field(default_factory=dict)
-    like: dict[str, Any] | None = None
+    last: dict[str, Any] | None = None
+    due: float = float("inf")
+    expected: int = 0
 
     @property
     def look_s(self) -> float:
-        """Seconds after which fill() may have something to do."""
-        return QUIET_S if self.like else float("inf")
+        """Seconds after which fill() has something to do."""
+        return max(0.0, self.due - time.monotonic())
 
     def take(self, given: dict[str, Any], request: bytes, files: list[int]) -> int:
         """The pid of a spare that becomes the process that was asked for; 0: there is none."""
-        self.like = given
+        self.last, self.due = given, time.monotonic() + _QUIET_S
         wanted = _read_by_ray(given)
-        for file, spare in [*self.waiting.items()]:
-            if not spare.ready or spare.loaded_with != wanted:
+        for file, spare in sorted(self.waiting.items(), key=lambda each: not each[1].ready):
+            if spare.loaded_with != wanted:
                 continue
             del self.waiting[file]
             with suppress(OSError), spare.connection as connection:
                 client.send_request(connection, request, files)
-                if connection.recv(1) == client.READY:
+                # One that still loads Ray is ahead of a new process.
+                if not spare.ready or connection.recv(1) == client.READY:
                     return spare.pid
             _end(spare)  # so that there are not two
         return 0
@@ -211,24 +219,55 @@ class Spares:
             spare.ready = spare.connection.recv(1) == client.READY
         if not spare.ready:
             _end(self.waiting.pop(file))
+        self._start_expected()
+
+    def expect(self, processes: int, job: bytes) -> None:
+        """A new job will soon ask for so many: spares for it load Ray meanwhile.
+
+        Args:
+            job: its RAY_JOB_ID; empty: presumably the next one.
+        """
+        if self.last is None or not self.last["spares"]:
+            return
+        self.last = _of_job(self.last, job)
+        wanted = _read_by_ray(self.last)
+        waiting = sum(spare.loaded_with == wanted for spare in self.waiting.values())
+        self.expected = max(0, processes - waiting)
+        self.due = time.monotonic() + _EXPECTED_WITHIN_S
+        self._start_expected()
+
+    def _start_expected(self) -> None:
+        """Leaves a core to the new job's driver, which is starting, too."""
+        at_once = max(1, len(os.sched_getaffinity(0)) - 1)
+        while self.expected and self.last and client.free_memory() > client.LEAST_FREE:
+            if sum(not spare.ready for spare in self.waiting.values()) >= at_once:
+                return
+            self.expected -= 1
+            self._start(self.last)
 
     def fill(self) -> None:
-        """Starts as many as the last request wants, and ends those that do not suit it."""
-        if self.like is None or client.free_memory() < client.LEAST_FREE:
+        """If it is time, starts as many as the last request wants, and ends those that do not suit
+        it."""
+        if self.last is None or time.monotonic() < self.due:
             return
-        given, self.like = self.like, None
+        self.due, self.expected, given = float("inf"), 0, self.last
+        if client.free_memory() < client.LEAST_FREE:
+            return
         loaded_with = _read_by_ray(given)
         for file, spare in [*self.waiting.items()]:
             if spare.loaded_with != loaded_with or len(self.waiting) > given["spares"]:
                 _end(self.waiting.pop(file))
         while len(self.waiting) < given["spares"]:
-            own, its = socket.socketpair()
-            with its:
-                pid = os.fork()
-                if pid == 0:
-                    wait(its, given, self.variables)
-            own.settimeout(_TAKEN_WITHIN_S)
-            self.waiting[own.fileno()] = Spare(pid, loaded_with, own)
+            self._start(given)
+
+    def _start(self, given: dict[str, Any]) -> None:
+        own, its = socket.socketpair()
+        with its:
+            pid = os.fork()
+            if pid == 0:
+                wait(its, given, self.variables)
+        own.settimeout(_TAKEN_WITHIN_S)
+        self.waiting[own.fileno()] = Spare(pid, _read_by_ray(given), own)
 
 
 def wait(connection: socket.socket, given: dict[str, Any], variables: dict[str, str]) -> None:
@@ -241,9 +280,11 @@ def wait(connection: socket.socket, given: dict[str, Any], variables: dict[str, 
         for name in _RAY:
             importlib.import_module(name)
         sys.path[:] = before
-        connection.sendall(client.READY)
+        with suppress(BrokenPipeError):  # it was taken before it was ready
+            connection.sendall(client.READY)
         request, files = received_request(connection)
-        connection.sendall(client.READY)
+        with suppress(BrokenPipeError):
+            connection.sendall(client.READY)
     except BaseException:  # the server has ended, or Ray cannot be loaded
         os._exit(1)
     become(marshal.loads(request), files, variables)
@@ -253,6 +294,16 @@ def _read_by_ray(given: dict[str, Any]) -> object:
     """What of a request may change the modules of Ray: the environment, and where they lie."""
     environment = {k: v for k, v in given["environment"].items() if k not in _READ_LATER}
     return environment, module_folders(given)
+
+
+def _of_job(given: dict[str, Any], job: bytes) -> dict[str, Any]:
+    """A request as this job's would be; see `Spares.expect`. Ray numbers its jobs: four bytes, the
+    lowest first."""
+    environment = dict(given["environment"])
+    with suppress(KeyError, ValueError, OverflowError):
+        last = int.from_bytes(bytes.fromhex(environment[_JOB].decode()), "little")
+        environment[_JOB] = job or (last + 1).to_bytes(4, "little").hex().encode()
+    return {**given, "environment": environment}
 
 
 def _end(spare: Spare) -> None:

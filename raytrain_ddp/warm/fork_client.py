@@ -25,6 +25,8 @@ READY, REFUSED = b"r", b"n"
 MOST_BYTES = 1 << 24
 _READY_WITHIN_S = 60.0
 _BOUND_WITHIN_S = 10.0
+_ANNOUNCED_WITHIN_S = 0.2
+_OF_RUN, _OF_NODE = "raytrain-fork-run", "raytrain-fork-node"
 LEAST_FREE = 0.1  # of the memory; below, no server is started
 # Read when Python or a library is loaded: another value needs another server.
 _READ_AT_START = (
@@ -66,8 +68,8 @@ def fork_by_server(owner: int, threads: int, spares: int, command: list[str]) ->
         threads: OMP_NUM_THREADS while the server loads its modules, unless it is set.
         spares: processes that the server keeps ready for the next ones.
     """
-    owner = owner or int(os.environ["RAY_RAYLET_PID"])
     address = address_of(owner, threads, command[0])
+    owner = owner or raylet()
     connection = connect(address)
     if connection is None:
         if free_memory() < LEAST_FREE:
@@ -95,17 +97,43 @@ def address_of(owner: int, threads: int, script: str) -> str:
     """The abstract socket of the server for this process's Python, packages and environment.
 
     Args:
+        owner: see `fork_by_server`.
         script: Ray's default_worker.py; installing or removing a package changes the folder that
             Ray is in.
     """
     packages = os.path.abspath(script).rpartition("/ray/_private/")[0]
     python = os.stat(sys.executable)
+    prefix = _OF_RUN if owner else _OF_NODE
+    owner = owner or raylet()
     facts = [
         *(owner, started_at(owner), threads, sys.executable, python.st_mtime_ns, packages),
         os.stat(packages or "/").st_mtime_ns,
         *sorted((name, value) for name, value in os.environ.items() if is_read_at_start(name)),
     ]
-    return f"raytrain-fork-{os.getuid()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
+    return f"{prefix}-{os.getuid()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
+
+
+def raylet() -> int:
+    """The pid of the raylet that has started this process."""
+    return int(os.environ["RAY_RAYLET_PID"])
+
+
+def expect_job(processes: int, job: str) -> None:
+    """Announces to this node's servers that a new job will soon ask for so many processes.
+
+    Args:
+        job: its RAY_JOB_ID; "": the one after that of the last request.
+    """
+    prefix = f"@{_OF_NODE}-{os.getuid()}-"
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        names = {line.split()[-1] for line in file}
+    for name in names:
+        if name.startswith(prefix) and (connection := connect(name[1:])) is not None:
+            with connection:
+                connection.settimeout(_ANNOUNCED_WITHIN_S)
+                if is_own(connection) and connection.recv(1) == READY:
+                    request = marshal.dumps({"expected": processes, "job": job})
+                    send_request(connection, request, [0, 1, 2])
 
 
 def is_read_at_start(name: str) -> bool:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from raytrain_ddp.warm import fork_client
@@ -26,6 +27,18 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
         arguments=f"{mode} {owner} {threads} {spares}",
     )
     return f"sh -c {shlex.quote(command)} sh"
+
+
+def announce_job(workers: object, job: str = "") -> None:
+    """Makes servers on this machine prepare processes for a job: two, and its workers.
+
+    Args:
+        workers: how many, if it is an integer.
+        job: its id, if it has connected to Ray.
+    """
+    most = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        fork_client.expect_job(2 + min(workers if isinstance(workers, int) else most, most), job)
 
 
 def start_early(mode: str, threads: int) -> None:

@@ -79,7 +79,7 @@ class Place:
             if rest:
                 text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
             text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
-            changes.setdefault("QUIET_S = 3.0", "QUIET_S = 0.1")
+            changes.setdefault("_QUIET_S = 3.0", "_QUIET_S = 0.1")
             ready = "        request, files = received"
             changes.setdefault(
                 ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
@@ -257,6 +257,54 @@ def test_each_process_takes_a_spare_and_is_followed_by_another(
     server.kill()
     wait_until(lambda: all(ended(each.pid) for each in last))
     os.kill(both[1]["pid"], signal.SIGKILL)
+
+
+def test_processes_of_an_announced_job_are_prepared(
+    tmp_path: Path, owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+):
+    name = f"raytrain-test-{owner.pid}"
+    changes = {"raytrain-fork-node": name, "_EXPECTED_WITHIN_S = 30.0": "_EXPECTED_WITHIN_S = 9.0"}
+    place = Place(tmp_path, 0, 1, **changes)  # owner 0: the raylet
+    monkeypatch.setattr(fork_client, "_OF_NODE", name)
+    monkeypatch.setenv("RAY_RAYLET_PID", str(owner.pid))
+
+    def loaded(job: str) -> bool:
+        said = place.run(env={**os.environ, "RAY_JOB_ID": job})
+        assert said["same"]["environment"]["RAY_JOB_ID"] == job
+        return bool(said["loaded"])
+
+    fork_client.expect_job(3, "")  # no server yet
+    assert not loaded("ff000000")
+    old = place.spares(1)
+    fork_client.expect_job(2, "")  # presumably the next one
+    wait_until(lambda: len(place.waiting(place.servers()[0])) == 3)
+    assert [loaded("00010000"), loaded("00010000")] == [True, True]
+    wait_until(lambda: ended(old[0].pid))
+    place.spares(1)
+    fork_client.expect_job(2, "07000000")  # one that has connected
+    place.spares(3)
+    assert [loaded("07000000"), loaded("07000000"), loaded("08000000")] == [True, True, False]
+    place.spares(1)
+    fork_client.expect_job(3, "")  # does not come
+    place.spares(4)
+    place.spares(1)
+    own = Place(tmp_path / "own", owner.pid, 1)  # of an embedded Ray
+    own.run()
+    own.spares(1)
+    fork_client.expect_job(2, "")
+    place.spares(3)
+    assert len(own.spares(1)) == 1
+
+
+def test_a_spare_that_still_loads_is_taken(tmp_path: Path, owner: subprocess.Popen[bytes]):
+    counted = tmp_path / "counted"
+    change = {"for name in _RAY:": f"open({str(counted)!r}, 'a').write('x')\n        time.sleep(1)"}
+    change["            importlib.import_module(name)\n        sys.path[:]"] = "        sys.path[:]"
+    place = Place(tmp_path, owner.pid, 1, **change)
+    place.run()
+    wait_until(counted.exists)
+    [spare] = place.servers()[0].children()
+    assert place.run()["pid"] == spare.pid
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
