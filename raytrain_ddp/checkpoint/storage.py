@@ -92,7 +92,13 @@ class Storage:
             fsync(str(folder.parent))
 
     def names(self) -> list[str]:
-        """The files and folders directly in this folder; empty if it does not exist."""
+        """The files and folders directly in this folder; empty if it does not exist. On a disk,
+        names that are not UTF-8, and so nothing of ours, are left out."""
+        if isinstance(self.fs, pafs.LocalFileSystem):
+            with suppress(FileNotFoundError):
+                found = os.listdir(self.path)
+                return sorted(n for n in found if n.encode(errors="replace") == os.fsencode(n))
+            return []
         # GCS lists folders only if an object has their name; adlfs lists all that is below.
         infos = self._infos(recursive=self.fs.type_name == "gcs")
         return sorted({self._below(info).partition("/")[0] for info in infos})

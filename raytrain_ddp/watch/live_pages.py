@@ -89,7 +89,7 @@ def list_content(rows: Iterable[Row], trouble: str, is_complete: bool) -> str:
     counts = ", ".join(f"{states.count(s)} {s}" for s in _STATES if s in states)
     head = f"<header><h1>{plural(len(ordered), 'run')}</h1><p>{counts}</p></header>"
     if trouble:
-        head += message("The storage cannot be read", trouble)
+        head += message("Not everything can be read", trouble)
     if not ordered:
         text = "There is no run here yet: the first one will appear." if is_complete else "Reading."
         return head + ("" if trouble else f"<p>{text}</p>")

@@ -98,7 +98,7 @@ class WatchedRuns:
                 f"holds runs (--storage of fit).{other_runs(place)}"
             )
         self.runs: dict[str, WatchedRun] = {}
-        self.trouble = ""  # why the storage cannot be read; "" if it can
+        self.trouble = ""  # what cannot be read, and why; "" if all can
         self.is_complete = False  # whether each run was read once
         self.every_s = _LOCAL_S if self.storage.is_local else _REMOTE_S
         self._pages: OrderedDict[str, WatchedRun] = OrderedDict()
@@ -149,14 +149,15 @@ class WatchedRuns:
                 if self._is_due(self.runs.get(name), number)
             ]
             if self.storage.is_local:  # a thread each would only wait for the same lock
-                for run in due:
-                    self._read(run)
+                troubles = [self._read(run) for run in due]
             else:
                 with ThreadPoolExecutor(_READERS) as pool:
-                    list(pool.map(self._read, due))
-            self.trouble, self.is_complete = "", True
+                    troubles = list(pool.map(self._read, due))
+            troubles = [trouble for trouble in troubles if trouble]
+            more = f" (and {len(troubles) - 1} more)" if troubles[1:] else ""
+            self.trouble, self.is_complete = "".join(troubles[:1]) + more, True
         except Exception as error:  # also what pyarrow raises besides OSError
-            self.trouble = first_line(error) or type(error).__name__
+            self.trouble = f"The storage: {_reason(error)}"
 
     def _work(self) -> None:
         number = 0
@@ -165,10 +166,16 @@ class WatchedRuns:
             number += 1
             self._ended.wait(self.every_s)
 
-    def _read(self, run: WatchedRun) -> None:
-        if not self._ended.is_set():
+    def _read(self, run: WatchedRun) -> str:
+        """Reads a run; returns what prevents that. It may be another user's, or damaged."""
+        if self._ended.is_set():
+            return ""
+        try:
             run.read()
-            self.runs[run.name] = run
+        except Exception as error:
+            return f"{run.name}: {_reason(error)}"
+        self.runs[run.name] = run
+        return ""
 
     def _is_due(self, run: WatchedRun | None, number: int) -> bool:
         running = run is None or run.history is None or run.history.state == "running"
@@ -183,8 +190,13 @@ class WatchedRuns:
             names = [name for name in names if Path(self.storage.path, name).is_dir()]
         folders = {name: self.storage.join(name) for name in names}
         for name, sweep in [(n, f) for n, f in folders.items() if f.stamp(SWEEP_FILE)]:
-            folders |= {f"{name}/{each}": sweep.join(each) for each in sweep.names()}
+            trials = filter(is_plain_name, sweep.names())
+            folders |= {f"{name}/{each}": sweep.join(each) for each in trials}
         return {n: f for n, f in folders.items() if n in self.runs or _is_run(f)}
+
+
+def _reason(error: Exception) -> str:
+    return first_line(error) or type(error).__name__
 
 
 def _is_run(folder: Storage) -> bool:

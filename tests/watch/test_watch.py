@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import http.client
 import json
+import os
 import re
 import shlex
 import shutil
@@ -38,7 +39,7 @@ from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE
 from raytrain_ddp.watch.http_server import WatchServer
 from raytrain_ddp.watch.live_log import LiveLog, picked
-from raytrain_ddp.watch.watched_runs import WatchedRuns, can_stop, stop_run
+from raytrain_ddp.watch.watched_runs import WatchedRun, WatchedRuns, can_stop, stop_run
 
 NASTY = "<script>alert(1)</script>&\"'><img src=x onerror=alert(1)>"
 
@@ -262,10 +263,29 @@ def test_a_storage_out_of_order_is_named_and_the_list_stays(
         patch.setattr(Storage, "names", broken)
         site.runs.look()
     page = site.page("/")
-    assert "The storage cannot be read" in page
+    assert "Not everything can be read</b><br>The storage: out of order" in page
     assert page.count("<tr>") == 1 + 3
     site.runs.look()
-    assert "cannot be read" not in site.page("/")
+    assert "can be read" not in site.page("/")
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+):
+    once: Callable[[WatchedRun], None] = WatchedRun.read
+
+    def read(run: WatchedRun) -> None:
+        if run.name in ("done", "failed"):  # as root may read all files
+            raise PermissionError(f"{run.name} is private")
+        once(run)
+
+    monkeypatch.setattr(WatchedRun, "read", read)
+    os.mkdir(os.fsencode(place) + b"/\xffbad")
+    (place / "two words").mkdir()
+    runs = WatchedRuns(str(place))
+    runs.look()
+    assert [*runs.runs] == ["live"]
+    assert (runs.is_complete, runs.trouble) == (True, "done: done is private (and 1 more)")
 
 
 # ------------------------------------------------------------------ who may ask
@@ -555,8 +575,6 @@ def test_a_store_of_fsspec_is_watched_too(place: Path):
 def test_in_a_bucket_the_runs_that_have_ended_are_read_less_often(
     place: Path, driver: object, monkeypatch: pytest.MonkeyPatch
 ):
-    from raytrain_ddp.watch.watched_runs import WatchedRun
-
     read: list[str] = []
     once: Callable[[WatchedRun], None] = WatchedRun.read
     monkeypatch.setattr(WatchedRun, "read", lambda run: (read.append(run.name), once(run)))
