@@ -66,7 +66,7 @@ def log_scale(low: float, high: float) -> Scale:
     fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
-        values = [factor * 10.0**power for power in powers for factor in factors]
+        values = [float(f"{factor}e{power}") for power in powers for factor in factors]
         inside = [value for value in values if low <= value <= high]
         if len(inside) <= 6:
             break

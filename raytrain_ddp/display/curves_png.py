@@ -32,6 +32,7 @@ STYLE: dict[str, Any] = {
     "axes.titleweight": "bold",
     "grid.color": "#e4e4e4",
     "legend.edgecolor": "none",
+    "text.parse_math": False,  # names of metrics may contain $
     "xtick.color": GREY,
     "ytick.color": GREY,
 }

@@ -39,7 +39,7 @@ from raytrain_ddp.driver.preflight import (
 )
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
-from raytrain_ddp.errors import PreflightError, RaytrainError
+from raytrain_ddp.errors import PreflightError, RaytrainError, first_line
 from raytrain_ddp.events import End, Eval, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
@@ -286,8 +286,8 @@ def _end(
 def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
     try:
         draw_run_curves(config, run)
-    except OSError as error:  # not a reason to fail: everything is trained and saved
-        show(Note(f"curves.png cannot be drawn: {error}"))
+    except Exception as error:  # not a reason to fail: everything is trained and saved
+        show(Note(f"curves.png cannot be drawn: {first_line(error)}"))
 
 
 def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: Show) -> None:

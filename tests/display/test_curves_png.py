@@ -142,6 +142,17 @@ def test_a_metric_that_is_no_fraction_has_its_own_panel(drawn: list[Figure]) -> 
     assert error.get_ylim()[0] < 40.0 < error.get_ylim()[1]
 
 
+def test_odd_names_and_values_are_drawn(drawn: list[Figure]) -> None:
+    records = [
+        r | {"metrics": {"$_$error": r["step"], "{a}_\\b": 1e308, "tiny": 5e-324}}
+        if r["kind"] == "eval"
+        else r | {"loss": 10.0 ** (308 - r["step"])}
+        for r in run(276, 23)
+    ]
+    draw_curves([*records, records[-2] | {"loss": 1.7e308}], io.BytesIO(), "$^$")
+    assert "$_$error (evaluation)" in titles(drawn[0])
+
+
 def test_a_diverged_run_is_drawn_and_its_steps_are_marked(drawn: list[Figure]) -> None:
     broken = [
         r | {"loss": math.inf if r["step"] % 2 else math.nan}
