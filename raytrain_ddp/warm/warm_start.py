@@ -16,6 +16,8 @@ _COMMAND = """p={python} c={client}
 [ -x "$p" ] && [ -f "$c" ] && exec "$p" -I -S "$c" {arguments} "$@"
 p="${{1%/lib/python*}}/bin/python3"; [ -x "$p" ] || p=python3; exec "$p" "$@\""""
 
+_AUTO = 2  # workers on CPUs, see scaling.num_workers
+_MOST = 8  # workers that are prepared: further ones may be placed elsewhere
 _started: set[str] = set()  # servers of this process
 
 
@@ -30,15 +32,16 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
 
 
 def announce_job(workers: object, job: str = "") -> None:
-    """Makes servers on this machine prepare processes for a job: two, and its workers.
+    """Makes servers on this machine prepare processes for a job: the mailbox, Ray Train's
+    controller, and workers.
 
     Args:
         workers: how many, if it is an integer.
         job: its id, if it has connected to Ray.
     """
-    most = len(os.sched_getaffinity(0))
+    count = workers if isinstance(workers, int) else _AUTO
     with suppress(OSError):
-        fork_client.expect_job(2 + min(workers if isinstance(workers, int) else most, most), job)
+        fork_client.expect_job(2 + min(count, len(os.sched_getaffinity(0)), _MOST), job)
 
 
 def start_early(mode: str, threads: int) -> None:
