@@ -92,12 +92,10 @@ class Storage:
             fsync(str(folder.parent))
 
     def names(self) -> list[str]:
-        """The files and folders directly in this folder; empty if it does not exist. On a disk,
-        names that are not UTF-8, and so nothing of ours, are left out."""
+        """The files and folders directly in this folder; empty if it does not exist."""
         if isinstance(self.fs, pafs.LocalFileSystem):
-            with suppress(FileNotFoundError):
-                found = os.listdir(self.path)
-                return sorted(n for n in found if n.encode(errors="replace") == os.fsencode(n))
+            with suppress(FileNotFoundError):  # names that are not UTF-8 are not ours
+                return sorted(filter(str.isprintable, os.listdir(self.path)))
             return []
         # GCS lists folders only if an object has their name; adlfs lists all that is below.
         infos = self._infos(recursive=self.fs.type_name == "gcs")
