@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -9,7 +10,9 @@ from raytrain_ddp.events import DataSummary, Plan
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``."""
+    """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``; ``-`` if unknown."""
+    if not math.isfinite(seconds):
+        return "-"
     if seconds < 59.5:
         return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
     minutes, whole = divmod(round(seconds), 60)
@@ -17,7 +20,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """``3.2``, ``812``, ``1437``, ``25,557,032``: no separator up to four digits."""
+    """``3.2``, ``812``, ``1437``, ``25,557,032``: no separator up to four digits. ``-`` if
+    unknown."""
+    if not math.isfinite(count):
+        return "-"
     digits = 0 if count >= 99.5 or count == int(count) else 1
     return f"{count:,.0f}" if count >= 9999.5 else f"{count:.{digits}f}"
 

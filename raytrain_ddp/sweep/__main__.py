@@ -12,6 +12,7 @@ from raytrain_ddp.config.recipe import default_name
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import ADDRESS, require, require_least
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.sweep.space import MOST_TRIALS, grid, parse_space, size_of
 
 _TRIALS = 20
 # Of a run on several workers; a trial is one process.
@@ -83,7 +84,6 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     from raytrain_ddp.driver.run_naming import name_by_config
     from raytrain_ddp.sweep.run_sweep import SweepOrder, prepared, run_sweep, settings_of
-    from raytrain_ddp.sweep.space import grid, parse_space, size_of
     from raytrain_ddp.sweep.sweep_display import SweepDisplay
     from raytrain_ddp.sweep.trial_configs import known_points, scaling_of_trial, shown
 
@@ -136,6 +136,10 @@ def parse(argv: Sequence[str]) -> SweepArgs:
     if sum(word.partition("=")[0] == "--space" for word in argv) > 1:
         raise ConfigError("--space is given twice: list all fields after one --space.")
     require_least(args, trials=1, seeds=1, first_rung=1, factor=2, parallel=0)
+    if (args.trials or 0) > MOST_TRIALS:
+        raise ConfigError(f"--trials {args.trials}: a sweep has at most {MOST_TRIALS:,} trials.")
+    if "per_trial" in given and not args.per_trial:
+        raise ConfigError("--per-trial: give cpus=N, gpus=N or both.")
     if args.search == "grid" and args.trials is not None:
         raise ConfigError("--trials has no effect with --search grid, which tries all: remove it.")
     require(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
-from functools import reduce
 from typing import Any, Literal
 
 from raytrain_ddp.command_line.flags import Flag, changes, flags_of
@@ -21,6 +19,7 @@ from raytrain_ddp.errors import ConfigError
 Value = str | int | float | bool | None
 Point = Mapping[str, Value]
 
+MOST_TRIALS = 10_000
 _FORMS = "LOW:HIGH, log:LOW:HIGH, or a list such as 0.1,0.2"
 TABLES = ("task_options", "model.args")  # whose entries can vary
 _DIGITS = 4  # of a drawn number: readable, and finer than any run can tell
@@ -200,14 +199,14 @@ def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Poi
 
 def size_of(space: Sequence[Dimension]) -> float:
     """How many points it has; infinite with a range of real numbers."""
-    return reduce(lambda product, each: product * each.size, space, 1.0)
+    return math.prod(dimension.size for dimension in space)
 
 
 def grid(space: Sequence[Dimension]) -> list[Point]:
     """All combinations; the last dimension varies fastest.
 
     Raises:
-        ConfigError: a dimension is a range of numbers.
+        ConfigError: a dimension is a range of numbers, or there are too many.
     """
     for dimension in space:
         if dimension.kind != "choice":
@@ -215,20 +214,30 @@ def grid(space: Sequence[Dimension]) -> list[Point]:
                 f"--search grid: {dimension.field} has a range: list its values, as in "
                 f"{dimension.field}={dimension.low:g},{dimension.high:g}."
             )
-    return [*_combined(space)]
+    size = int(size_of(space))
+    if size > MOST_TRIALS:
+        raise ConfigError(
+            f"--search grid: {size:,} combinations, above the limit of {MOST_TRIALS:,} trials: "
+            "list fewer values, or use --search random --trials N."
+        )
+    return [_combination(space, number) for number in range(size)]
 
 
 def corners(space: Sequence[Dimension], most: int = 256) -> Iterator[Point]:
     """The points at the borders of the space; `most` of them, spread evenly, if there are more."""
-    count = reduce(lambda product, each: product * len(each.ends), space, 1)
+    count = math.prod(len(dimension.ends) for dimension in space)
     step = max(1, -(-count // most))
-    yield from itertools.islice(_combined(space), 0, None, step | 1 if step > 1 else 1)
+    for number in range(0, count, step | 1 if step > 1 else 1):
+        yield _combination(space, number)
 
 
-def _combined(space: Sequence[Dimension]) -> Iterator[Point]:
-    names = [dimension.field for dimension in space]
-    for values in itertools.product(*(dimension.ends for dimension in space)):
-        yield dict(zip(names, values, strict=True))
+def _combination(space: Sequence[Dimension], number: int) -> Point:
+    """One of all combinations of the ends; the last dimension varies fastest."""
+    point: dict[str, Value] = {}
+    for dimension in reversed(space):
+        number, place = divmod(number, len(dimension.ends))
+        point[dimension.field] = dimension.ends[place]
+    return dict(reversed(point.items()))
 
 
 def _entry(name: str, text: str) -> Flag | None:
@@ -276,7 +285,7 @@ def _range(word: str, flag: Flag, field: str, ends: Sequence[str], log: bool) ->
     try:
         low, high = (kind(end) for end in ends)
         finite = math.isfinite(low) and math.isfinite(high)
-    except ValueError:
+    except (ValueError, OverflowError):  # of integers beyond all floats
         finite = False
     if not finite:
         what = "numbers" if kind is float else "integers"

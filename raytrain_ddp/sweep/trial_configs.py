@@ -57,8 +57,8 @@ def scaling_of_trial(scaling: ScalingConfig, resources: Mapping[str, str]) -> Sc
         except ValueError:
             raise ConfigError(f"--per-trial {name}={text}: must be a number.") from None
         if not 0 <= amounts[name] < float("inf") or (name == "cpus" and not amounts[name]):
-            rule = "0 or more" if name == "gpus" else "above 0"
-            raise ConfigError(f"--per-trial {name}={text}: must be {rule}.")
+            rule = "of 0 or more" if name == "gpus" else "above 0"
+            raise ConfigError(f"--per-trial {name}={text}: must be a number {rule}.")
     gpus = amounts.get("gpus")
     if gpus is not None and gpus > 1:
         raise ConfigError(

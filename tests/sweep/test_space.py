@@ -171,6 +171,9 @@ def test_a_grid_has_all_combinations_and_takes_no_range():
     ]
     with pytest.raises(ConfigError, match=r"model\.dropout has a range: list its values"):
         grid([*space, *parse_space(["model.dropout=0:0.5"])])
+    ten = ",".join(map(str, range(10)))
+    with pytest.raises(ConfigError, match="100,000,000 combinations, above the limit of 10,000"):
+        grid(parse_space([f"task_options.a{n}={ten}" for n in range(8)]))
 
 
 def test_corners_are_the_ends_of_ranges_and_all_choices():
@@ -182,6 +185,7 @@ def test_corners_are_the_ends_of_ranges_and_all_choices():
     some = [tuple(point.values()) for point in corners(many, most=256)]
     assert 100 < len(some) <= 256
     assert all(len({corner[n] for corner in some}) == 2 for n in range(12))
+    assert len([*corners([Dimension(f"f{n}", "float", 0, 1) for n in range(100)])]) <= 256
 
 
 def test_a_point_changes_its_fields_and_nothing_else():
