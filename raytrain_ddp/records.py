@@ -70,6 +70,19 @@ def _wall(time: str) -> float:
         return math.nan
 
 
+def json_of(value: Any, indent: int | None = None) -> str:
+    """A JSON document; non-finite numbers become null, which readers of a run's log turn back into
+    nan."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(mapped(_finite, value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same JSON value with function(leaf) in place of each leaf; tuples become lists."""
     if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from typing import Any
 from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-_MOST_COLUMNS = 100
+_LEAST_COLUMNS, _MOST_COLUMNS = 40, 100
 _FIRST_COLUMN = 29
 
 
@@ -51,7 +51,8 @@ def page(
         ConfigError: there is no such section or flag.
     """
     # Python 3.10 reports 0 columns for a terminal that states no size, as a serial console.
-    width = min(shutil.get_terminal_size().columns or _MOST_COLUMNS, _MOST_COLUMNS)
+    width = shutil.get_terminal_size().columns or _MOST_COLUMNS
+    width = max(_LEAST_COLUMNS, min(width, _MOST_COLUMNS))
     sections = dict.fromkeys(flag.section for flag in flags)
     head = [f"usage: {usage}", "", *_paragraphs(inspect.getdoc(kind) or "", width), ""]
     if topic == "all":

@@ -69,7 +69,8 @@ class StepSplit:
         if steps <= 0:  # a restart: the number of steps of this record is unknown
             return
         timing = record.timing
-        seconds = {phase: steps * each for phase, each in timing.split_s.items()}
+        split = {phase: each for phase, each in timing.split_s.items() if math.isfinite(each)}
+        seconds = {phase: steps * each for phase, each in split.items()}
         spent_s = sum(seconds.values())
         self._lines.append((spent_s, seconds, timing.slowest))
         self._spent_s += spent_s

@@ -11,6 +11,7 @@ from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, ru
 from raytrain_ddp.config.effects import given_flags
 from raytrain_ddp.config.validation import ADDRESS
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.records import json_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ def main(argv: Sequence[str]) -> int:
         with output_table.progress() as tell, redirect_stdout(sys.stderr):  # Ray prints there, too
             report = examine(args.config, args.address, tell)
     if args.json:
-        import json
-
-        print(json.dumps(report.as_dict(), indent=1))
+        print(json_of(report.as_dict(), indent=1))
     else:
         from rich.console import Console
 

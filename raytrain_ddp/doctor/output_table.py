@@ -68,7 +68,7 @@ def _print_row(console: Console, row: Row, check: str, found_width: int) -> None
 
 
 def _print_advice(console: Console, row: Row, width: int) -> None:
-    for number, text in enumerate(_wrap(row.advice, width - 5)):
+    for number, text in enumerate(_wrap(row.advice, max(width - 5, _LEAST_FOUND))):
         _print(console, Text(f"  {'->' if number == 0 else '  '} {text}", _STYLE[row.verdict]))
 
 

@@ -133,8 +133,11 @@ def _hangs(run: Storage) -> list[tuple[str, Mapping[str, Any]]]:
         names = sorted(n for n in run.join(HANGS).walk() if n.endswith("/hang.json"))
         for name in names:
             folder = name.partition("/")[0]
-            with suppress(OSError, ValueError):
-                found.append((folder, json.loads(run.join(HANGS).join(folder).read("hang.json"))))
+            with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+                hang = json.loads(run.join(HANGS).join(folder).read("hang.json"))
+                found.append(
+                    (folder, {**hang, "step": int(hang["step"]), "ranks": [*hang["ranks"]]})
+                )
     return found
 
 
@@ -225,7 +228,7 @@ def _pace(seen: RunStatus) -> list[Row]:
     left_s = step_s * max(0, plan.total_steps - last.step) if plan else 0.0
     unit = f"{plan.unit if plan else 'samples'}/s"
     speed = f"{format_count(last.samples_per_s)} {unit}, {format_duration(step_s)} a step"
-    left = f", {format_seconds(left_s)} left" if left_s and not seen.has_ended else ""
+    left = f", {format_seconds(left_s)} left" if left_s > 0 and not seen.has_ended else ""
     rows = [Row("speed", plan.device if plan else "", speed + left)]
     limit, _, remedy = split.limit().partition(": ")
     if limit:
@@ -267,9 +270,9 @@ def _hung(seen: RunStatus) -> list[Row]:
     return [
         Row(
             "hang",
-            ", ".join(f"rank {rank}" for rank in hang.get("ranks", [])),
-            f"step {hang.get('step')}; stacks: {HANGS}/{folder}/rank-*.txt",
-            "ok" if done or saved > hang.get("step", 0) else "warn",
+            ", ".join(f"rank {rank}" for rank in hang["ranks"]),
+            f"step {hang['step']}; stacks: {HANGS}/{folder}/rank-*.txt",
+            "ok" if done or saved > hang["step"] else "warn",
             "These files show where the others wait and what that rank does instead.",
         )
         for folder, hang in seen.hangs[-_HANGS_SHOWN:]

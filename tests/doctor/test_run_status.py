@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import run_cli
+from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
 from raytrain_ddp.checkpoint.run_folder import (
@@ -23,6 +25,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.doctor.output_table import show
 from raytrain_ddp.doctor.rows import Report, Row
 from raytrain_ddp.doctor.run_status import assess_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
@@ -179,6 +182,29 @@ def test_a_hang_whose_failure_is_not_reported_yet_warns(tmp_path: Path):
     (folder / "hang.json").write_text(json.dumps({"text": "", "step": 23, "ranks": [1]}))
     _, row = rows(run)
     assert (row["failures"].verdict, row["hang"].verdict) == ("ok", "warn")
+
+
+def test_records_without_numbers_and_damaged_files_are_no_errors(tmp_path: Path):
+    odd = line(30)
+    odd["timing"] |= {"step_s": None, "split_s": {"compute": None}}
+    odd |= {"samples_per_s": None, "loss": None}
+    run = written(tmp_path, [PLAN], [line(20), odd], owner=Owner.here())
+    for number, content in enumerate(["[]", "5", "{", '{"step": 1, "ranks": 5}', "[" * 10**5]):
+        (run / HANGS / f"{number}").mkdir(parents=True)
+        (run / HANGS / f"{number}" / "hang.json").write_text(content)
+    report, row = rows(run)
+    assert row["speed"].found == "- samples/s, - a step"
+    assert "hang" not in row
+    shown = io.StringIO()
+    show(report, Console(file=shown, width=1))
+    assert "No problems found." in shown.getvalue()
+    answer = run_cli("doctor", "--run", "r", "--json", cwd=tmp_path)
+
+    def refused(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    newest = json.loads(answer.out, parse_constant=refused)["findings"]["newest"]
+    assert newest["samples_per_s"] is None
 
 
 def test_a_run_that_an_error_ended_says_which(tmp_path: Path):

@@ -6,8 +6,6 @@ and the records of its loggers are readable copies, rewritten when a run is resu
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +16,7 @@ from raytrain_ddp.checkpoint.run_folder import METRICS_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.events import LogRecord, Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.records import mapped, to_record
+from raytrain_ddp.records import json_of, to_record
 from raytrain_ddp.training.recording.background_writer import BackgroundWriter
 from raytrain_ddp.training.recording.trackers import Open
 
@@ -63,7 +61,7 @@ class MetricsLog:
             if self._file is None:
                 return
             try:
-                self._file.write(_line(to_record(record)))
+                self._file.write(f"{json_of(to_record(record))}\n")
                 return
             except OSError as error:
                 problem = error
@@ -108,16 +106,4 @@ class MetricsLog:
 
 def write_log(run: Storage, records: Iterable[Mapping[str, Any]]) -> None:
     """Rewrites metrics.jsonl; raises OSError."""
-    run.write_atomic(METRICS_FILE, "".join(map(_line, records)).encode())
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    """One JSON line; non-finite numbers become null, which `read_history` turns back into nan."""
-    try:
-        return json.dumps(record, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(mapped(_finite, record), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    run.write_atomic(METRICS_FILE, "".join(f"{json_of(each)}\n" for each in records).encode())
