@@ -115,14 +115,9 @@ def figures(panels: Sequence[Panel], one: bool = False) -> str:
 
 
 def _head(history: RunHistory) -> str:
-    return (
-        f"<header><h1>{escape(history.files.name)}{_badge(history)}</h1>"
-        f"<p>{escape(history.summary)}</p></header>"
-    )
-
-
-def _badge(history: RunHistory) -> str:
-    return f'<span class="badge {history.state}">{history.state}</span>'
+    badge = f'<span class="badge {history.state}">{history.state}</span>'
+    name, summary = escape(history.files.name), escape(history.summary)
+    return f"<header><h1>{name}{badge}</h1><p>{summary}</p></header>"
 
 
 def _cards(history: RunHistory) -> str:
@@ -135,11 +130,9 @@ def _cards(history: RunHistory) -> str:
         besides = f"at step {format_count(best.step)}; last {format_metric(monitor, last)}"
         cards.append((f"Best {monitor}", value, besides))
     if line.attempts:
-        starts = plural(len(line.attempts), "start")
-        days = line.attempts[-1].ended - line.attempts[0].began
-        besides = (
-            f"in {starts} over {format_seconds(days)}" if len(line.attempts) > 1 else "one start"
-        )
+        days = format_seconds(line.attempts[-1].ended - line.attempts[0].began)
+        starts = len(line.attempts)
+        besides = f"in {starts} starts over {days}" if starts > 1 else "one start"
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
     if speed_text(history):
         steps = [r.timing.step_s for r in timed(files)]
@@ -150,12 +143,8 @@ def _cards(history: RunHistory) -> str:
         grown = list(dict.fromkeys(sizes))
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
     if line.attempts[1:]:
-        failures = plural(sum(attempt.failed for attempt in line.attempts), "failure")
-        failed = (
-            f"after {failures} of workers"
-            if any(attempt.failed for attempt in line.attempts)
-            else ""
-        )
+        failures = sum(attempt.failed for attempt in line.attempts)
+        failed = f"after {plural(failures, 'failure')} of workers" if failures else ""
         cards.append(("Restarts", str(len(line.attempts) - 1), failed))
     newest = [r.timing for r in timed(files)[-50:]]
     mfu = [t.mfu for t in newest if t.mfu is not None]
@@ -273,7 +262,7 @@ def _side_by_side(histories: Sequence[RunHistory]) -> str:
     rows = []
     for number, history in enumerate(histories):
         line = history.timeline
-        total = f" of {history.total_steps}" if history.total_steps else ""
+        total = f" of {history.files.total_steps}" if history.files.total_steps else ""
         rows.append(
             (
                 f'<span class="key"><i class="{color(number)}"></i></span>'

@@ -73,6 +73,12 @@ class RunFiles(RunCurves):
         steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
         return max(steps)
 
+    @property
+    def total_steps(self) -> int | None:
+        """As planned by the newest start."""
+        plans = (each.event for each in reversed(self.events) if isinstance(each.event, Plan))
+        return next((plan.total_steps for plan in plans), None)
+
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """Field -> (value, default) of all fields, including those that this version lacks."""
         defaults = flat(TrainConfig())

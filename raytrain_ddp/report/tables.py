@@ -18,7 +18,7 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.events import Checkpoint, CheckpointFailed, Interval
-from raytrain_ddp.report.history import HistoryEntry, RunHistory
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
@@ -71,7 +71,7 @@ def happenings(history: RunHistory) -> str:
     rows = [
         (
             escape(moment(one.wall)),
-            _step(one),
+            "" if one.step is None else str(one.step),
             f'<span class="dot {one.kind}"></span>{escape(one.text)}{detail(one.detail)}',
         )
         for one in entries
@@ -253,10 +253,6 @@ def value(thing: Any) -> str:
     if isinstance(thing, Mapping) and not thing:
         return '<span class="dim">none</span>'
     return f"<code>{escape(json.dumps(thing, ensure_ascii=False, default=str))}</code>"
-
-
-def _step(happening: HistoryEntry) -> str:
-    return "" if happening.step is None else escape(str(happening.step))
 
 
 def _hosts(hosts: Sequence[str]) -> str:

@@ -174,7 +174,6 @@ def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
         return None
     alone = histories[0] if len(histories) == 1 else None
     shown = time_marks(alone) if alone else []
-    notes = [thinned_note(max(len(s.files.train) for s in histories))]
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
         x=x,
@@ -183,7 +182,7 @@ def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
         lines=lines,
         marks=shown,
         hovers=hovers(series, lambda seconds: f"after {format_seconds(seconds)}"),
-        note=" ".join(filter(None, notes)),
+        note=thinned_note(max(len(s.files.train) for s in histories)),
         legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
 

@@ -72,9 +72,8 @@ class Timeline:
         firsts: list[int] = []
         owners: list[RunAttempt] = []
         limit = math.inf
-        for attempt in reversed(
-            self.attempts
-        ):  # a later start overwrites records after its first step
+        # A later start overwrites the records after its first step.
+        for attempt in reversed(self.attempts):
             if attempt.start_step < limit:
                 firsts.insert(0, attempt.start_step)
                 owners.insert(0, attempt)

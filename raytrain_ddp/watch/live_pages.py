@@ -64,7 +64,7 @@ class Row:
         """A <tr>."""
         history, files = self.history, self.history.files
         name = escape(files.name, quote=True)
-        total = history.total_steps or 0
+        total = files.total_steps or 0
         done = min(1.0, files.last_step / total) if total else 0.0
         done = 1.0 if history.state == "finished" else done
         text = history.cause if history.state == "failed" else history.summary
