@@ -23,7 +23,7 @@ from raytrain_ddp.display.formatting import (
 from raytrain_ddp.report import step_phases, tables
 from raytrain_ddp.report.history import RunHistory, speed_text, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
-from raytrain_ddp.report.svg_panel import SvgPanel
+from raytrain_ddp.report.svg_panel import panel_html
 from raytrain_ddp.report.time_panels import axis_of, step_marks, time_panels, total_split
 
 _HERE = Path(__file__).parent
@@ -109,7 +109,7 @@ def section(title: str, inner: str) -> str:
 
 def figures(panels: Sequence[Panel], one: bool = False) -> str:
     """Next to each other, or below each other with a common time axis."""
-    inner = "".join(SvgPanel(panel).html() for panel in panels)
+    inner = "".join(map(panel_html, panels))
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
 

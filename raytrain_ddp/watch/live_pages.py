@@ -181,7 +181,7 @@ def _spark(history: RunHistory) -> str:
     calm = smoothed([y for _, y in points], len(points) // 40 + 1)
     line = sampled([(x, y) for (x, _), y in zip(points, calm, strict=True)], _SPARK_POINTS)
     tested = [(float(r.step), r.metrics["loss"]) for r in evals if "loss" in r.metrics]
-    return sparkline([line, thinned(tested, _SPARK_POINTS)], "loss")
+    return sparkline([line, thinned(tested, _SPARK_POINTS)])
 
 
 def _ago(wall: float) -> str:
