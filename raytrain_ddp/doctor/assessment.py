@@ -106,11 +106,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
         shared = []  # no other node to share it with
-    return [
-        *grouped("storage", notes, places),
-        *shared,
-        *grouped("left behind", left, places),
-    ]
+    return [*grouped("storage", notes, places), *shared, *grouped("left behind", left, places)]
 
 
 def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:

@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any
 
-from raytrain_ddp.doctor.rows import (
-    Note,
-    Place,
-    Row,
-    format_duration,
-    format_rate,
-    grouped,
-)
+from raytrain_ddp.doctor.rows import Note, Place, Row, format_duration, format_rate, grouped
 
 _GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
 _MOST_S = 1.0  # for these, per step

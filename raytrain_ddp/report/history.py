@@ -193,12 +193,7 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
 
 
 def _start(
-    plan: Plan,
-    before: Plan | None,
-    wall: float,
-    lost_at: float | None,
-    reached: int,
-    stopped: bool,
+    plan: Plan, before: Plan | None, wall: float, lost_at: float | None, reached: int, stopped: bool
 ) -> HistoryEntry:
     step, workers = plan.start_step, plural(plan.world_size, "worker")
     on = f"{workers} on {plan.device}"

@@ -11,12 +11,7 @@ from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory
-from raytrain_ddp.report.time_panels import (
-    MOST_STRETCHES,
-    stretches_of,
-    time_marks,
-    x_name,
-)
+from raytrain_ddp.report.time_panels import MOST_STRETCHES, stretches_of, time_marks, x_name
 
 _LEAST_EVENTS = 3  # fewer make no useful picture
 

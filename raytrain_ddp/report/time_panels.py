@@ -26,11 +26,7 @@ from raytrain_ddp.display.axes import (
     time_scale,
 )
 from raytrain_ddp.display.curves import color, hovers, thinned_note
-from raytrain_ddp.display.formatting import (
-    format_count,
-    format_seconds,
-    format_share,
-)
+from raytrain_ddp.display.formatting import format_count, format_seconds, format_share
 from raytrain_ddp.events import Slowest, Train
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, timed
