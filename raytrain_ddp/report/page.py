@@ -202,20 +202,17 @@ def _rank_bars(history: RunHistory) -> str:
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
     if longest <= 0:
         return ""
-    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
-    bars = {
-        rank: _bar(f"rank {rank}", ranks[rank], sum(ranks[rank].values()) / longest)
-        for rank in range(len(ranks))
-    }
+    bars = [_bar(f"rank {n}", rank, sum(rank.values()) / longest) for n, rank in enumerate(ranks)]
     note = "<p class=note>Each rank's median step in the newest start. A fast rank "
     note += "waits in the all-reduce for the slow ones.</p>"
     if len(ranks) <= _MOST_BARS:
-        return f'{note}<div class="stacks">{"".join(bars.values())}</div>{_legend(ranks)}'
+        return f'{note}<div class="stacks">{"".join(bars)}</div>{_legend(ranks)}'
+    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
     first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
     return (
         f"{note}<p class=note>The {_FEW_BARS} with the most own work:</p>"
         f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
-        f'</summary><div class="stacks">{"".join(bars.values())}</div></details>'
+        f'</summary><div class="stacks">{"".join(bars)}</div></details>'
     )
 
 

@@ -95,12 +95,11 @@ def full_metrics(history: RunHistory) -> str:
     """The non-scalar metrics of the best evaluation, or else of the last one."""
     files = history.files
     record = files.best or (files.evals[-1] if files.evals else None)
-    parts = [
-        f"<h3>{escape(name)} <small>at step {record.step}</small></h3>{_grid(found)}"
-        for name, found in (record.tables.items() if record else ())
-        if record
-    ]
-    return "".join(parts)
+    if record is None:
+        return ""
+    small = f"<small>at step {record.step}</small>"
+    tables = record.tables.items()
+    return "".join(f"<h3>{escape(name)} {small}</h3>{_grid(found)}" for name, found in tables)
 
 
 def _grid(found: Any) -> str:

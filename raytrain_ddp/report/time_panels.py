@@ -207,11 +207,9 @@ def stretches_of(history: RunHistory) -> list[Stretch]:
     steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
     each = -(-len(records) // MOST_STRETCHES) or 1
     found = []
-    begins = {
-        attempt.began: history.timeline.at(attempt.began) for attempt in history.timeline.attempts
-    }
+    begins = [history.timeline.at(attempt.began) for attempt in history.timeline.attempts]
     for piece in _pieces(history, records):
-        first = max((at for at in begins.values() if at <= piece[0][0]), default=0.0)
+        first = max((at for at in begins if at <= piece[0][0]), default=0.0)
         for n in range(0, len(piece), each):
             part = piece[n : n + each]
             split: dict[str, float] = defaultdict(float)

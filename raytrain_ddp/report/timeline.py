@@ -59,9 +59,8 @@ class Timeline:
         following = self.attempts[number + 1 : number + 2]
         until = following[0].began if following else math.inf
         place = bisect.bisect_right(walls, until)
-        return (
-            walls[place - 1] if place and walls[place - 1] >= self.attempts[number].began else None
-        )
+        last = walls[place - 1] if place else -math.inf
+        return last if last >= self.attempts[number].began else None
 
     @property
     def worked_s(self) -> float:
