@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -212,7 +213,8 @@ def environment_table(history: RunHistory) -> str:
         plan = plans[-1]
         devices = dict.fromkeys(f"{p.world_size} x {p.device}" for p in plans)
         add("devices", ", ".join(devices))
-        add("hosts", _hosts(plan.hosts))
+        hosts = Counter(plan.hosts).items()
+        add("hosts", ", ".join(f"{host} ({plural(count, 'worker')})" for host, count in hosts))
         add("versions", ", ".join(f"{name} {text}" for name, text in plan.versions.items()))
         sizes = f"{format_count(plan.train_samples)} {plan.unit} to train on"
         add("data", f"{sizes}, {format_count(plan.eval_samples)} to evaluate on")
@@ -252,8 +254,3 @@ def value(thing: Any) -> str:
     if isinstance(thing, Mapping) and not thing:
         return '<span class="dim">none</span>'
     return f"<code>{escape(json.dumps(thing, ensure_ascii=False, default=str))}</code>"
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    return ", ".join(f"{host} ({plural(count, 'worker')})" for host, count in counts.items())
