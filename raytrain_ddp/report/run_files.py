@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -150,8 +151,6 @@ def owner_of(storage: Storage) -> Owner | None:
 
 def claims_in(storage: Storage) -> list[tuple[int, Record]]:
     """(attempt, what it says of itself), the oldest first; of the last starts only."""
-    import json
-
     folder, found = storage.join(CHECKPOINTS), []
     for path in folder.walk():
         claim = Claim.parse(path) if "/" not in path else None

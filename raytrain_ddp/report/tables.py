@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from html import escape
 from statistics import median
 from typing import Any
@@ -240,8 +241,6 @@ def size_text(count: float) -> str:
 
 def moment(wall: float) -> str:
     """``11-20 18:05:31``, in UTC."""
-    from datetime import datetime, timezone
-
     if math.isnan(wall):
         return "?"
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%m-%d %H:%M:%S")
