@@ -71,12 +71,14 @@ class RunHistory:
     def unit(self) -> str:
         return next((attempt.plan.unit for attempt in self.timeline.attempts if attempt.plan), "")
 
-    def speed(self) -> float:
-        """Samples/s of all workers, the median of the newest start; nan before the first record."""
+    @property
+    def speed(self) -> str:
+        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
+        record of the log."""
         start = self.timeline.attempts[-1].start_step if self.timeline.attempts else 0
         newest = [r for r in self.files.train if r.step > start] or self.files.train
-        speeds = [r.samples_per_s for r in newest]
-        return median(speeds) if speeds else math.nan
+        speed = median(r.samples_per_s for r in newest) if newest else math.nan
+        return "" if math.isnan(speed) else f"{format_count(speed)} {self.unit or 'samples'}/s"
 
 
 def timed(files: RunFiles) -> list[Train]:
@@ -232,9 +234,3 @@ def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
         return HistoryEntry(wall, step, "trouble", text)
     first, _, rest = event.message.partition("\n")
     return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
-
-
-def speed_text(history: RunHistory) -> str:
-    """``1437 images/s``; "" before the first record of the log."""
-    speed = history.speed()
-    return "" if math.isnan(speed) else f"{format_count(speed)} {history.unit or 'samples'}/s"

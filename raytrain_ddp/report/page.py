@@ -21,7 +21,7 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.report import step_phases, tables
-from raytrain_ddp.report.history import RunHistory, speed_text, timed
+from raytrain_ddp.report.history import RunHistory, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
 from raytrain_ddp.report.svg_panel import panel_html
 from raytrain_ddp.report.time_panels import axis_of, step_marks, time_panels, total_split
@@ -134,10 +134,10 @@ def _cards(history: RunHistory) -> str:
         starts = len(line.attempts)
         besides = f"in {starts} starts over {days}" if starts > 1 else "one start"
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
-    if speed_text(history):
+    if history.speed:
         steps = [r.timing.step_s for r in timed(files)]
         besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
-        cards.append(("Speed", speed_text(history), besides))
+        cards.append(("Speed", history.speed, besides))
     sizes = [str(attempt.world_size) for attempt in line.attempts if attempt.world_size]
     if sizes:
         grown = list(dict.fromkeys(sizes))
@@ -268,7 +268,7 @@ def _side_by_side(histories: Sequence[RunHistory]) -> str:
                 escape(history.files.best_summary or "-"),
                 f"{history.files.last_step}{total}",
                 format_seconds(line.worked_s) if line.attempts else "-",
-                escape(speed_text(history) or "-"),
+                escape(history.speed or "-"),
                 str(line.attempts[-1].world_size or "-") if line.attempts else "-",
                 str(max(0, len(line.attempts) - 1)),
                 escape(history.limit or "-"),

@@ -115,9 +115,9 @@ def time_marks(history: RunHistory) -> list[Mark]:
 def _lost(history: RunHistory) -> list[Mark]:
     """Steps that a later start repeated; they are no longer in the log."""
     line, found = history.timeline, []
-    walls = sorted(wall for wall in line.walls(history.files.train) if math.isfinite(wall))
-    for number, attempt in enumerate(line.attempts[:-1]):
-        last = line.last_before(walls, number) or attempt.began
+    lasts = line.lasts(history.files.train)
+    for attempt, known in [*zip(line.attempts, lasts, strict=True)][:-1]:
+        last = known or attempt.began
         if attempt.ended - last > 0.01 * line.worked_s:
             text = f"{format_seconds(attempt.ended - last)} of work that is not in the log"
             found.append(Mark(line.at(last), "lost", text, to=line.at(attempt.ended)))

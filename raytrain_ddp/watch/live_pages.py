@@ -17,7 +17,7 @@ from raytrain_ddp.display.axes import sampled, smoothed, thinned
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.driver.config_flags import command_of_run
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.report.history import RunHistory, speed_text
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.page import sections_of_run, sections_of_runs
 from raytrain_ddp.report.svg_panel import sparkline
 from raytrain_ddp.watch.watched_runs import can_stop
@@ -78,7 +78,7 @@ class Row:
             f'<td><div class="progress {history.state}"><i style="width:{100 * done:.1f}%"></i>'
             f"</div><small>{escape(_short(text))}</small></td>"
             f"<td>{_spark(history)}</td><td>{escape(files.best_summary or '-')}<br>"
-            f"<small>{escape(speed_text(history))}</small></td><td><small>{event}</small></td></tr>"
+            f"<small>{escape(history.speed)}</small></td><td><small>{event}</small></td></tr>"
         )
 
 
