@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,13 +22,12 @@ from raytrain_ddp.display.axes import (
     thinned,
     tick_percent,
 )
-from raytrain_ddp.display.formatting import format_count, format_metric, format_number
+from raytrain_ddp.display.formatting import FRACTION, format_count, format_metric, format_number
 from raytrain_ddp.events import Eval, Train
 
 COLORS = 8
 _DOTS_UP_TO = 60
 _MOST_METRICS = 8
-_FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")
 
 Format = Callable[[float], str]
 Series = tuple[str, Sequence[Point], Format]  # what a hover shows of a line
@@ -285,7 +283,7 @@ def _room(values: Iterable[float], name: Format | None = None, floor: bool = Fal
 
 def _is_fraction(name: str, runs: Sequence[RunCurves]) -> bool:
     values = [y for run in runs for _, y in _evaluated(run, name) if math.isfinite(y)]
-    return _FRACTION.search(name) is not None and all(0 <= value <= 1 for value in values)
+    return FRACTION.search(name) is not None and all(0 <= value <= 1 for value in values)
 
 
 def _finite(value: float | None) -> float:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from raytrain_ddp.events import DataSummary, Plan
 
+FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")  # names of metrics
+
 
 def format_seconds(seconds: float) -> str:
     """``0.42 s``, ``4.2 s``, ``42 s``, ``12m05s``, ``3h12m``, ``51h00m``; ``-`` if unknown."""
@@ -35,7 +37,7 @@ def format_number(value: float) -> str:
 
 def format_metric(name: str, value: float) -> str:
     """Top-k and accuracies in [0, 1] as percent, others as numbers."""
-    if re.search(r"(^|[/_.])(top\d+|acc(uracy)?)$", name) and 0 <= value <= 1:
+    if FRACTION.search(name) and 0 <= value <= 1:
         return f"{format_number(100 * value)} %"
     return format_number(value)
 

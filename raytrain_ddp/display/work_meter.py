@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 Tell = Callable[[int, int], None]
 """Called with images and bytes that were just finished; 0 bytes: by an earlier process."""
@@ -33,14 +33,9 @@ def shown(unit: str = "images", sized: bool = True) -> Iterator[Callable[[str, i
     if not console.is_terminal:
         yield lambda title, images: _Counts(title, images, unit, sized).tell_in_lines
         return
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=console) as progress:
+    *bar, left = Progress.get_default_columns()
+    speed = TextColumn("{task.fields[speed]}")
+    with Progress(*bar, speed, left, console=console) as progress:
 
         def phase(title: str, images: int) -> Tell:
             counts = _Counts(title, images, unit, sized)

@@ -47,10 +47,8 @@ def main(argv: Sequence[str]) -> int:
         from raytrain_ddp.doctor.run_status import assess_run, read_status
 
         status = read_status(open_run(args.run))
-        report, verdicts = (
-            assess_run(status),
-            output_table.OF_AN_ENDED_RUN if status.has_ended else output_table.OF_A_RUN,
-        )
+        report = assess_run(status)
+        verdicts = output_table.OF_AN_ENDED_RUN if status.has_ended else output_table.OF_A_RUN
     else:
         from raytrain_ddp.doctor.examine import examine
 

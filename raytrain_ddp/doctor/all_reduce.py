@@ -83,12 +83,13 @@ class Rank:
             }
         finally:
             dist.destroy_process_group()
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
         return {
             "latency_s": latency_s,
             "cpu_latency_s": cpu_latency_s,
             "bus_bytes_per_s": rates,
             "talks": sorted(map(list, talks)),
-            "nccl": _nccl() if device.type == "cuda" else None,
+            "nccl": nccl,
         }
 
 
@@ -112,10 +113,3 @@ def _seconds(tensor: torch.Tensor) -> float:
     run(1)  # makes connections, allocates memory
     calls = math.floor(_FOR_EACH_S / max(run(1), 1e-9))
     return run(min(max(calls, _LEAST_CALLS), _MOST_CALLS))
-
-
-def _nccl() -> str:
-    import torch
-
-    version = torch.cuda.nccl.version()
-    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

@@ -106,11 +106,7 @@ def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     shared = apart_rows(able, run) or grouped("shared", seen, places)
     if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
         shared = []  # no other node to share it with
-    return [
-        *grouped("storage", notes, places),
-        *shared,
-        *grouped("left behind", left, places),
-    ]
+    return [*grouped("storage", notes, places), *shared, *grouped("left behind", left, places)]
 
 
 def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
@@ -136,7 +132,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
     """Whether every place has the data, and the same data."""
     able = [place for place in places if place["facts"]["versions"].get("project")]
     good = [place for place in able if "error" not in place["data"]]
-    mine = next((p for p in good if p["driver"]), good[0] if good else None)
+    mine: Place = next((p for p in good if p["driver"]), good[0] if good else {})
     notes = {}
     for place in able:
         data = place["data"]
@@ -149,10 +145,7 @@ def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
             continue
         rows = f"{data['train'][0]} + {data['eval'][0] if data['eval'] else 0} rows"
         numbers = ((data["seconds"], format_duration),)
-        if mine is not None and [data["train"], data["eval"]] != [
-            mine["data"]["train"],
-            mine["data"]["eval"],
-        ]:
+        if any(data[part] != mine["data"][part] for part in ("train", "eval")):
             advice = "Copy them again: a run refuses nodes whose data differ."
             found = f"{rows}, but different from {mine['name']}'s"
             notes[place["name"]] = Note(_one_line(found), "fail", advice)

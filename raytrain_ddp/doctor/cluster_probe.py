@@ -132,8 +132,8 @@ def measure_all_reduces(
              for _ in range(count)]
             for node, count in zip(nodes, ranks, strict=True)
         ]  # fmt: skip
+    flat = [actor for own in actors for actor in own]
     try:
-        flat = [a for own in actors for a in own]
         started = _started(flat)
         results = []
         for kind, numbers in groups:
@@ -149,8 +149,8 @@ def measure_all_reduces(
             results.append({"kind": kind, "nodes": there, "ranks": len(chosen), **answer})
         return results
     finally:
-        for a in (a for own in actors for a in own):
-            ray.kill(a)
+        for each in flat:
+            ray.kill(each)
 
 
 def _started(actors: Sequence[Any]) -> list[Any]:

@@ -135,7 +135,6 @@ def driver() -> dict[str, str | None] | None:
 
 def cpus() -> dict[str, float | None]:
     """CPUs of the machine, those that this process may use, and the limit of its cgroup."""
-    affinity = getattr(os, "sched_getaffinity", None)
     quotas = []
     for limit in _cgroup("cpu", "cpu.cfs_quota_us", "cpu.max"):
         fields = limit.read_text(encoding="ascii").split()
@@ -145,7 +144,7 @@ def cpus() -> dict[str, float | None]:
         quotas.append(int(fields[0]) / int(period))
     return {
         "machine": os.cpu_count(),
-        "usable": len(affinity(0)) if affinity else os.cpu_count(),
+        "usable": len(os.sched_getaffinity(0)),
         "quota": min(quotas, default=None),
     }
 

@@ -174,10 +174,8 @@ def clock_rows(nodes: Sequence[Place]) -> list[Row]:
             notes[name] = Note(f"less than {format_duration(bound_s)} apart")
         else:
             way = "ahead" if measured["ahead_s"] > 0 else "behind"
-            ahead, within = (
-                format_duration(abs(measured["ahead_s"])),
-                format_duration(measured["within_s"]),
-            )
+            ahead = format_duration(abs(measured["ahead_s"]))
+            within = format_duration(measured["within_s"])
             notes[name] = Note(f"{ahead} {way} (within {within})", "warn", advice)
     return grouped("clock", notes, nodes)
 

@@ -35,14 +35,13 @@ def gather_network_facts(dashboard: int | None) -> dict[str, Any]:
     except OSError:
         resolves = []
     listens = listening(dashboard) if dashboard is not None else []
+    mode = _authentication_mode(listens[0], dashboard) if listens and dashboard else None
     return {
         "name": name,
         "resolves": resolves,
         "interfaces": interfaces(),
         "dashboard": listens,
-        "dashboard_mode": _authentication_mode(listens[0], dashboard)
-        if listens and dashboard
-        else None,
+        "dashboard_mode": mode,
     }
 
 

@@ -6,14 +6,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any
 
-from raytrain_ddp.doctor.rows import (
-    Note,
-    Place,
-    Row,
-    format_duration,
-    format_rate,
-    grouped,
-)
+from raytrain_ddp.doctor.rows import Note, Place, Row, format_duration, format_rate, grouped
 
 _GRADIENTS_BYTES = 100e6  # of 25 million parameters in fp32
 _MOST_S = 1.0  # for these, per step
@@ -139,9 +132,9 @@ def dashboard_rows(findings: Mapping[str, Any], nodes: Sequence[Place]) -> list[
     addresses = node["facts"]["wires"]["dashboard"] if node else [host]
     mode = _mode_text(nodes) or (_own_mode(node) if node else "")
     place = node["name"] if node else "cluster"
-    if all(_is_loopback(address) for address in addresses):
-        return [Row("dashboard", place, f"on {', '.join(addresses)}, port {port}")]
     found = f"on {', '.join(addresses)}, port {port}"
+    if all(map(_is_loopback, addresses)):
+        return [Row("dashboard", place, found)]
     if mode == "token":
         return [Row("dashboard", place, f"{found}, requires a token")]
     advice = (
@@ -172,11 +165,9 @@ def token_rows(nodes: Sequence[Place]) -> list[Row]:
         if token is None:
             continue
         mode = f"{token['mode']:03o}"
-        if token["exposed"]:
-            advice = f"Other users of that machine can read it: chmod 600 {token['path']}"
-            notes[node["name"]] = Note(f"mode {mode}", "warn", advice)
-        else:
-            notes[node["name"]] = Note(f"mode {mode}")
+        advice = f"Other users of that machine can read it: chmod 600 {token['path']}"
+        exposed = Note(f"mode {mode}", "warn", advice)
+        notes[node["name"]] = exposed if token["exposed"] else Note(f"mode {mode}")
     return grouped("token file", notes, nodes)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 
 from rich.console import Console
 from rich.text import Text
@@ -34,7 +35,7 @@ def show(report: Report, console: Console, verdicts: tuple[str, str] = OF_A_CLUS
     """The table: check, where, found, verdict; below each that is not ok, what to do.
 
     Args:
-        words: the conclusion with only warnings, and with failures.
+        verdicts: the conclusion with only warnings, and with failures.
     """
     width = min(console.width, _MOST_WIDTH)
     found_width = max(_LEAST_FOUND, width - _CHECK - _WHERE - _VERDICT - 3 * 2)
@@ -56,11 +57,8 @@ def show(report: Report, console: Console, verdicts: tuple[str, str] = OF_A_CLUS
 
 
 def _print_row(console: Console, row: Row, check: str, found_width: int) -> None:
-    places = _wrap(row.where, _WHERE) or [""]
-    found = _wrap(row.found, found_width) or [""]
-    for number in range(max(len(places), len(found))):
-        place = places[number] if number < len(places) else ""
-        text = found[number] if number < len(found) else ""
+    columns = _wrap(row.where, _WHERE) or [""], _wrap(row.found, found_width)
+    for number, (place, text) in enumerate(zip_longest(*columns, fillvalue="")):
         line = Text(_line(check if number == 0 else "", place, text, found_width))
         if number == 0:
             line.append(row.verdict, _STYLE[row.verdict])

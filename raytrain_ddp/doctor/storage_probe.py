@@ -115,8 +115,7 @@ def _see(uri: str, folder: str, places: Sequence[str], timeout_s: float) -> dict
     began = time.monotonic()
     while True:
         there = set(root.walk())
-        ends = {p: f"{p}/{CHECKPOINTS}/{_NEWEST}/{MANIFEST_FILE}" for p in places}
-        sees = [place for place in places if ends[place] in there]
+        sees = [p for p in places if f"{p}/{CHECKPOINTS}/{_NEWEST}/{MANIFEST_FILE}" in there]
         seconds = time.monotonic() - began
         if len(sees) == len(places) or seconds > timeout_s:
             break

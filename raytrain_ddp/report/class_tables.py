@@ -68,17 +68,10 @@ def _by_class(found: Predictions) -> str:
         guessed = sum(row[number] for row in matrix)
         if support or guessed:
             recall = right / support if support else 0.0
-            rows.append((recall, name, support, right / guessed if guessed else None))
-    rows.sort(key=lambda row: row[0])
-    cells = [
-        (
-            _name(name),
-            str(support),
-            f'<span class="bar" style="--s:{recall:.3f}">{recall:.1%}</span>' if support else "-",
-            "-" if precision is None else f"{precision:.1%}",
-        )
-        for recall, name, support, precision in rows
-    ]
+            bar = f'<span class="bar" style="--s:{recall:.3f}">{recall:.1%}</span>'
+            precision = f"{right / guessed:.1%}" if guessed else "-"
+            rows.append((recall, (_name(name), str(support), bar if support else "-", precision)))
+    cells = [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     head = ("class, the worst first", ">samples", "recall", ">precision")
     first = table(head, cells[:_MOST_ROWS], "classes")
     if len(cells) <= _MOST_ROWS:

@@ -72,15 +72,13 @@ class RunHistory:
         return next((attempt.plan.unit for attempt in self.timeline.attempts if attempt.plan), "")
 
     @property
-    def total_steps(self) -> int | None:
-        return _total_steps(self.files)
-
-    def speed(self) -> float:
-        """Samples/s of all workers, the median of the newest start; nan before the first record."""
+    def speed(self) -> str:
+        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
+        record of the log."""
         start = self.timeline.attempts[-1].start_step if self.timeline.attempts else 0
         newest = [r for r in self.files.train if r.step > start] or self.files.train
-        speeds = [r.samples_per_s for r in newest]
-        return median(speeds) if speeds else math.nan
+        speed = median(r.samples_per_s for r in newest) if newest else math.nan
+        return "" if math.isnan(speed) else f"{format_count(speed)} {self.unit or 'samples'}/s"
 
 
 def timed(files: RunFiles) -> list[Train]:
@@ -91,7 +89,9 @@ def timed(files: RunFiles) -> list[Train]:
 def history_of(files: RunFiles) -> RunHistory:
     ends = [each for each in files.events if isinstance(each.event, Plan | End)]
     end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
-    running = files.owner is not None and (end is None or _later(files.owner.since, ends[-1].time))
+    running = files.owner is not None
+    if files.owner is not None and end is not None:  # "2026-11-20 18:05:31 UTC", with a T and a Z
+        running = files.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]
     timeline = timeline_of(files, running)
     cause = ""
     state: Literal["running", "finished", "interrupted", "failed", "gone"]
@@ -116,7 +116,7 @@ def history_of(files: RunFiles) -> RunHistory:
 
 def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
     step = (end.step if end else None) or files.last_step
-    total = _total_steps(files)
+    total = files.total_steps
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
     if state == "running":
         return _still(files, at, total, timeline)
@@ -146,11 +146,6 @@ def _why_a_sweep_stopped(files: RunFiles) -> str:
     return ""
 
 
-def _total_steps(files: RunFiles) -> int | None:
-    plans = (each.event for each in reversed(files.events) if isinstance(each.event, Plan))
-    return next((plan.total_steps for plan in plans), None)
-
-
 def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
     if not files.train or not timeline.attempts:
         return "Running: the first step is not done yet."
@@ -166,11 +161,6 @@ def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> s
 def _signal(status: int) -> str:
     name = signal_name(status - 128)
     return f"Ctrl-C ({name})" if name == "SIGINT" else name
-
-
-def _later(since: str, time: str) -> bool:
-    """Compares a lease ("2026-11-20 18:05:31 UTC") and an event ("2026-11-20T18:05:31Z")."""
-    return since[:19].replace(" ", "T") > time[:19]
 
 
 def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
@@ -205,12 +195,7 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
 
 
 def _start(
-    plan: Plan,
-    before: Plan | None,
-    wall: float,
-    lost_at: float | None,
-    reached: int,
-    stopped: bool,
+    plan: Plan, before: Plan | None, wall: float, lost_at: float | None, reached: int, stopped: bool
 ) -> HistoryEntry:
     step, workers = plan.start_step, plural(plan.world_size, "worker")
     on = f"{workers} on {plan.device}"
@@ -225,11 +210,9 @@ def _start(
     if again > 0:
         text += f"; {plural(again, 'step')} repeated"
     if plan.replaced is not None:  # the step in progress was not done
-        new = (
-            f"{format_ranks(plan.replaced)} replaced"
-            if plan.replaced
-            else f"continuing with {workers}"
-        )
+        new = f"continuing with {workers}"
+        if plan.replaced:
+            new = f"{format_ranks(plan.replaced)} replaced"
         if plan.world_size > before.world_size:
             new = f"grew from {before.world_size} to {workers}, nothing repeated"
         text = f"{new[0].upper()}{new[1:]}; the others kept their state of step {step}"
@@ -251,9 +234,3 @@ def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
         return HistoryEntry(wall, step, "trouble", text)
     first, _, rest = event.message.partition("\n")
     return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
-
-
-def speed_text(history: RunHistory) -> str:
-    """``1437 images/s``; "" before the first record of the log."""
-    speed = history.speed()
-    return "" if math.isnan(speed) else f"{format_count(speed)} {history.unit or 'samples'}/s"

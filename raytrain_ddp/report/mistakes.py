@@ -20,7 +20,7 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.errors import CheckpointError, ConfigError, RaytrainError
+from raytrain_ddp.errors import CheckpointError, ConfigError, RaytrainError, first_line
 from raytrain_ddp.report.run_files import RunFiles
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     except RaytrainError:
         raise
     except Exception as error:  # the user's code, or opening the data
-        raise ConfigError(f"the task cannot be built here: {_line(error)}") from error
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"the task cannot be built here: {what}") from error
     names = getattr(task, "class_names", None)
     if not names or config.data.target_columns:
         raise ConfigError(f"task = {config.task!r} is not an image classification.")
@@ -97,13 +98,13 @@ def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     try:
-        return _evaluate(
-            task, model.to(on).eval(), data, config, [str(n) for n in names], checkpoint
-        )
+        model = model.to(on).eval()
+        return _evaluate(task, model, data, config, [str(n) for n in names], checkpoint)
     except RaytrainError:
         raise
     except Exception as error:
-        raise ConfigError(f"the evaluation set cannot be evaluated: {_line(error)}") from error
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"the evaluation set cannot be evaluated: {what}") from error
 
 
 def _best(files: RunFiles) -> Checkpoint:
@@ -221,8 +222,3 @@ def picture(image: Tensor) -> str:
 def _where(data: Data, row: int) -> str:
     where = getattr(data.source, "where", None)
     return str(where(row)) if where is not None else f"row {row}"
-
-
-def _line(error: Exception) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}"

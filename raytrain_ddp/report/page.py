@@ -21,9 +21,9 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.report import step_phases, tables
-from raytrain_ddp.report.history import RunHistory, speed_text, timed
+from raytrain_ddp.report.history import RunHistory, timed
 from raytrain_ddp.report.rank_panels import own_work, rank_panels, rank_splits
-from raytrain_ddp.report.svg_panel import SvgPanel
+from raytrain_ddp.report.svg_panel import panel_html
 from raytrain_ddp.report.time_panels import axis_of, step_marks, time_panels, total_split
 
 _HERE = Path(__file__).parent
@@ -109,20 +109,15 @@ def section(title: str, inner: str) -> str:
 
 def figures(panels: Sequence[Panel], one: bool = False) -> str:
     """Next to each other, or below each other with a common time axis."""
-    inner = "".join(SvgPanel(panel).html() for panel in panels)
+    inner = "".join(map(panel_html, panels))
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
 
 
 def _head(history: RunHistory) -> str:
-    return (
-        f"<header><h1>{escape(history.files.name)}{_badge(history)}</h1>"
-        f"<p>{escape(history.summary)}</p></header>"
-    )
-
-
-def _badge(history: RunHistory) -> str:
-    return f'<span class="badge {history.state}">{history.state}</span>'
+    badge = f'<span class="badge {history.state}">{history.state}</span>'
+    name, summary = escape(history.files.name), escape(history.summary)
+    return f"<header><h1>{name}{badge}</h1><p>{summary}</p></header>"
 
 
 def _cards(history: RunHistory) -> str:
@@ -135,27 +130,21 @@ def _cards(history: RunHistory) -> str:
         besides = f"at step {format_count(best.step)}; last {format_metric(monitor, last)}"
         cards.append((f"Best {monitor}", value, besides))
     if line.attempts:
-        starts = plural(len(line.attempts), "start")
-        days = line.attempts[-1].ended - line.attempts[0].began
-        besides = (
-            f"in {starts} over {format_seconds(days)}" if len(line.attempts) > 1 else "one start"
-        )
+        days = format_seconds(line.attempts[-1].ended - line.attempts[0].began)
+        starts = len(line.attempts)
+        besides = f"in {starts} starts over {days}" if starts > 1 else "one start"
         cards.append(("Time at work", format_seconds(line.worked_s), besides))
-    if speed_text(history):
+    if history.speed:
         steps = [r.timing.step_s for r in timed(files)]
         besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
-        cards.append(("Speed", speed_text(history), besides))
+        cards.append(("Speed", history.speed, besides))
     sizes = [str(attempt.world_size) for attempt in line.attempts if attempt.world_size]
     if sizes:
         grown = list(dict.fromkeys(sizes))
         cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
     if line.attempts[1:]:
-        failures = plural(sum(attempt.failed for attempt in line.attempts), "failure")
-        failed = (
-            f"after {failures} of workers"
-            if any(attempt.failed for attempt in line.attempts)
-            else ""
-        )
+        failures = sum(attempt.failed for attempt in line.attempts)
+        failed = f"after {plural(failures, 'failure')} of workers" if failures else ""
         cards.append(("Restarts", str(len(line.attempts) - 1), failed))
     newest = [r.timing for r in timed(files)[-50:]]
     mfu = [t.mfu for t in newest if t.mfu is not None]
@@ -213,20 +202,17 @@ def _rank_bars(history: RunHistory) -> str:
     longest = max((sum(rank.values()) for rank in ranks), default=0.0)
     if longest <= 0:
         return ""
-    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
-    bars = {
-        rank: _bar(f"rank {rank}", ranks[rank], sum(ranks[rank].values()) / longest)
-        for rank in range(len(ranks))
-    }
+    bars = [_bar(f"rank {n}", rank, sum(rank.values()) / longest) for n, rank in enumerate(ranks)]
     note = "<p class=note>Each rank's median step in the newest start. A fast rank "
     note += "waits in the all-reduce for the slow ones.</p>"
     if len(ranks) <= _MOST_BARS:
-        return f'{note}<div class="stacks">{"".join(bars.values())}</div>{_legend(ranks)}'
+        return f'{note}<div class="stacks">{"".join(bars)}</div>{_legend(ranks)}'
+    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
     first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
     return (
         f"{note}<p class=note>The {_FEW_BARS} with the most own work:</p>"
         f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
-        f'</summary><div class="stacks">{"".join(bars.values())}</div></details>'
+        f'</summary><div class="stacks">{"".join(bars)}</div></details>'
     )
 
 
@@ -273,7 +259,7 @@ def _side_by_side(histories: Sequence[RunHistory]) -> str:
     rows = []
     for number, history in enumerate(histories):
         line = history.timeline
-        total = f" of {history.total_steps}" if history.total_steps else ""
+        total = f" of {history.files.total_steps}" if history.files.total_steps else ""
         rows.append(
             (
                 f'<span class="key"><i class="{color(number)}"></i></span>'
@@ -282,7 +268,7 @@ def _side_by_side(histories: Sequence[RunHistory]) -> str:
                 escape(history.files.best_summary or "-"),
                 f"{history.files.last_step}{total}",
                 format_seconds(line.worked_s) if line.attempts else "-",
-                escape(speed_text(history) or "-"),
+                escape(history.speed or "-"),
                 str(line.attempts[-1].world_size or "-") if line.attempts else "-",
                 str(max(0, len(line.attempts) - 1)),
                 escape(history.limit or "-"),

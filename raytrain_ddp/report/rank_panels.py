@@ -11,12 +11,7 @@ from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.events import Ranks
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory
-from raytrain_ddp.report.time_panels import (
-    MOST_STRETCHES,
-    stretches_of,
-    time_marks,
-    x_name,
-)
+from raytrain_ddp.report.time_panels import MOST_STRETCHES, stretches_of, time_marks, x_name
 
 _LEAST_EVENTS = 3  # fewer make no useful picture
 
@@ -48,19 +43,16 @@ def rank_splits(history: RunHistory) -> list[dict[str, float]]:
 
 
 def _slowest_rank(history: RunHistory, x: Scale) -> Panel | None:
-    stretches = [one for one in stretches_of(history) if one.slowest]
-    if not stretches:
+    found = [(one, one.slowest) for one in stretches_of(history) if one.slowest]
+    if not found:
         return None
     by_phase: dict[str, list[Point]] = defaultdict(list)
     hover_texts = []
-    for one in stretches:
-        slowest = one.slowest
-        assert slowest is not None
-        ratio, phase = slowest.ratio, slowest.phase
+    for one, slow in found:
         at = (one.since + one.to) / 2
-        by_phase[phase].append((at, ratio))
-        text = f"step {one.last_step}\nrank {slowest.rank}: {ratio:.2f} x the median, by its"
-        hover_texts.append((at, f"{text} {phase}"))
+        by_phase[slow.phase].append((at, slow.ratio))
+        text = f"step {one.last_step}\nrank {slow.rank}: {slow.ratio:.2f} x the median, by its"
+        hover_texts.append((at, f"{text} {slow.phase}"))
     highest = max(y for points in by_phase.values() for _, y in points)
     return Panel(
         title="The slowest rank's own work, as a multiple of the median rank's",
@@ -84,12 +76,12 @@ def _ranks(history: RunHistory, x: Scale) -> Panel | None:
     if len(events) < _LEAST_EVENTS:
         return None
     most = max(len(e.split_s) for e, _ in events)
-    ats = [history.timeline.at(wall) for _, wall in events]
     shades: dict[int, list[tuple[float, float, float, float]]] = defaultdict(list)
     hover_texts = []
     before = 0.0
     starts = [history.timeline.at(attempt.began) for attempt in history.timeline.attempts]
-    for at, (event, _) in zip(ats, events, strict=True):
+    for event, wall in events:
+        at = history.timeline.at(wall)
         since = max([before, *(start for start in starts if start <= at)])
         work = [own_work(rank) for rank in event.split_s]
         usual = median(work)

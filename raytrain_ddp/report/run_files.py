@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -72,6 +73,12 @@ class RunFiles(RunCurves):
         steps += [kept.step for kept in self.kept[:1]]
         steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
         return max(steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        """As planned by the newest start."""
+        plans = (each.event for each in reversed(self.events) if isinstance(each.event, Plan))
+        return next((plan.total_steps for plan in plans), None)
 
     def settings(self) -> dict[str, tuple[Any, Any]]:
         """Field -> (value, default) of all fields, including those that this version lacks."""
@@ -144,8 +151,6 @@ def owner_of(storage: Storage) -> Owner | None:
 
 def claims_in(storage: Storage) -> list[tuple[int, Record]]:
     """(attempt, what it says of itself), the oldest first; of the last starts only."""
-    import json
-
     folder, found = storage.join(CHECKPOINTS), []
     for path in folder.walk():
         claim = Claim.parse(path) if "/" not in path else None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 
 from raytrain_ddp.display.axes import Area, Line, Panel, Point
@@ -15,130 +14,129 @@ from raytrain_ddp.display.axes import Area, Line, Panel, Point
 _MOST_HOVERS = 400
 
 
-@dataclass(frozen=True)
-class SvgPanel:
-    """A panel of a page."""
+def panel_html(panel: Panel) -> str:
+    """A <figure>."""
+    parts = [
+        f'<figure class="panel {panel.height}">',
+        f"<figcaption><b>{escape(panel.title)}</b>{_legend(panel)}",
+        f"<small>{escape(panel.note)}</small>" if panel.note else "",
+        "</figcaption>",
+        '<div class="plot">',
+        _svg(panel),
+        *_labels(panel),
+        f'<script type="application/json">{_hovers(panel)}</script>',
+        "</div>",
+        f'<div class="xname">{escape(panel.x_name)}</div></figure>',
+    ]
+    return "".join(parts)
 
-    panel: Panel
 
-    def html(self) -> str:
-        """A <figure>."""
-        parts = [
-            f'<figure class="panel {self.panel.height}">',
-            f"<figcaption><b>{escape(self.panel.title)}</b>{self._legend()}",
-            f"<small>{escape(self.panel.note)}</small>" if self.panel.note else "",
-            "</figcaption>",
-            '<div class="plot">',
-            self._svg(),
-            *self._labels(),
-            f'<script type="application/json">{self._hovers()}</script>',
-            "</div>",
-            f'<div class="xname">{escape(self.panel.x_name)}</div></figure>',
-        ]
-        return "".join(parts)
+def _svg(panel: Panel) -> str:
+    label = escape(panel.title, quote=True)
+    parts = [
+        f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{label}">'
+    ]
+    grid = "".join(f"M0 {_down(panel, value)}h1000" for value, _ in panel.y.ticks)
+    parts.append(f'<path class="grid" d="{grid}"/>')
+    for mark in (mark for mark in panel.marks if mark.to is not None):
+        x, to = _across(panel, mark.x), _across(panel, mark.to or 0.0)
+        shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
+        parts.append(f'{shape} class="band {mark.kind}">{_title(mark.text)}</rect>')
+    for area in panel.areas:
+        parts.append(f'<path class="area {area.css}" d="{_area(panel, area)}"/>')
+    for line in panel.lines:
+        css = line.css.split()
+        alone = " dots" if all(len(piece) == 1 for piece in line.pieces) else ""
+        path = _path(panel, line, "dots" in css)
+        parts.append(f'<path class="line{alone} {line.css}" d="{path}"/>')
+        if "dotted" in css:
+            parts.append(f'<path class="line dots {line.css}" d="{_path(panel, line, True)}"/>')
+    for mark in (mark for mark in panel.marks if mark.to is None):
+        d = f"M{_across(panel, mark.x)} 0v1000"
+        parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.text)}</path>')
+    return "".join(parts) + "</svg>"
 
-    def _svg(self) -> str:
-        label = escape(self.panel.title, quote=True)
-        parts = [
-            f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" '
-            f'aria-label="{label}">'
-        ]
-        grid = "".join(f"M0 {self._down(value)}h1000" for value, _ in self.panel.y.ticks)
-        parts.append(f'<path class="grid" d="{grid}"/>')
-        for mark in (mark for mark in self.panel.marks if mark.to is not None):
-            x, to = self._across(mark.x), self._across(mark.to or 0.0)
-            shape = f'<rect x="{x}" y="0" width="{_short(float(to) - float(x))}" height="1000"'
-            parts.append(f'{shape} class="band {mark.kind}">{_title(mark.text)}</rect>')
-        for area in self.panel.areas:
-            parts.append(f'<path class="area {area.css}" d="{self._area(area)}"/>')
-        for line in self.panel.lines:
-            css = line.css.split()
-            alone = " dots" if all(len(piece) == 1 for piece in line.pieces) else ""
-            path = self._path(line, "dots" in css)
-            parts.append(f'<path class="line{alone} {line.css}" d="{path}"/>')
-            if "dotted" in css:
-                parts.append(f'<path class="line dots {line.css}" d="{self._path(line, True)}"/>')
-        for mark in (mark for mark in self.panel.marks if mark.to is None):
-            d = f"M{self._across(mark.x)} 0v1000"
-            parts.append(f'<path class="mark {mark.kind}" d="{d}">{_title(mark.text)}</path>')
-        return "".join(parts) + "</svg>"
 
-    def _area(self, area: Area) -> str:
-        """Forth along the top edges and back along the bottom edges, for each gapless piece."""
-        pieces: list[list[tuple[float, float, float, float]]] = []
-        for step in area.steps:
-            if pieces and abs(pieces[-1][-1][1] - step[0]) < 1e-9:
-                pieces[-1].append(step)
-            else:
-                pieces.append([step])
-        out = []
-        for piece in pieces:
-            there = "".join(f"V{self._down(top)}H{self._across(to)}" for _, to, _, top in piece)
-            back = "".join(
-                f"V{self._down(foot)}H{self._across(since)}" for since, _, foot, _ in piece[::-1]
-            )
-            out.append(f"M{self._across(piece[0][0])} {self._down(piece[0][2])}{there}{back}Z")
-        return "".join(out)
-
-    def _path(self, line: Line, dots: bool) -> str:
-        out = []
-        for piece in line.pieces:
-            at = [f"{self._across(x)} {self._down(y)}" for x, y in piece]
-            if dots or len(at) == 1:
-                out += [f"M{place}h0" for place in at]  # with round line caps: a dot
-            elif at:
-                out.append("M" + "L".join(at))
-        return "".join(out)
-
-    def _labels(self) -> Iterable[str]:
-        scale_x, scale_y = self.panel.x, self.panel.y
-        for value, name in scale_y.ticks:
-            yield f'<span class="y" style="top:{self._part(1 - scale_y.at(value))}">{name}</span>'
-        for value, name in scale_x.ticks:
-            yield f'<span class="x" style="left:{self._part(scale_x.at(value))}">{name}</span>'
-        for mark in self.panel.marks:
-            if mark.label:
-                left = self._part(scale_x.at(mark.x))
-                yield (
-                    f'<span class="flag {mark.kind}" style="left:{left}" '
-                    f'title="{escape(mark.text, quote=True)}">{escape(mark.label)}</span>'
-                )
-        for x, y, text in self.panel.stars:
-            place = f"left:{self._part(scale_x.at(x))};top:{self._part(1 - scale_y.at(y))}"
-            title = escape(text, quote=True)
-            yield f'<span class="star" style="{place}" title="{title}">★</span>'
-
-    def _legend(self) -> str:
-        entries = self.panel.legend
-        if entries is None:
-            shown: list[Line | Area] = [*self.panel.lines, *self.panel.areas]
-            entries = [(one.label, one.css) for one in shown if one.label]
-        return "".join(
-            f'<span class="key"><i class="{css}"></i>{escape(label)}</span>'
-            for label, css in entries
+def _area(panel: Panel, area: Area) -> str:
+    """Forth along the top edges and back along the bottom edges, for each gapless piece."""
+    pieces: list[list[tuple[float, float, float, float]]] = []
+    for step in area.steps:
+        if pieces and abs(pieces[-1][-1][1] - step[0]) < 1e-9:
+            pieces[-1].append(step)
+        else:
+            pieces.append([step])
+    out = []
+    for piece in pieces:
+        there = "".join(f"V{_down(panel, top)}H{_across(panel, to)}" for _, to, _, top in piece)
+        back = "".join(
+            f"V{_down(panel, foot)}H{_across(panel, since)}" for since, _, foot, _ in piece[::-1]
         )
-
-    def _hovers(self) -> str:
-        shown = self.panel.hovers[:: -(-len(self.panel.hovers) // _MOST_HOVERS) or 1]
-        pairs = [
-            [round(1000 * self.panel.x.at(x), 1), text.replace(" %", "\u00a0%")]
-            for x, text in shown
-        ]
-        return as_script(pairs)
-
-    def _across(self, value: float) -> str:
-        return _short(1000 * min(1.01, max(-0.01, self.panel.x.at(value))))
-
-    def _down(self, value: float) -> str:
-        return _short(1000 * (1 - min(1.2, max(-0.2, self.panel.y.at(value)))))
-
-    @staticmethod
-    def _part(share: float) -> str:
-        return f"{_short(100 * share)}%"
+        out.append(f"M{_across(panel, piece[0][0])} {_down(panel, piece[0][2])}{there}{back}Z")
+    return "".join(out)
 
 
-def sparkline(lines: Sequence[Sequence[Point]], label: str) -> str:
-    """Lines without axes, on a common scale; "" if none has two points."""
+def _path(panel: Panel, line: Line, dots: bool) -> str:
+    out = []
+    for piece in line.pieces:
+        at = [f"{_across(panel, x)} {_down(panel, y)}" for x, y in piece]
+        if dots or len(at) == 1:
+            out += [f"M{place}h0" for place in at]  # with round line caps: a dot
+        elif at:
+            out.append("M" + "L".join(at))
+    return "".join(out)
+
+
+def _labels(panel: Panel) -> Iterable[str]:
+    scale_x, scale_y = panel.x, panel.y
+    for value, name in scale_y.ticks:
+        yield f'<span class="y" style="top:{_part(1 - scale_y.at(value))}">{name}</span>'
+    for value, name in scale_x.ticks:
+        yield f'<span class="x" style="left:{_part(scale_x.at(value))}">{name}</span>'
+    for mark in panel.marks:
+        if mark.label:
+            left = _part(scale_x.at(mark.x))
+            yield (
+                f'<span class="flag {mark.kind}" style="left:{left}" '
+                f'title="{escape(mark.text, quote=True)}">{escape(mark.label)}</span>'
+            )
+    for x, y, text in panel.stars:
+        place = f"left:{_part(scale_x.at(x))};top:{_part(1 - scale_y.at(y))}"
+        title = escape(text, quote=True)
+        yield f'<span class="star" style="{place}" title="{title}">★</span>'
+
+
+def _legend(panel: Panel) -> str:
+    entries = panel.legend
+    if entries is None:
+        shown: list[Line | Area] = [*panel.lines, *panel.areas]
+        entries = [(one.label, one.css) for one in shown if one.label]
+    return "".join(
+        f'<span class="key"><i class="{css}"></i>{escape(label)}</span>' for label, css in entries
+    )
+
+
+def _hovers(panel: Panel) -> str:
+    """JSON in which no text can close the script element."""
+    shown = panel.hovers[:: -(-len(panel.hovers) // _MOST_HOVERS) or 1]
+    pairs = [[round(1000 * panel.x.at(x), 1), text.replace(" %", "\u00a0%")] for x, text in shown]
+    text = json.dumps(pairs, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _across(panel: Panel, value: float) -> str:
+    return _short(1000 * min(1.01, max(-0.01, panel.x.at(value))))
+
+
+def _down(panel: Panel, value: float) -> str:
+    return _short(1000 * (1 - min(1.2, max(-0.2, panel.y.at(value)))))
+
+
+def _part(share: float) -> str:
+    return f"{_short(100 * share)}%"
+
+
+def sparkline(lines: Sequence[Sequence[Point]]) -> str:
+    """Lines of the loss without axes, on a common scale; "" if none has two points."""
     shown = [line for line in lines if len(line) > 1]
     xs, ys = ([point[n] for line in shown for point in line] for n in (0, 1))
     if not shown:
@@ -156,14 +154,8 @@ def sparkline(lines: Sequence[Sequence[Point]], label: str) -> str:
     drawn = "".join(f'<path class="line c{n}" d="{d}"/>' for n, d in enumerate(paths))
     return (
         '<svg class="spark" viewBox="0 -1 100 26" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(label, quote=True)}">{drawn}</svg>'
+        f'aria-label="loss">{drawn}</svg>'
     )
-
-
-def as_script(value: object) -> str:
-    """JSON in which no text can close the script element."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _title(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from raytrain_ddp.checkpoint.run_folder import path_of_run
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.display.axes import Line, Panel, Scale, linear_scale
+from raytrain_ddp.display.axes import Line, Panel, Point, Scale, linear_scale
 from raytrain_ddp.display.curves import color, hovers
 from raytrain_ddp.display.formatting import format_metric, format_seconds, format_share, plural
 from raytrain_ddp.errors import ConfigError, PreflightError
@@ -23,7 +23,7 @@ from raytrain_ddp.report.page import figures, section, whole_page
 from raytrain_ddp.sweep.run_sweep import best_command
 from raytrain_ddp.sweep.space import Dimension
 from raytrain_ddp.sweep.sweep_display import spread
-from raytrain_ddp.sweep.sweep_state import Sweep, Trial, load_sweep
+from raytrain_ddp.sweep.sweep_state import OVER, Sweep, Trial, load_sweep
 from raytrain_ddp.sweep.trial_configs import value_text
 
 _COLORED = 7  # of the best trials
@@ -64,7 +64,7 @@ def one_sweep(folder: Storage, sweep: Sweep) -> str:
     name = folder.path.rstrip("/").rpartition("/")[2]
     counts = [f"{sweep.count(s)} {s}" for s in ("finished", "stopped", "failed") if sweep.count(s)]
     total = sweep.total
-    left = total - sweep.count("finished", "stopped", "failed")
+    left = total - sweep.count(*OVER)
     counts += [f"{left} not done"] if left else []
     about = f"{plural(total, 'trial')}: {', '.join(counts)}. "
     about += f"Search: {sweep.settings.search}; scheduler: {sweep.settings.scheduler}."
@@ -173,21 +173,20 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
 def _coordinates(sweep: Sweep, ranked: Sequence[Trial]) -> Panel:
     """An axis for each dimension, and the metric as the last; a line for each trial."""
     space = sweep.settings.space
-    values = [sweep.best_of(trial) for trial in ranked]
-    finite = [v for v in values if v is not None and math.isfinite(v)] or [0.0]
+    values = [v for trial in ranked if (v := sweep.best_of(trial)) is not None]  # of all of them
+    finite = [v for v in values if math.isfinite(v)] or [0.0]
     low, high = min(finite), max(finite)
     names = [dimension.field for dimension in space]
     ticks = [(float(n), escape(name)) for n, name in enumerate([*names, sweep.monitor])]
     worst, best = (format_metric(sweep.monitor, value) for value in (low, high))
     lines = []
-    for place, trial in [*enumerate(ranked)][::-1]:  # the best on top
-        value = sweep.best_of(trial)
+    for place, (trial, value) in [*enumerate(zip(ranked, values, strict=True))][::-1]:
         height = 0.0
-        if value is not None and math.isfinite(value):
+        if math.isfinite(value):
             height = (value - low) / (high - low) if high > low else 1.0
         shares = [dimension.share(trial.point[dimension.field]) for dimension in space]
-        points = [*enumerate([*shares, height])]
-        lines.append(_line(sweep, place, trial, [(float(x), y) for x, y in points]))
+        points = [(float(x), y) for x, y in enumerate([*shares, height])]
+        lines.append(_line(place, trial, points))  # the best comes last, on top
     texts = [
         (float(n), "\n".join(_at_axis(sweep, trial, dimension) for trial in ranked[:_COLORED]))
         for n, dimension in enumerate(space)
@@ -214,23 +213,23 @@ def _ends(dimension: Dimension) -> str:
 
 
 def _at_axis(sweep: Sweep, trial: Trial, dimension: Dimension) -> str:
+    value, best = value_text(trial.point[dimension.field]), _best_text(sweep, trial)
+    return f"{trial.name} {value}: {sweep.monitor} {best}"
+
+
+def _best_text(sweep: Sweep, trial: Trial) -> str:
     best = sweep.best_of(trial)
-    shown = format_metric(sweep.monitor, best) if best is not None else "-"
-    return f"{trial.name} {value_text(trial.point[dimension.field])}: {sweep.monitor} {shown}"
+    return format_metric(sweep.monitor, best) if best is not None else "-"
 
 
-def _line(sweep: Sweep, place: int, trial: Trial, points: Sequence[tuple[float, float]]) -> Line:
+def _line(place: int, trial: Trial, points: Sequence[Point]) -> Line:
     css = color(place) if place < _COLORED else "raw c7"
     return Line(trial.name if place < _COLORED else "", css, [points])
 
 
 def _legend(sweep: Sweep, ranked: Sequence[Trial]) -> list[tuple[str, str]]:
-    shown = []
-    for place, trial in enumerate(ranked[:_COLORED]):
-        best = sweep.best_of(trial)
-        metric = format_metric(sweep.monitor, best) if best is not None else "-"
-        shown.append((f"{trial.name} {metric}", color(place)))
-    return shown
+    shown = enumerate(ranked[:_COLORED])
+    return [(f"{trial.name} {_best_text(sweep, trial)}", color(place)) for place, trial in shown]
 
 
 def _curves(sweep: Sweep, ranked: Sequence[Trial]) -> Panel:
@@ -242,7 +241,7 @@ def _curves(sweep: Sweep, ranked: Sequence[Trial]) -> Panel:
         points = [(e.epochs, e.value) for e in trial.evaluations if math.isfinite(e.value)]
         if not points:
             continue
-        lines.append(_line(sweep, place, trial, points))
+        lines.append(_line(place, trial, points))
         seen += [epochs for epochs, _ in points]
         if place < _COLORED:
             series.append((trial.name, points, describe))
@@ -268,17 +267,11 @@ def _points(sweep: Sweep) -> str:
         trials = sweep.trials[first : first + seeds]
         values = [v for trial in trials if (v := sweep.best_of(trial)) is not None]
         if values:
-            cells = [
-                spread(sweep.monitor, values),
-                str(len(values)),
-                *_point_cells(sweep, trials[0]),
-            ]
+            mean = spread(sweep.monitor, values)
+            cells = [mean, str(len(values)), *_point_cells(sweep, trials[0])]
             rows.append((sweep.better(fmean(values)), cells))
-    head = (
-        f">{sweep.monitor}, mean ± deviation",
-        ">seeds",
-        *(d.field for d in sweep.settings.space),
-    )
+    fields = [dimension.field for dimension in sweep.settings.space]
+    head = (f">{sweep.monitor}, mean ± deviation", ">seeds", *fields)
     return tables.table(head, [row for _, row in sorted(rows, key=lambda r: -r[0])])
 
 
@@ -287,14 +280,13 @@ def _trials(sweep: Sweep, ranked: Sequence[Trial]) -> str:
     others = [trial for trial in sweep.trials if trial not in ranked]
     rows = []
     for trial in [*ranked, *others][:_MOST_ROWS]:
-        best = sweep.best_of(trial)
         epochs = trial.evaluations[-1].epochs if trial.evaluations else 0.0
         state = "interrupted" if trial.status == "stopped" else trial.status
         rows.append(
             (
                 escape(trial.name),
                 f'<span class="{state}">{trial.status}</span>',
-                format_metric(sweep.monitor, best) if best is not None else "-",
+                _best_text(sweep, trial),
                 *_point_cells(sweep, trial),
                 f"{epochs:g}",
                 format_seconds(trial.seconds),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from html import escape
 from statistics import median
 from typing import Any
@@ -18,7 +20,7 @@ from raytrain_ddp.display.formatting import (
     plural,
 )
 from raytrain_ddp.events import Checkpoint, CheckpointFailed, Interval
-from raytrain_ddp.report.history import HistoryEntry, RunHistory
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.run_files import RunFiles
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL, _MOST_CELLS = 200, 50, 6000, 1024
@@ -71,7 +73,7 @@ def happenings(history: RunHistory) -> str:
     rows = [
         (
             escape(moment(one.wall)),
-            _step(one),
+            "" if one.step is None else str(one.step),
             f'<span class="dot {one.kind}"></span>{escape(one.text)}{detail(one.detail)}',
         )
         for one in entries
@@ -95,12 +97,11 @@ def full_metrics(history: RunHistory) -> str:
     """The non-scalar metrics of the best evaluation, or else of the last one."""
     files = history.files
     record = files.best or (files.evals[-1] if files.evals else None)
-    parts = [
-        f"<h3>{escape(name)} <small>at step {record.step}</small></h3>{_grid(found)}"
-        for name, found in (record.tables.items() if record else ())
-        if record
-    ]
-    return "".join(parts)
+    if record is None:
+        return ""
+    small = f"<small>at step {record.step}</small>"
+    tables = record.tables.items()
+    return "".join(f"<h3>{escape(name)} {small}</h3>{_grid(found)}" for name, found in tables)
 
 
 def _grid(found: Any) -> str:
@@ -213,7 +214,8 @@ def environment_table(history: RunHistory) -> str:
         plan = plans[-1]
         devices = dict.fromkeys(f"{p.world_size} x {p.device}" for p in plans)
         add("devices", ", ".join(devices))
-        add("hosts", _hosts(plan.hosts))
+        hosts = Counter(plan.hosts).items()
+        add("hosts", ", ".join(f"{host} ({plural(count, 'worker')})" for host, count in hosts))
         add("versions", ", ".join(f"{name} {text}" for name, text in plan.versions.items()))
         sizes = f"{format_count(plan.train_samples)} {plan.unit} to train on"
         add("data", f"{sizes}, {format_count(plan.eval_samples)} to evaluate on")
@@ -239,8 +241,6 @@ def size_text(count: float) -> str:
 
 def moment(wall: float) -> str:
     """``11-20 18:05:31``, in UTC."""
-    from datetime import datetime, timezone
-
     if math.isnan(wall):
         return "?"
     return datetime.fromtimestamp(wall, timezone.utc).strftime("%m-%d %H:%M:%S")
@@ -253,12 +253,3 @@ def value(thing: Any) -> str:
     if isinstance(thing, Mapping) and not thing:
         return '<span class="dim">none</span>'
     return f"<code>{escape(json.dumps(thing, ensure_ascii=False, default=str))}</code>"
-
-
-def _step(happening: HistoryEntry) -> str:
-    return "" if happening.step is None else escape(str(happening.step))
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    return ", ".join(f"{host} ({plural(count, 'worker')})" for host, count in counts.items())

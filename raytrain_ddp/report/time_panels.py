@@ -26,11 +26,7 @@ from raytrain_ddp.display.axes import (
     time_scale,
 )
 from raytrain_ddp.display.curves import color, hovers, thinned_note
-from raytrain_ddp.display.formatting import (
-    format_count,
-    format_seconds,
-    format_share,
-)
+from raytrain_ddp.display.formatting import format_count, format_seconds, format_share
 from raytrain_ddp.events import Slowest, Train
 from raytrain_ddp.report import step_phases
 from raytrain_ddp.report.history import RunHistory, timed
@@ -119,9 +115,9 @@ def time_marks(history: RunHistory) -> list[Mark]:
 def _lost(history: RunHistory) -> list[Mark]:
     """Steps that a later start repeated; they are no longer in the log."""
     line, found = history.timeline, []
-    walls = sorted(wall for wall in line.walls(history.files.train) if math.isfinite(wall))
-    for number, attempt in enumerate(line.attempts[:-1]):
-        last = line.last_before(walls, number) or attempt.began
+    lasts = line.lasts(history.files.train)
+    for attempt, known in [*zip(line.attempts, lasts, strict=True)][:-1]:
+        last = known or attempt.began
         if attempt.ended - last > 0.01 * line.worked_s:
             text = f"{format_seconds(attempt.ended - last)} of work that is not in the log"
             found.append(Mark(line.at(last), "lost", text, to=line.at(attempt.ended)))
@@ -174,7 +170,6 @@ def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
         return None
     alone = histories[0] if len(histories) == 1 else None
     shown = time_marks(alone) if alone else []
-    notes = [thinned_note(max(len(s.files.train) for s in histories))]
     return Panel(
         title=f"Throughput of all workers, {unit}/s",
         x=x,
@@ -183,7 +178,7 @@ def _speed(histories: Sequence[RunHistory], x: Scale) -> Panel | None:
         lines=lines,
         marks=shown,
         hovers=hovers(series, lambda seconds: f"after {format_seconds(seconds)}"),
-        note=" ".join(filter(None, notes)),
+        note=thinned_note(max(len(s.files.train) for s in histories)),
         legend=[*((line.label, line.css) for line in lines if line.label), *_keys(shown)],
     )
 
@@ -212,11 +207,9 @@ def stretches_of(history: RunHistory) -> list[Stretch]:
     steps = dict(zip((r.step for r in records), _steps_of(records), strict=True))
     each = -(-len(records) // MOST_STRETCHES) or 1
     found = []
-    begins = {
-        attempt.began: history.timeline.at(attempt.began) for attempt in history.timeline.attempts
-    }
+    begins = [history.timeline.at(attempt.began) for attempt in history.timeline.attempts]
     for piece in _pieces(history, records):
-        first = max((at for at in begins.values() if at <= piece[0][0]), default=0.0)
+        first = max((at for at in begins if at <= piece[0][0]), default=0.0)
         for n in range(0, len(piece), each):
             part = piece[n : n + each]
             split: dict[str, float] = defaultdict(float)

@@ -54,14 +54,15 @@ class Timeline:
         """Cumulative seconds of the pauses."""
         return [0.0, *accumulate(to - since for since, to in self.cuts)]
 
-    def last_before(self, walls: Sequence[float], number: int) -> float | None:
-        """The last of the ascending `walls` that belongs to a start; None if there is none."""
-        following = self.attempts[number + 1 : number + 2]
-        until = following[0].began if following else math.inf
-        place = bisect.bisect_right(walls, until)
-        return (
-            walls[place - 1] if place and walls[place - 1] >= self.attempts[number].began else None
-        )
+    def lasts(self, records: Sequence[Train | Eval]) -> list[float | None]:
+        """When the last record of each start was written; None if there is none."""
+        walls = sorted(wall for wall in self.walls(records) if math.isfinite(wall))
+        begins = [attempt.began for attempt in self.attempts]
+        found = []
+        for began, until in zip(begins, [*begins[1:], math.inf], strict=False):
+            place = bisect.bisect_right(walls, until)
+            found.append(walls[place - 1] if place and walls[place - 1] >= began else None)
+        return found
 
     @property
     def worked_s(self) -> float:
@@ -72,9 +73,8 @@ class Timeline:
         firsts: list[int] = []
         owners: list[RunAttempt] = []
         limit = math.inf
-        for attempt in reversed(
-            self.attempts
-        ):  # a later start overwrites records after its first step
+        # A later start overwrites the records after its first step.
+        for attempt in reversed(self.attempts):
             if attempt.start_step < limit:
                 firsts.insert(0, attempt.start_step)
                 owners.insert(0, attempt)
@@ -101,13 +101,8 @@ def timeline_of(files: RunFiles, is_running: bool) -> Timeline:
 def _as_long_as_logged(attempts: Sequence[RunAttempt], files: RunFiles) -> list[RunAttempt]:
     """No start ends before its last record: events are dated to the second, and some are
     missing."""
-    line = Timeline(attempts, [])
-    walls = sorted(wall for wall in line.walls(files.train) if math.isfinite(wall))
-    lasts = [line.last_before(walls, number) for number in range(len(attempts))]
-    return [
-        replace(attempt, ended=max(attempt.ended, last or attempt.ended))
-        for attempt, last in zip(attempts, lasts, strict=True)
-    ]
+    lasts = zip(attempts, Timeline(attempts, []).lasts(files.train), strict=True)
+    return [replace(each, ended=max(each.ended, last or each.ended)) for each, last in lasts]
 
 
 def _from_events(files: RunFiles, is_running: bool) -> list[RunAttempt]:

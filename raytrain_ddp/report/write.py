@@ -20,12 +20,7 @@ REPORT_FILE = "report.html"
 
 def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
     """Writes the report of one run or sweep, or of several runs side by side; returns where it is.
-
-    Args:
-        out: the file. Default: report.html in the folder of a single local run, else in the current
-            folder.
-        predict: include wrong predictions of a single run's best checkpoint, if possible on this
-            machine.
+    The arguments are the command's.
 
     Raises:
         ConfigError: the run or device does not exist, or the file cannot be written.
@@ -59,7 +54,8 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         body = sections_of_run(histories[0], shown)
     else:
         body = sections_of_runs(histories)
-    path = expanded(out) if out is not None else _place(runs)
+    path = _below(runs[0].place) if len(runs) == 1 else Path(REPORT_FILE)
+    path = expanded(out) if out is not None else path
     _write(path, page_of_runs(body, histories))
     return path
 
@@ -75,10 +71,6 @@ def _with_distinct_names(runs: Sequence[RunFiles]) -> list[RunFiles]:
         return "/".join(own[-next(need, len(own)) :])
 
     return [replace(run, name=name(number)) for number, run in enumerate(runs)]
-
-
-def _place(runs: Sequence[RunFiles]) -> Path:
-    return _below(runs[0].place) if len(runs) == 1 else Path(REPORT_FILE)
 
 
 def _below(folder: Storage) -> Path:

@@ -42,10 +42,9 @@ def verdict(sweep: Sweep, trial: Trial) -> str:
     """Why a trial is to stop after its newest evaluation; "" if it continues."""
     newest = trial.evaluations[-1]
     if sweep.settings.scheduler in ("halving", "pbt"):
-        reached = 0 < trial.until <= newest.epochs
-        return (
-            f"paused after epoch {trial.until}, to be compared with the others" if reached else ""
-        )
+        if 0 < trial.until <= newest.epochs:
+            return f"paused after epoch {trial.until}, to be compared with the others"
+        return ""
     before = trial.evaluations[-2].epochs if len(trial.evaluations) > 1 else 0.0
     reached_now = [rung for rung in rungs(sweep.settings) if before < rung <= newest.epochs]
     for rung in reached_now[-1:]:
@@ -78,7 +77,7 @@ def promote(sweep: Sweep, seed: int = 0) -> tuple[list[Trial], list[Trial]]:
     kept = max(1, len(began) // sweep.settings.factor)
     if sweep.settings.scheduler == "pbt":
         kept = max(1, len(paused) - kept)
-    order = sorted(paused, key=lambda t: (-sweep.better(_value(t, rung)), t.number))
+    order = sorted(paused, key=lambda t: (-sweep.better(t.at(rung)), t.number))
     for place, trial in enumerate(order):
         if place < kept:
             trial.status, trial.until, trial.message = "waiting", following, ""
@@ -100,11 +99,6 @@ def _clone(sweep: Sweep, origin: Trial, number: int, until: int, seed: int) -> T
     near = {d.field: d.near(origin.point[d.field], numbers) for d in sweep.settings.space}
     name = f"trial-{number:04}"
     return Trial(number, name, near, origin.seed, until=until, origin=origin.name)
-
-
-def _value(trial: Trial, rung: int) -> float:
-    value = trial.at(rung)
-    return math.nan if value is None else value
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

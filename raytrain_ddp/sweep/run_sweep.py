@@ -99,7 +99,7 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
         display.begin(str(order.base.name), conductor)
         if not conductor.is_over:
             _run(order, folder, conductor, display)
-    display.summary(*conclusion(order, folder, sweep))
+    display.summary(sweep, conclusion(order, folder, sweep))
     failed = [trial for trial in sweep.trials if trial.status == "failed"]
     if failed and len(failed) == len(sweep.trials):
         first = failed[0].message.partition("\n")[0]
@@ -139,26 +139,23 @@ def found(folder: Storage, settings: Settings) -> Sweep | None:
     return sweep
 
 
-def conclusion(
-    order: SweepOrder, folder: Storage, sweep: Sweep
-) -> tuple[Sweep, list[tuple[str, str]]]:
-    """What the summary shows: the sweep, and lines of (title, text)."""
+def conclusion(order: SweepOrder, folder: Storage, sweep: Sweep) -> list[tuple[str, str]]:
+    """What follows from the sweep, as lines of (title, text)."""
     rows, place = [], folder.address
-    ranked = sweep.ranked()
-    if ranked:
-        rows.append(("best run", below(place, ranked[0].name)))
-        if ranked[0].origin:  # its values were others before
-            rows.append(("it began as", ranked[0].history))
+    for best in sweep.ranked()[:1]:
+        rows.append(("best run", below(place, best.name)))
+        if best.origin:  # its values were others before
+            rows.append(("it began as", best.history))
         else:
-            rows.append(("train it", best_command(order.base, ranked[0])))
-        if ranked[0].status == "stopped" and "://" not in place:
-            begun = shlex.quote(f"{place}/{ranked[0].name}/config.toml")
+            rows.append(("train it", best_command(order.base, best)))
+        if best.status == "stopped" and "://" not in place:
+            begun = shlex.quote(f"{place}/{best.name}/config.toml")
             rows.append(("train it further", f"python -m raytrain_ddp.fit {begun}"))
     if sweep.count("waiting", "running", "paused") or sweep.missing > 0:
         rows.append(("continue", "the same command again"))
     rows.append(("report", f"python -m raytrain_ddp.report {shlex.quote(place)}"))
     rows.append(("all runs", f"python -m raytrain_ddp.watch {shlex.quote(place)}"))
-    return sweep, rows
+    return rows
 
 
 def best_command(base: TrainConfig, trial: Trial) -> str:

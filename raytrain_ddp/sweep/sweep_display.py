@@ -16,7 +16,7 @@ from raytrain_ddp.display.formatting import format_metric, format_seconds, plura
 from raytrain_ddp.display.progress_display import BLOCK_WIDTH, SPINNER
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
 from raytrain_ddp.sweep.conductor import Conductor
-from raytrain_ddp.sweep.sweep_state import Sweep, Trial
+from raytrain_ddp.sweep.sweep_state import OVER, Sweep, Trial
 from raytrain_ddp.sweep.trial_configs import value_text
 
 _BEST, _RUNNING = 5, 8  # rows
@@ -54,7 +54,7 @@ class SweepDisplay:
     def begin(self, name: str, conductor: Conductor) -> None:
         self._name, self._conductor = name, conductor
         sweep = conductor.sweep
-        done = sweep.count("finished", "stopped", "failed")
+        done = sweep.count(*OVER)
         total = plural(sweep.total, "trial")
         varied = ", ".join(dimension.field for dimension in sweep.settings.space)
         text = f"{name}: {total} of {varied}"
@@ -78,8 +78,7 @@ class SweepDisplay:
         if trial.status in ("waiting", "paused"):
             return
         sweep = self._conductor.sweep
-        done = sweep.count("finished", "stopped", "failed")
-        of = f"({done} of {sweep.total})"
+        of = f"({sweep.count(*OVER)} of {sweep.total})"
         cells = [f"{trial.name}  {trial.status}", *_cells(sweep, trial), of]
         self._print(Text("  ".join(cells), style=_COLORS[trial.status]))
         if trial.status == "failed":
@@ -127,7 +126,7 @@ class SweepDisplay:
         """The rows of the live table, as parts of text with their styles."""
         sweep = self._conductor.sweep
         total = sweep.total
-        share = sweep.count("finished", "stopped", "failed") / max(1, total)
+        share = sweep.count(*OVER) / max(1, total)
         tail = f"{int(100 * share):4} %  {waited}"
         done = int(share * (width - len(tail)))
         yield [("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail]

@@ -107,9 +107,10 @@ class Sweep:
     goal: Literal["min", "max"] = "max"
     schema: int = SCHEMA
 
-    def better(self, value: float) -> float:
-        """A number that is larger for a better value of the metric; what is not finite is worst."""
-        if not math.isfinite(value):
+    def better(self, value: float | None) -> float:
+        """A number that is larger for a better value of the metric; worst are none, and what is
+        not finite."""
+        if value is None or not math.isfinite(value):
             return -math.inf
         return value if self.goal == "max" else -value
 

@@ -85,11 +85,7 @@ class StopBoard:
         return future
 
 
-def run_trials(
-    conductor: Conductor,
-    resources: Mapping[str, float],
-    parallel: int,
-) -> None:
+def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: int) -> None:
     """Runs the trials of a sweep on the Ray that this process is connected to, until nothing is
     left, or a signal stops it; `conductor.stopping` is its number then.
 

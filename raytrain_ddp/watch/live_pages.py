@@ -17,7 +17,7 @@ from raytrain_ddp.display.axes import sampled, smoothed, thinned
 from raytrain_ddp.display.formatting import plural
 from raytrain_ddp.driver.config_flags import command_of_run
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.report.history import RunHistory, speed_text
+from raytrain_ddp.report.history import RunHistory
 from raytrain_ddp.report.page import sections_of_run, sections_of_runs
 from raytrain_ddp.report.svg_panel import sparkline
 from raytrain_ddp.watch.watched_runs import can_stop
@@ -64,7 +64,7 @@ class Row:
         """A <tr>."""
         history, files = self.history, self.history.files
         name = escape(files.name, quote=True)
-        total = history.total_steps or 0
+        total = files.total_steps or 0
         done = min(1.0, files.last_step / total) if total else 0.0
         done = 1.0 if history.state == "finished" else done
         text = history.cause if history.state == "failed" else history.summary
@@ -78,7 +78,7 @@ class Row:
             f'<td><div class="progress {history.state}"><i style="width:{100 * done:.1f}%"></i>'
             f"</div><small>{escape(_short(text))}</small></td>"
             f"<td>{_spark(history)}</td><td>{escape(files.best_summary or '-')}<br>"
-            f"<small>{escape(speed_text(history))}</small></td><td><small>{event}</small></td></tr>"
+            f"<small>{escape(history.speed)}</small></td><td><small>{event}</small></td></tr>"
         )
 
 
@@ -181,7 +181,7 @@ def _spark(history: RunHistory) -> str:
     calm = smoothed([y for _, y in points], len(points) // 40 + 1)
     line = sampled([(x, y) for (x, _), y in zip(points, calm, strict=True)], _SPARK_POINTS)
     tested = [(float(r.step), r.metrics["loss"]) for r in evals if "loss" in r.metrics]
-    return sparkline([line, thinned(tested, _SPARK_POINTS)], "loss")
+    return sparkline([line, thinned(tested, _SPARK_POINTS)])
 
 
 def _ago(wall: float) -> str:
