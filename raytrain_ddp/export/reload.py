@@ -1,6 +1,6 @@
 """Loads an export as its users do, in a process of its own, and computes its logits.
 
-    python -c "from raytrain_ddp.export.reload import main; main(FOLDER, REQUEST)"
+    python -c "from raytrain_ddp.export.reload import main; main(FOLDER)"
 
 Only the format safetensors, whose model the user builds, needs this package for it."""
 
