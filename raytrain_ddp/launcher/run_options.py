@@ -136,9 +136,8 @@ class RunFlags:
         nodes = self.nnodes or "1"
         ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
         require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
-        least, most = 0, 65_535
         port = self.master_port
-        require(port is None or least <= port <= most, "--master-port", port, "must be a port")
+        require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
         rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
         for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
             require(bool(_STREAMS.fullmatch(value)), flag, value, rule)

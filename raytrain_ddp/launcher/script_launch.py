@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from types import FrameType
@@ -172,10 +173,7 @@ def _attempt(
     def prefix(rank: int) -> str:
         worker = workers[rank]
         return Template(flags.log_line_prefix_template).safe_substitute(
-            role_name=flags.role,
-            rank=rank,
-            local_rank=worker.local_rank,
-            hostname=worker.seat.host,
+            role_name=flags.role, rank=rank, local_rank=worker.local_rank, hostname=worker.seat.host
         )
 
     with Output(shown, logs, lambda: stops, prefix) as output:
@@ -238,11 +236,8 @@ def _standard_input() -> Callable[[], bytes | None] | None:
 
 def _places(workers: Sequence[Worker]) -> str:
     """``ranks 0-1 on head (10.0.0.1), ranks 2-3 on w1 (10.0.0.2)``"""
-    nodes: dict[int, list[Worker]] = {}
-    for worker in workers:
-        nodes.setdefault(worker.node_rank, []).append(worker)
-    places = [f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
-    return ", ".join(places)
+    nodes = [[*here] for _, here in groupby(workers, lambda worker: worker.node_rank)]
+    return ", ".join(f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes)
 
 
 def _tell(text: str) -> None:

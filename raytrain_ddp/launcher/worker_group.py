@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.launcher.working_folder import provide_folders
 from raytrain_ddp.ray_backend.cluster import live_node_resources
 from raytrain_ddp.ray_backend.ray_settings import by_value
+from raytrain_ddp.uri import answer_within
 
 OF_AGENT = (agent, code_shipping)  # the modules that it is made of
 _POLL_S = 0.2
@@ -127,9 +127,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Ends all agents, and with them all processes left by their scripts."""
         # In a thread: if Ray itself has ended, its calls take a minute to fail.
-        closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
-        closing.start()
-        closing.join(_CLOSE_TIMEOUT_S)
+        answer_within(_CLOSE_TIMEOUT_S, partial(_release, self._agents, self._group))
         self._agents, self._group = [], None
 
     def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
@@ -155,16 +153,15 @@ class WorkerGroup:
 def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
-    with suppress(Exception):  # nothing can be done about it
-        for each in agents:  # immediately, and even if no head is left to end the agents
-            each.signal.remote("kill")
-        cleaned = [each.clean.remote() for each in agents]
-        if cleaned:
-            ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
-        for each in agents:
-            ray.kill(each, no_restart=True)
-        if group is not None:
-            ray.util.remove_placement_group(group)
+    for each in agents:  # immediately, and even if no head is left to end the agents
+        each.signal.remote("kill")
+    cleaned = [each.clean.remote() for each in agents]
+    if cleaned:
+        ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
+    for each in agents:
+        ray.kill(each, no_restart=True)
+    if group is not None:
+        ray.util.remove_placement_group(group)
 
 
 def _reserve(
