@@ -135,7 +135,7 @@ class OutputParts:
         def tables() -> Iterator[Any]:
             nonlocal totals
             for part in range(parts):
-                table = aligned(pq.read_table(self.path(part)), schema)
+                table = aligned(schema, pq.read_table(self.path(part)))
                 totals = _added(totals, table)
                 yield table
 

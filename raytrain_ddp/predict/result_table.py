@@ -108,8 +108,7 @@ def _array(name: str, value: Any) -> Any:
 
 def joined(tables: Sequence[Any]) -> Any:
     """One table; a table whose rows are all bad may lack columns."""
-    schema = whole([table.schema for table in tables])
-    return pa.concat_tables([aligned(table, schema) for table in tables]).combine_chunks()
+    return aligned(whole([table.schema for table in tables]), *tables)
 
 
 def whole(schemas: Sequence[Any]) -> Any:
@@ -125,17 +124,10 @@ def whole(schemas: Sequence[Any]) -> Any:
         raise TaskError(f"the outputs cannot be stored as columns: {error}.") from None
 
 
-def aligned(table: Any, schema: Any) -> Any:
-    """With the columns of the schema; those that it lacks are null."""
-    if table.schema.names == schema.names:
-        return table.cast(schema)
-    columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.schema.names
-        else pa.nulls(len(table), field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+def aligned(schema: Any, *tables: Any) -> Any:
+    """The tables as one with the columns of the schema; those that one lacks are null there."""
+    first = schema.empty_table()
+    return pa.concat_tables([first, *tables], promote_options="permissive").combine_chunks()
 
 
 # ------------------------------------------------------------------ files
