@@ -146,12 +146,8 @@ class RunFlags:
             require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
         workers = self.num_workers or 0
         some = self.show == "none" or any(_chosen(self.show, rank) for rank in range(workers))
-        require(
-            not workers or some,
-            "--show",
-            self.show,
-            f"must name a rank below --num-workers = {workers}",
-        )
+        rule = f"must name a rank below --num-workers = {workers}"
+        require(not workers or some, "--show", self.show, rule)
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")
@@ -215,11 +211,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.flags.no_python:
             require(not self.module, "-m", self.program, "does not work with --no-python")
-            require(
-                not self.flags.legacy_local_rank,
-                *("--legacy-local-rank", True),
-                "is for Python scripts; put --local_rank={local_rank} after the program",
-            )
+            rule = "is for Python scripts; put --local_rank={local_rank} after the program"
+            require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
 
     def require_script(self, folder: Path) -> None:
         """Raises ConfigError if the script is not in the folder."""

@@ -80,15 +80,9 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
     seats = []
     for n in range(layout.least):
         node, first = divmod(n, layout.each) if layout.apart else (0, n)
-        seats.append(
-            Placement(
-                number=n,
-                node=f"node-{node}",
-                ip=f"NODE{node}" if layout.apart else "127.0.0.1",
-                host="",
-                gpus=[str(gpu + first * gpus) for gpu in range(gpus)],
-            )
-        )
+        ip = f"NODE{node}" if layout.apart else "127.0.0.1"
+        own = [str(gpu + first * gpus) for gpu in range(gpus)]
+        seats.append(Placement(n, f"node-{node}", ip, host="", gpus=own))
     workers = assign_ranks(seats)
     group = RankedGroup(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
     base = base_environment(driver, {}, local=True)
@@ -132,7 +126,7 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
                     if changed := not_passed_on(driver, group.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
-                group.start(run_id, attempt, check, feeds=stdin is not None)
+                group.start(run_id, attempt, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None
                 status, lost = _attempt(options, group, folder, stops, nodes, stdin)
             except NodeLost as error:

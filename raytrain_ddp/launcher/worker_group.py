@@ -66,6 +66,8 @@ class WorkerGroup:
         tell: Callable[[str], None],
         check: Check,
     ) -> None:
+        import ray
+
         self._options, self._driver, self._python, self._check = options, driver, python, check
         self._group: Any = None
         self._agents: list[Any] = []
@@ -73,8 +75,7 @@ class WorkerGroup:
             self._group = _reserve(options.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
             facts = _wait_for_answers([a.seat.remote() for a in self._agents], check)
-            self._here = _this_node()
-            self._facts = facts
+            self._facts, self._here = facts, str(ray.get_runtime_context().get_node_id())
             self.workers: Sequence[Worker] = assign_ranks(
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
@@ -89,7 +90,7 @@ class WorkerGroup:
         """The actor of a rank."""
         return self._agents[self.workers[rank].seat.number]
 
-    def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
+    def start(self, run_id: str, attempt: int, feeds: bool) -> None:
         """Starts the script on all workers, nearly simultaneously.
 
         Args:
@@ -97,7 +98,7 @@ class WorkerGroup:
         """
         asked = self._options.flags.master_port
         wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
-        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], check)
+        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], self._check)
         if not port:
             where = self.workers[0].where
             raise PreflightError(
@@ -105,7 +106,7 @@ class WorkerGroup:
             )
         group = RankedGroup(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
-        _wait_for_answers(started, check)
+        _wait_for_answers(started, self._check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
         """How far these ranks' clocks are ahead of this one, in seconds, to about a millisecond;
@@ -247,9 +248,3 @@ def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ())
             place = where[number] if where else "a node of the cluster"
             raise PreflightError(f"{place}: {error.cause or error}") from None
     return answers
-
-
-def _this_node() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())
