@@ -102,12 +102,8 @@ def convert(
     notes += tuple(notes_of(splits[0].source, "the training set"))
     for split in splits[1:]:
         notes += tuple(notes_of(split.source, f"the {split.name} split"))
-    data = Splits(
-        splits[0].source,
-        first.source if first else None,
-        f"the {first.name} split" if first else "",
-        notes,
-    )
+    named = f"the {first.name} split" if first else ""
+    data = Splits(splits[0].source, first.source if first else None, named, notes)
     data.begin_counting()
     with _reporting_disk_errors(stage), stage.held():
         content = seen_of(splits)

@@ -40,13 +40,8 @@ def in_fresh_process(folder: Path) -> str:
     """What `computed` returns in a process of its own."""
     code = f"from raytrain_ddp.export import reload; print(reload.computed({str(folder)!r}))"
     try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        argv = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise RaytrainError(f"reloading the export took longer than {_TIMEOUT_S:g} s.") from None
     if done.returncode:
