@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,6 @@ class Converted:
         note: about the source, if the data set existed.
     """
 
-    folder: Path
     dataset: Mapping[str, Any]
     found: bool
     summary: DataSummary | None = None
@@ -96,7 +94,7 @@ def convert(
             if place == stage.folder:  # stopped when only the final rename was missing
                 with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
-            return Converted(stage.dest, dataset, found=place == stage.dest, note=note)
+            return Converted(dataset, found=place == stage.dest, note=note)
     splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
     notes += tuple(notes_of(splits[0].source, "the training set"))
@@ -114,7 +112,7 @@ def convert(
         dataset = _dataset(source, config, classes, done)
         dataset |= {"content": content_of(splits), "seen": content}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False, summary=data.summary())
+    return Converted(dataset, found=False, summary=data.summary())
 
 
 @dataclass(frozen=True)

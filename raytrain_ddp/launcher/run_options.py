@@ -14,9 +14,6 @@ from typing import Literal
 from raytrain_ddp.config.validation import ADDRESS, require, require_least
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-# Names that are replaced within the arguments of a script; all other braces stay unchanged.
-PLACEHOLDERS = ("rank", "local_rank", "world_size", "node_rank", "master_addr", "master_port")
-INIT_METHOD = "init_method"
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 
@@ -260,8 +257,8 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     """Replaces ``{rank}`` and the other placeholders, and torchrun's ``${local_rank}``;
     other braces stay unchanged."""
     text = text.replace("${local_rank}", values["local_rank"])
-    for name in (*PLACEHOLDERS, INIT_METHOD):
-        text = text.replace(f"{{{name}}}", values[name])
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
     return text
 
 
