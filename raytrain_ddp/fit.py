@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
     if args.emit:
         from raytrain_ddp.driver.cluster_files import emit
 
-        emitted = emit(args.config, args.emit, args.recipe)
-        print(emitted.text, end="")
-        for note in emitted.notes:
+        text, notes = emit(args.config, args.emit, args.recipe)
+        print(text, end="")
+        for note in notes:
             print(f"note: {note}", file=sys.stderr)
         return 0
     name = default_name(args.recipe)

@@ -137,11 +137,11 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
                 emit(with_text([field], text, base), "command")
             continue
         config = with_text([field], text, config)
-    line = emit(config, "command").text
+    line, _ = emit(config, "command")
     assert line.count("\n") == 1
     assert parse_fit(shlex.split(line)[3:]).config == config
     for kind in ("slurm", "kuberay", "ray-up"):
-        reported = read(kind, emit(config, kind).text)  # type: ignore[arg-type]
+        reported = read(kind, emit(config, kind)[0])  # type: ignore[arg-type]
         expected = config
         if kind == "slurm":
             place = Path(config.storage).expanduser().absolute()
@@ -153,7 +153,7 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
 def read(kind: str, text: str) -> TrainConfig:
     """What the file's command would train; all else of it is as without hostile texts."""
     usual_source = with_text(["data.source"], "photos")  # its memory is not that of the digits
-    plain = emit(usual_source, kind).text  # type: ignore[arg-type]
+    plain, _ = emit(usual_source, kind)  # type: ignore[arg-type]
     if kind == "slurm":
         check_shell(text)
         run = next(line for line in text.splitlines() if line.startswith("run=("))
@@ -187,5 +187,5 @@ def test_what_is_no_name_of_a_bucket_does_not_come_into_a_file(storage: str):
 
 def test_a_blank_in_the_users_own_path_is_not_filled_in():
     config = with_text(["storage"], "s3://mine/BUCKET/ACCOUNT")
-    (reported,) = configs(emit(config, "ray-up").text)
+    (reported,) = configs(emit(config, "ray-up")[0])
     assert reported.storage == config.storage

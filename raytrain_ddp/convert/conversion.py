@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,6 @@ class Converted:
         note: about the source, if the data set existed.
     """
 
-    folder: Path
     dataset: Mapping[str, Any]
     found: bool
     summary: DataSummary | None = None
@@ -96,18 +94,14 @@ def convert(
             if place == stage.folder:  # stopped when only the final rename was missing
                 with _reporting_disk_errors(stage), stage.held():
                     stage.give_name()
-            return Converted(stage.dest, dataset, found=place == stage.dest, note=note)
+            return Converted(dataset, found=place == stage.dest, note=note)
     splits, notes = open_source_splits(source, config)
     first = splits[1] if len(splits) > 1 else None
     notes += tuple(notes_of(splits[0].source, "the training set"))
     for split in splits[1:]:
         notes += tuple(notes_of(split.source, f"the {split.name} split"))
-    data = Splits(
-        splits[0].source,
-        first.source if first else None,
-        f"the {first.name} split" if first else "",
-        notes,
-    )
+    named = f"the {first.name} split" if first else ""
+    data = Splits(splits[0].source, first.source if first else None, named, notes)
     data.begin_counting()
     with _reporting_disk_errors(stage), stage.held():
         content = seen_of(splits)
@@ -118,7 +112,7 @@ def convert(
         dataset = _dataset(source, config, classes, done)
         dataset |= {"content": content_of(splits), "seen": content}
         stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(stage.dest, dataset, found=False, summary=data.summary())
+    return Converted(dataset, found=False, summary=data.summary())
 
 
 @dataclass(frozen=True)

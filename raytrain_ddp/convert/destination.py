@@ -29,7 +29,7 @@ from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.convert.shard_writer import PART
 from raytrain_ddp.convert.source_splits import SourceSplit, open_source_splits
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_line
 from raytrain_ddp.files import (
     different,
     expanded,
@@ -267,7 +267,7 @@ def _parquet_problems(path: Path, name: str, rows: int) -> Iterator[str]:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
-        yield f"{name}: footer cannot be read: {_line(error)}"
+        yield f"{name}: footer cannot be read: {first_line(error)}"
         return
     with file:
         if file.metadata.num_rows != rows:
@@ -276,8 +276,4 @@ def _parquet_problems(path: Path, name: str, rows: int) -> Iterator[str]:
             try:
                 file.read_row_group(group, use_threads=False)
             except (OSError, pa.ArrowException) as error:
-                yield f"{name}, row group {group}: cannot be read: {_line(error)}"
-
-
-def _line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+                yield f"{name}, row group {group}: cannot be read: {first_line(error)}"

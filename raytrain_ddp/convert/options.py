@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import require, require_least
 
 _QUALITY = 90
 
@@ -55,12 +55,11 @@ class ConvertConfig:
     """Number of training images, evenly spaced, that mean and std are computed from. 0: all."""
 
     def __post_init__(self) -> None:
-        require(self.resize_short >= 0, "--resize-short", self.resize_short, "must be 0 or more")
+        require_least(self, resize_short=0, stats_images=0)
         require(1 <= self.quality <= 100, "--quality", self.quality, "must be 1 to 100")
         ok = self.resize_short > 0 or self.quality == _QUALITY
         require(ok, "--quality", self.quality, "has no effect without --resize-short")
         require(0 <= self.seed < 2**64, "--seed", self.seed, "must be 0 or more, below 2**64")
-        require(self.stats_images >= 0, "--stats-images", self.stats_images, "must be 0 or more")
         for name in ("shard_mib", "row_group_mib", "rows_per_group"):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')}", value, "must be above 0")

@@ -129,11 +129,10 @@ def open_source_splits(
 def _open(
     name: str, found: Located, data: DataConfig, classes: Sequence[str] | None
 ) -> SourceSplit:
-    paths = found.paths
     if found.kind != "torchvision":
-        paths = tuple(path if "://" in path else os.path.abspath(path) for path in paths)
-        found = replace(found, paths=paths)
-    return SourceSplit(name, found.kind, paths, open_images(found, data, classes), data)
+        paths = (path if "://" in path else os.path.abspath(path) for path in found.paths)
+        found = replace(found, paths=tuple(paths))
+    return SourceSplit(name, found.kind, found.paths, open_images(found, data, classes), data)
 
 
 def _name_of_shards(part: Located) -> str:

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
 from raytrain_ddp.convert.shard_writer import Tell
-from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.errors import RaytrainError, first_line
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -143,10 +143,7 @@ def on_cluster(address: str, workers: int | None) -> Iterator[TaskRunner]:
 
 
 def _run_on_ray(
-    at_once: int,
-    function: Callable[[Task, Tell], Result],
-    tasks: Iterable[Task],
-    tell: Tell,
+    at_once: int, function: Callable[[Task, Tell], Result], tasks: Iterable[Task], tell: Tell
 ) -> Iterator[Result]:
     import ray
 
@@ -165,7 +162,7 @@ def _run_on_ray(
         cause = getattr(error, "cause", None)  # the exception of the function
         if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
             raise cause from None
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise RaytrainError(f"Ray lost a task: {reason}. Run the same command again.") from error
     finally:
         for ref in pending:

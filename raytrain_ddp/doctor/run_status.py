@@ -128,16 +128,15 @@ def read_status(run: Storage) -> RunStatus:
 
 
 def _hangs(run: Storage) -> list[tuple[str, Mapping[str, Any]]]:
-    found = []
+    found = list[tuple[str, Mapping[str, Any]]]()
     with suppress(OSError):
         names = sorted(n for n in run.join(HANGS).walk() if n.endswith("/hang.json"))
         for name in names:
             folder = name.partition("/")[0]
             with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
                 hang = json.loads(run.join(HANGS).join(folder).read("hang.json"))
-                found.append(
-                    (folder, {**hang, "step": int(hang["step"]), "ranks": [*hang["ranks"]]})
-                )
+                numbers = {"step": int(hang["step"]), "ranks": [*hang["ranks"]]}
+                found.append((folder, {**hang, **numbers}))
     return found
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from raytrain_ddp.config.recipe import default_name, publishable, shipped_recipes
@@ -39,22 +38,14 @@ _TYPE_LINE = {
 }
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """The text of a file, and notes for its reader."""
-
-    text: str
-    notes: tuple[str, ...]
-
-
 def object_name(run: str | None) -> str:
     """The name of a Slurm job, a cluster or a Kubernetes object, which must begin with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", (run or "run").lower())[:40].strip("-") or "run"
     return f"run-{name}" if name[0].isdigit() else name
 
 
-def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
-    """The file for this run.
+def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> tuple[str, list[str]]:
+    """The file for this run, and notes for its reader.
 
     Args:
         recipe: the source of the config; the command names it if it is a shipped one.
@@ -68,7 +59,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
     shown = publishable(config)
     notes = [] if shown == config else ["parts of a URI that may be secret were omitted."]
     if kind == "command":
-        return Emitted(command(shown, base) + "\n", tuple(notes))
+        return command(shown, base) + "\n", notes
     filled, filled_notes = _filled(shown)
     name = object_name(config.name or base)
     if kind == "slurm":
@@ -84,7 +75,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> Emitted:
         else:
             filled_notes += _unshared(filled, "machines")
             text = _lan(filled, base, name)
-    return Emitted(text, (*notes, *filled_notes))
+    return text, notes + filled_notes
 
 
 def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -180,7 +171,7 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
 
 def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
-    text = _launched("lan", config, base, name)
+    text = _launched("lan", config, base, name, {})
     each = f"{need.cpus} CPUs, {need.gpus} GPUs and {need.memory_gib} GiB"
     comment = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
     text = text.replace(
@@ -202,11 +193,7 @@ def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
 
 
 def _launched(
-    file: str,
-    config: TrainConfig,
-    base: str | None,
-    name: str,
-    blanks: Mapping[str, str] = MappingProxyType({}),
+    file: str, config: TrainConfig, base: str | None, name: str, blanks: Mapping[str, str]
 ) -> str:
     """A file for `ray up`, with its name, its blanks filled in, and the command in its opening."""
     text = _read(f"{file}.yaml").replace(f"clusters/{file}.yaml", f"{name}.yaml")

@@ -77,9 +77,9 @@ def dry_run(
     task = load_task(config, reads)
     data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
     require_evaluation(config, eval_data)
-    repeats = config.augment.repeats
     plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
+    epochs, repeats = steps / per_epoch, config.augment.repeats
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
@@ -96,7 +96,7 @@ def dry_run(
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
-        for epoch in _epochs_to_show(config, steps / per_epoch)
+        for epoch in sorted({0.0, min(config.schedule.warmup_epochs, epochs), epochs / 2, epochs})
     }
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
@@ -115,7 +115,7 @@ def dry_run(
         f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
-        f"{task.unit}), {steps} in {_epochs(steps / per_epoch)}",
+        f"{task.unit}), {steps} in {epochs:.4g} epoch{'s' * (epochs != 1)}",
         "learning rate  " + ", ".join(f"epoch {e}: {r:.3g}" for e, r in rates.items()),
         f"model          {sum(p.numel() for p in model.parameters()):,} parameters",
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
@@ -126,10 +126,6 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
-
-
-def _epochs(count: float) -> str:
-    return f"{count:.4g} epoch{'s' * (count != 1)}"
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
@@ -197,8 +193,3 @@ def _tried(
         try_evaluation(small, task, model, eval_data, world, told.append)
         notes = [event.text for event in told if isinstance(event, Note)]
     return notes
-
-
-def _epochs_to_show(config: TrainConfig, epochs: float) -> list[float]:
-    points = {0.0, min(config.schedule.warmup_epochs, epochs), epochs / 2, epochs}
-    return sorted(points)

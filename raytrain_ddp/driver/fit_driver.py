@@ -261,11 +261,7 @@ def _train_on_ray(
 
 
 def _end(
-    config: TrainConfig,
-    run: Storage,
-    outcome: Outcome,
-    watch: _Starts,
-    started: float,
+    config: TrainConfig, run: Storage, outcome: Outcome, watch: _Starts, started: float
 ) -> FitResult:
     parts, again = outcome.seconds, watch.began - watch.first_began
     change = "change of workers" if watch.survived else "restart"

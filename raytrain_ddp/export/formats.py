@@ -24,6 +24,8 @@ from raytrain_ddp.tasks.model_zoo import TIMM, arguments
 _INLINE_BYTES = 2**30  # an ONNX file holds at most 2 GiB
 INPUT, OUTPUT = "images", "logits"
 
+Facts = Mapping[str, str]  # as the metadata of a file
+
 
 class WithNormalization(nn.Module):
     """uint8 images (n, 3, h, w) -> logits (n, classes). Normalizes as the loader's batches are."""
@@ -54,7 +56,7 @@ class Format:
 
     file: str
     needs: tuple[str, ...]
-    write: Callable[[LoadedModel, Tensor, Mapping[str, str], Path], None]
+    write: Callable[[LoadedModel, Tensor, Facts, Path], None]
     use: str
 
 
@@ -127,7 +129,7 @@ def _exporting(name: str) -> Iterator[None]:
             ) from error
 
 
-def _onnx(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path) -> None:
+def _onnx(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
     with _exporting("onnx"):
         program = torch.onnx.export(
             WithNormalization(model).eval(),
@@ -144,9 +146,7 @@ def _onnx(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder:
     program.save(folder / "model.onnx", external_data=size > _INLINE_BYTES)
 
 
-def _torch_export(
-    model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path
-) -> None:
+def _torch_export(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
     shapes = ({0: torch.export.Dim("batch", min=1)},)
     with _exporting("torch-export"):
         graph = WithNormalization(model).eval()
@@ -156,9 +156,7 @@ def _torch_export(
     (folder / "model.pt2").write_bytes(content.getbuffer())
 
 
-def _torchscript(
-    model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path
-) -> None:
+def _torchscript(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
     with _exporting("torchscript"), torch.no_grad():
         graph = torch.jit.trace(WithNormalization(model).eval(), (example,))
         content = io.BytesIO()  # as above
@@ -166,15 +164,13 @@ def _torchscript(
     (folder / "model.ts").write_bytes(content.getbuffer())
 
 
-def _safetensors(
-    model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path
-) -> None:
+def _safetensors(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
     tensors = {name: t.contiguous().clone() for name, t in model.model.state_dict().items()}
     content = save(tensors, {"format": "pt", **facts})  # its own writer raises no OSError
     (folder / "model.safetensors").write_bytes(content)
 
 
-def _timm(model: LoadedModel, example: Tensor, facts: Mapping[str, str], folder: Path) -> None:
+def _timm(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
     from timm.models import save_for_hf
 
     data = model.config.data

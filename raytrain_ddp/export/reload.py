@@ -1,7 +1,5 @@
 """Loads an export as its users do, in a process of its own, and computes its logits.
 
-    python -c "from raytrain_ddp.export.reload import main; main(FOLDER, REQUEST)"
-
 Only the format safetensors, whose model the user builds, needs this package for it."""
 
 from __future__ import annotations
@@ -40,15 +38,10 @@ def logits_of_export(folder: Path, request: dict[str, Any], images: Any) -> tupl
 
 def in_fresh_process(folder: Path) -> str:
     """What `computed` returns in a process of its own."""
-    code = f"from raytrain_ddp.export.reload import main; main({str(folder)!r})"
+    code = f"from raytrain_ddp.export import reload; print(reload.computed({str(folder)!r}))"
     try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        argv = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         raise RaytrainError(f"reloading the export took longer than {_TIMEOUT_S:g} s.") from None
     if done.returncode:
@@ -57,12 +50,9 @@ def in_fresh_process(folder: Path) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def main(place: str) -> None:
-    print(computed(Path(place)))
-
-
-def computed(folder: Path) -> str:
+def computed(place: str | Path) -> str:
     """Computes the logits in the folder; returns the name and version of what computed them."""
+    folder = Path(place)
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     images = np.load(folder / "images.npy")
     compute = _LOADERS[request["format"]](folder, request)

@@ -172,10 +172,8 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         notes.append(f"{count:,} {noun} not used: no images ({listed}).")
     repeated = len(found) - len(unique)
     if repeated:
-        nouns = (
-            "files are named again, and used" if repeated > 1 else "file is named again, and used"
-        )
-        notes.append(f"{repeated:,} {nouns} once.")
+        noun = "files are" if repeated > 1 else "file is"
+        notes.append(f"{repeated:,} {noun} named again, and used once.")
     return (images if images and len(words) == 1 else [*unique.values()]), tuple(notes)
 
 

@@ -119,9 +119,8 @@ class LoadedModel(nn.Module):
     def _described(self, values: dict[str, Any], place: int) -> dict[str, Any]:
         row: dict[str, Any] = {}
         if "value" in values:
-            row["values"] = dict(
-                zip(self.class_names, values["value"][place].tolist(), strict=True)
-            )
+            numbers = values["value"][place].tolist()
+            row["values"] = dict(zip(self.class_names, numbers, strict=True))
         else:
             of_each = values["probability"][place]
             if not self.config.data.target_columns:

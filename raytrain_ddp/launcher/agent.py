@@ -127,15 +127,7 @@ class Agent:
         if self._feeds >= 0:  # of a start before, whose script did not read all
             os.close(self._feeds)
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
-        guard = [
-            sys.executable,
-            "-I",
-            "-S",
-            f"/dev/fd/{code}",
-            str(write_end),
-            str(stdin),
-            str(own),
-        ]
+        guard = [sys.executable, "-I", "-S", f"/dev/fd/{code}", *map(str, (write_end, stdin, own))]
         given = [fd for fd in (write_end, code, stdin) if fd >= 0]
         self._guard, self._asked, self._asked_at = None, 0, 0.0
         try:

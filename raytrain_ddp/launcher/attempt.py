@@ -143,9 +143,7 @@ class Attempt:
     def _is_ending(self) -> bool:
         """Whether a rank that is still running has printed the error that is ending it."""
         left = (rank for rank in self._waiting.values() if rank not in self.ends)
-        return any(
-            found.ending for rank in left if (found := self._output.raised(rank)) is not None
-        )
+        return any(found.ending for found in map(self._output.raised, left) if found is not None)
 
     def _tell_waiting(self, now: float) -> None:
         left = [rank for rank in self._waiting.values() if rank not in self.ends]

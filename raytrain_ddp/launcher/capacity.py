@@ -27,7 +27,7 @@ class GroupedLayout(Layout):
     """A layout whose workers are placed in groups of `each`; a group is on one node.
 
     Args:
-    apart: whether each group has a node of its own.
+        apart: whether each group has a node of its own.
     """
 
     each: int = 1
@@ -139,8 +139,7 @@ def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
         PreflightError: there is no Ray at the address, or this machine is too small for the
             embedded one, which is checked before it is started.
     """
-    address = flags.address or os.environ.get("RAY_ADDRESS")
-    address = None if flags.standalone else address
+    address = None if flags.standalone else flags.address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {}
     if not address and not is_connected():
         have = local_resources()

@@ -157,9 +157,7 @@ def failure_report(
         how = f"{what}, and it was still running when we sent {end.asked}"
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
     record = end.error or {}
-    stack = str(record.get("extraInfo", {}).get("py_callstack", "")) or str(
-        record.get("message", "")
-    )
+    stack = str(record.get("extraInfo", {}).get("py_callstack") or record.get("message", ""))
     if stack:
         last: Sequence[str] = stack.rstrip().splitlines()
     elif raised is not None and (end.asked or not raised.goes_on or raised.uncaught):

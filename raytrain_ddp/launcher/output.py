@@ -104,7 +104,8 @@ class Output:
         return watch.raised if watch is not None else None
 
     def _say(self, rank: int, stream: str, lines: Sequence[bytes], at: float) -> None:
-        texts = [_drawn(line).decode(errors="replace") for line in lines]
+        drawn = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)  # by a terminal
+        texts = [line.decode(errors="replace") for line in drawn]
         watch = self._watches.setdefault(rank, TracebackFinder())
         for text in texts:
             watch.line(stream, text, at)
@@ -184,8 +185,3 @@ class _Lines:
     def _taken(self) -> list[bytes]:
         kept, self._kept, self._kept_bytes = self._kept, [], 0
         return kept
-
-
-def _drawn(line: bytes) -> bytes:
-    """What a terminal shows, approximately, of a line with carriage returns."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2]

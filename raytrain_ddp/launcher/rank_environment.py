@@ -132,7 +132,7 @@ def base_environment(
         export: names of variables that always get the driver's value.
         moved: maps an entry of the driver's PYTHONPATH to its path there.
     """
-    own = {k: v for k, v in driver.items() if not re.fullmatch("RAY_.*", k)}
+    own = {k: v for k, v in driver.items() if not k.startswith("RAY_")}
     there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
     if local:
         own = {k: v for k, v in there.items() if _OF_THE_NETWORK.fullmatch(k)} | own
@@ -149,8 +149,7 @@ def base_environment(
 
 def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
     """The driver's variables that do not reach the ranks, or only with a different value."""
-    names = {name for name in driver if re.fullmatch("RAY_.*", name)}
-    names |= {name for name in driver if _OF_A_LAUNCHER.fullmatch(name)}
+    names = {name for name in driver if name.startswith("RAY_") or _OF_A_LAUNCHER.fullmatch(name)}
     if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
         names |= driver.keys() & {"CUDA_VISIBLE_DEVICES"}
     return sorted(names)

@@ -14,9 +14,6 @@ from typing import Literal
 from raytrain_ddp.config.validation import ADDRESS, require, require_least
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-# Names that are replaced within the arguments of a script; all other braces stay unchanged.
-PLACEHOLDERS = ("rank", "local_rank", "world_size", "node_rank", "master_addr", "master_port")
-INIT_METHOD = "init_method"
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 
 
@@ -136,9 +133,8 @@ class RunFlags:
         nodes = self.nnodes or "1"
         ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
         require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
-        least, most = 0, 65_535
         port = self.master_port
-        require(port is None or least <= port <= most, "--master-port", port, "must be a port")
+        require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
         rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
         for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
             require(bool(_STREAMS.fullmatch(value)), flag, value, rule)
@@ -147,12 +143,8 @@ class RunFlags:
             require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
         workers = self.num_workers or 0
         some = self.show == "none" or any(_chosen(self.show, rank) for rank in range(workers))
-        require(
-            not workers or some,
-            "--show",
-            self.show,
-            f"must name a rank below --num-workers = {workers}",
-        )
+        rule = f"must name a rank below --num-workers = {workers}"
+        require(not workers or some, "--show", self.show, rule)
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")
@@ -216,11 +208,8 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.flags.no_python:
             require(not self.module, "-m", self.program, "does not work with --no-python")
-            require(
-                not self.flags.legacy_local_rank,
-                *("--legacy-local-rank", True),
-                "is for Python scripts; put --local_rank={local_rank} after the program",
-            )
+            rule = "is for Python scripts; put --local_rank={local_rank} after the program"
+            require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
 
     def require_script(self, folder: Path) -> None:
         """Raises ConfigError if the script is not in the folder."""
@@ -268,8 +257,8 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     """Replaces ``{rank}`` and the other placeholders, and torchrun's ``${local_rank}``;
     other braces stay unchanged."""
     text = text.replace("${local_rank}", values["local_rank"])
-    for name in (*PLACEHOLDERS, INIT_METHOD):
-        text = text.replace(f"{{{name}}}", values[name])
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value)
     return text
 
 

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from string import Template
 from types import FrameType
@@ -79,15 +80,9 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
     seats = []
     for n in range(layout.least):
         node, first = divmod(n, layout.each) if layout.apart else (0, n)
-        seats.append(
-            Placement(
-                number=n,
-                node=f"node-{node}",
-                ip=f"NODE{node}" if layout.apart else "127.0.0.1",
-                host="",
-                gpus=[str(gpu + first * gpus) for gpu in range(gpus)],
-            )
-        )
+        ip = f"NODE{node}" if layout.apart else "127.0.0.1"
+        own = [str(gpu + first * gpus) for gpu in range(gpus)]
+        seats.append(Placement(n, f"node-{node}", ip, host="", gpus=own))
     workers = assign_ranks(seats)
     group = RankedGroup(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
     base = base_environment(driver, {}, local=True)
@@ -131,7 +126,7 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
                     if changed := not_passed_on(driver, group.workers):
                         _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
                     stdin = _standard_input()
-                group.start(run_id, attempt, check, feeds=stdin is not None)
+                group.start(run_id, attempt, feeds=stdin is not None)
                 folder = logs / f"attempt_{attempt}" if logs else None
                 status, lost = _attempt(options, group, folder, stops, nodes, stdin)
             except NodeLost as error:
@@ -172,10 +167,7 @@ def _attempt(
     def prefix(rank: int) -> str:
         worker = workers[rank]
         return Template(flags.log_line_prefix_template).safe_substitute(
-            role_name=flags.role,
-            rank=rank,
-            local_rank=worker.local_rank,
-            hostname=worker.seat.host,
+            role_name=flags.role, rank=rank, local_rank=worker.local_rank, hostname=worker.seat.host
         )
 
     with Output(shown, logs, lambda: stops, prefix) as output:
@@ -238,11 +230,8 @@ def _standard_input() -> Callable[[], bytes | None] | None:
 
 def _places(workers: Sequence[Worker]) -> str:
     """``ranks 0-1 on head (10.0.0.1), ranks 2-3 on w1 (10.0.0.2)``"""
-    nodes: dict[int, list[Worker]] = {}
-    for worker in workers:
-        nodes.setdefault(worker.node_rank, []).append(worker)
-    places = [f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes.values()]
-    return ", ".join(places)
+    nodes = [[*here] for _, here in groupby(workers, lambda worker: worker.node_rank)]
+    return ", ".join(f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes)
 
 
 def _tell(text: str) -> None:

@@ -3,12 +3,11 @@
 ``python -I -S guard.py REPORT_FD STDIN_FD FOLDER COMMAND...``, uses only the standard library:
 
 - the script is a real main process in its own session, without anything from Ray;
-- the guard moves to the background: Ray
-kills the children of a worker that ends, but nobody would kill their
-  children;
+- the guard moves to the background: Ray kills the children of a worker that ends, but nobody would
+  kill their children;
 - FOLDER is created and removed here, so it never outlives the starting process;
 - when standard input ends because the starting process is gone, all descendants are killed
-immediately;
+  immediately;
 - a line on standard input is the number of a signal for the script's process group, or ``kill``;
 - processes left behind by the script, including daemons, are ended.
 

@@ -47,8 +47,8 @@ class PrintedTraceback:
         at: the time of its first line.
     """
 
-    def __init__(self, stream: str, at: float) -> None:
-        self.stream, self.at, self.last_at = stream, at, at
+    def __init__(self, at: float) -> None:
+        self.at = self.last_at = at
         self.uncaught = False  # printed by the interpreter: the exception was uncaught
         self.surely = False  # and this is certain
         self.in_thread = False
@@ -140,7 +140,7 @@ class TracebackFinder:
         header = _HEADER.search(plain)
         if header and not (current is not None and current.holds(plain)):
             self._note(at, new=not self._ignored)
-            current = self._open[stream] = PrintedTraceback(stream, at)
+            current = self._open[stream] = PrintedTraceback(at)
         if current is not None and current.take(line, at):
             # Lines printed while a process ends because of another traceback do not count.
             if self.raised is None or current.uncaught or not self.raised.ending:

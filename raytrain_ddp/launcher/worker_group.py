@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.launcher.working_folder import provide_folders
 from raytrain_ddp.ray_backend.cluster import live_node_resources
 from raytrain_ddp.ray_backend.ray_settings import by_value
+from raytrain_ddp.uri import answer_within
 
 OF_AGENT = (agent, code_shipping)  # the modules that it is made of
 _POLL_S = 0.2
@@ -66,6 +66,8 @@ class WorkerGroup:
         tell: Callable[[str], None],
         check: Check,
     ) -> None:
+        import ray
+
         self._options, self._driver, self._python, self._check = options, driver, python, check
         self._group: Any = None
         self._agents: list[Any] = []
@@ -73,8 +75,7 @@ class WorkerGroup:
             self._group = _reserve(options.flags.wait_s, layout, tell, check)
             self._agents = _agents(self._group, layout)
             facts = _wait_for_answers([a.seat.remote() for a in self._agents], check)
-            self._here = _this_node()
-            self._facts = facts
+            self._facts, self._here = facts, str(ray.get_runtime_context().get_node_id())
             self.workers: Sequence[Worker] = assign_ranks(
                 [_seat(number, fact) for number, fact in enumerate(facts)], self._here
             )
@@ -89,7 +90,7 @@ class WorkerGroup:
         """The actor of a rank."""
         return self._agents[self.workers[rank].seat.number]
 
-    def start(self, run_id: str, attempt: int, check: Check, feeds: bool) -> None:
+    def start(self, run_id: str, attempt: int, feeds: bool) -> None:
         """Starts the script on all workers, nearly simultaneously.
 
         Args:
@@ -97,7 +98,7 @@ class WorkerGroup:
         """
         asked = self._options.flags.master_port
         wanted = [asked] if asked is not None else random.sample(_PORTS, 20)
-        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], check)
+        (port,) = _wait_for_answers([self.agent(0).free_port.remote(wanted)], self._check)
         if not port:
             where = self.workers[0].where
             raise PreflightError(
@@ -105,7 +106,7 @@ class WorkerGroup:
             )
         group = RankedGroup(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
         started = [self._start(group, worker, feeds) for worker in self.workers]
-        _wait_for_answers(started, check)
+        _wait_for_answers(started, self._check)
 
     def clocks(self, ranks: Sequence[int]) -> dict[int, float]:
         """How far these ranks' clocks are ahead of this one, in seconds, to about a millisecond;
@@ -127,9 +128,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Ends all agents, and with them all processes left by their scripts."""
         # In a thread: if Ray itself has ended, its calls take a minute to fail.
-        closing = threading.Thread(target=_release, args=(self._agents, self._group), daemon=True)
-        closing.start()
-        closing.join(_CLOSE_TIMEOUT_S)
+        answer_within(_CLOSE_TIMEOUT_S, partial(_release, self._agents, self._group))
         self._agents, self._group = [], None
 
     def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
@@ -155,16 +154,15 @@ class WorkerGroup:
 def _release(agents: Sequence[Any], group: Any) -> None:
     import ray
 
-    with suppress(Exception):  # nothing can be done about it
-        for each in agents:  # immediately, and even if no head is left to end the agents
-            each.signal.remote("kill")
-        cleaned = [each.clean.remote() for each in agents]
-        if cleaned:
-            ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
-        for each in agents:
-            ray.kill(each, no_restart=True)
-        if group is not None:
-            ray.util.remove_placement_group(group)
+    for each in agents:  # immediately, and even if no head is left to end the agents
+        each.signal.remote("kill")
+    cleaned = [each.clean.remote() for each in agents]
+    if cleaned:
+        ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
+    for each in agents:
+        ray.kill(each, no_restart=True)
+    if group is not None:
+        ray.util.remove_placement_group(group)
 
 
 def _reserve(
@@ -250,9 +248,3 @@ def _wait_for_answers(asked: list[Any], check: Check, where: Sequence[str] = ())
             place = where[number] if where else "a node of the cluster"
             raise PreflightError(f"{place}: {error.cause or error}") from None
     return answers
-
-
-def _this_node() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().get_node_id())

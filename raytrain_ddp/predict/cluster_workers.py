@@ -217,7 +217,9 @@ class _Team:
         except StopIteration:
             worker.reply = None
         except ray.exceptions.RayError as error:
-            _raise_cause(error)
+            cause = getattr(error, "cause", None)  # an exception of our own code
+            if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
+                raise cause from None
             yield Progress(-worker.rows)
             self._lost(worker, waiting, error)
         else:
@@ -267,12 +269,3 @@ def _kill(worker: _Worker) -> None:
 
     with suppress(Exception):  # it or the cluster is lost
         ray.kill(worker.actor)
-
-
-def _raise_cause(error: Exception) -> None:
-    """Raises the exception of our own code that Ray reports, if it is one."""
-    import ray
-
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
-        raise cause from None

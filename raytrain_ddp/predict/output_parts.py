@@ -135,7 +135,7 @@ class OutputParts:
         def tables() -> Iterator[Any]:
             nonlocal totals
             for part in range(parts):
-                table = aligned(pq.read_table(self.path(part)), schema)
+                table = aligned(schema, pq.read_table(self.path(part)))
                 totals = _added(totals, table)
                 yield table
 
@@ -152,9 +152,5 @@ def _added(totals: Totals, table: Any) -> Totals:
     if {"class", "label"} <= {*table.schema.names}:
         same = pc.equal(table["class"], table["label"])
         labeled, right = len(table) - same.null_count, pc.sum(same).as_py() or 0
-    return Totals(
-        totals.rows + len(table),
-        totals.bad + len(table) - table[ERROR].null_count,
-        totals.labeled + labeled,
-        totals.right + right,
-    )
+    counts = (len(table), len(table) - table[ERROR].null_count, labeled, right)
+    return Totals(*map(sum, zip(totals, counts, strict=True)))

@@ -111,12 +111,8 @@ class PartMaker:
         Raises:
             ConfigError, DataError, TaskError: as `outputs`.
         """
-        wanted = [
-            batch
-            for part in parts
-            for batch in range(part * self._per_part, (part + 1) * self._per_part)
-            if batch < self._batches
-        ]
+        batches, each = range(self._batches), self._per_part
+        wanted = [batch for part in parts for batch in batches[part * each : (part + 1) * each]]
         tables = []
         task, net, threads = self.model.task, self.model.model, LoaderThreads(self._threads)
         data = self.given.data

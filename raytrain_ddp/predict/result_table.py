@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from torch import Tensor
 
@@ -108,8 +109,7 @@ def _array(name: str, value: Any) -> Any:
 
 def joined(tables: Sequence[Any]) -> Any:
     """One table; a table whose rows are all bad may lack columns."""
-    schema = whole([table.schema for table in tables])
-    return pa.concat_tables([aligned(table, schema) for table in tables]).combine_chunks()
+    return aligned(whole([table.schema for table in tables]), *tables)
 
 
 def whole(schemas: Sequence[Any]) -> Any:
@@ -125,17 +125,10 @@ def whole(schemas: Sequence[Any]) -> Any:
         raise TaskError(f"the outputs cannot be stored as columns: {error}.") from None
 
 
-def aligned(table: Any, schema: Any) -> Any:
-    """With the columns of the schema; those that it lacks are null."""
-    if table.schema.names == schema.names:
-        return table.cast(schema)
-    columns = [
-        table[field.name].cast(field.type)
-        if field.name in table.schema.names
-        else pa.nulls(len(table), field.type)
-        for field in schema
-    ]
-    return pa.table(columns, schema=schema)
+def aligned(schema: Any, *tables: Any) -> Any:
+    """The tables as one with the columns of the schema; those that one lacks are null there."""
+    first = schema.empty_table()
+    return pa.concat_tables([first, *tables], promote_options="permissive").combine_chunks()
 
 
 # ------------------------------------------------------------------ files
@@ -192,9 +185,9 @@ def _add_widths(table: Any, widths: dict[str, list[str]]) -> None:
     for field in table.schema:
         if pa.types.is_list(field.type) and field.name not in widths:
             metadata = (field.metadata or {}).get(_NAMES)
-            lengths = [len(row) for row in table[field.name].to_pylist() if row is not None]
-            if metadata or lengths:
-                names = json.loads(metadata) if metadata else map(str, range(max(lengths)))
+            longest = pc.max(pc.list_value_length(table[field.name])).as_py()
+            if metadata or longest is not None:
+                names = json.loads(metadata) if metadata else map(str, range(longest))
                 widths[field.name] = [*names]
 
 
@@ -215,15 +208,13 @@ def _flattened(table: Any, widths: Mapping[str, list[str]]) -> Any:
             continue
         width = widths.get(field.name, [])
         one = {"probabilities": "probability", "values": "value"}.get(field.name, field.name)
-        rows = column.to_pylist()
-        if any(len(row) != len(width) for row in rows if row is not None):
+        if not {*pc.list_value_length(column).to_pylist()} <= {len(width), None}:
             raise TaskError(
                 f"the lists in {field.name!r} differ in length, so they cannot be CSV columns. "
                 "Use an --out file that ends in .parquet or .jsonl."
             )
         for place, name in enumerate(width):
-            numbers = [None if row is None else row[place] for row in rows]
-            columns[f"{one}:{name}"] = pa.array(numbers, field.type.value_type)
+            columns[f"{one}:{name}"] = pc.list_element(column, place)
     return pa.table(columns)
 
 

@@ -531,7 +531,7 @@ def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_pat
     done = run_convert(
         tmp_path / "train.csv", tmp_path / "out", check=False, root=root, bad_records="skip"
     )
-    (file,) = done.folder.glob("*.parquet")
+    (file,) = (tmp_path / "out").glob("*.parquet")
     paths = [image["path"] for image in pq.read_table(file)["image"].to_pylist()]
     assert sorted(paths) == sorted(["0.png", f"{tmp_path}/root-extra/1.png"])
     whys = sorted(record["why"] for record in done.dataset["skipped"])

@@ -8,6 +8,7 @@ import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -20,16 +21,21 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import shipped_recipes
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.cluster_files import Emitted, Kind, emit, object_name
+from raytrain_ddp.driver.cluster_files import Kind, emit, object_name
 from raytrain_ddp.driver.machine_types import Machines, machines
 from raytrain_ddp.errors import ConfigError
 
 GPUS = ("--scaling.use-gpu", "True", "--scaling.num-workers")
 
 
+class Emitted(NamedTuple):
+    text: str
+    notes: list[str]
+
+
 def emitted(kind: Kind, *words: str) -> Emitted:
     args = parse_fit(words)
-    return emit(args.config, kind, args.recipe)
+    return Emitted(*emit(args.config, kind, args.recipe))
 
 
 def config_of(text: str) -> TrainConfig:
@@ -57,7 +63,7 @@ def config_of(text: str) -> TrainConfig:
 )
 def test_the_printed_command_has_the_same_config(words: str):
     args = parse_fit(shlex.split(words))
-    text = emit(args.config, "command", args.recipe).text
+    text, _ = emit(args.config, "command", args.recipe)
     assert text.count("\n") == 1
     assert parse_fit(shlex.split(text)[3:]).config == args.config
 
@@ -127,7 +133,7 @@ def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path)
     assert (directives["nodes"], directives["gpus-per-node"]) == ("2", "4")
     assert directives["cpus-per-task"] == "32"
     assert directives["mem"] == "32G"
-    assert reported.notes == ()
+    assert reported.notes == []
 
 
 def test_a_slurm_job_without_gpus_asks_for_none():

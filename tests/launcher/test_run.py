@@ -39,7 +39,7 @@ from raytrain_ddp.launcher.rank_environment import (
     rank_variables,
     rendezvous_address,
 )
-from raytrain_ddp.launcher.run_options import PLACEHOLDERS, RunFlags, RunOptions, fill
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions, fill
 from raytrain_ddp.launcher.script_launch import preview, run_script
 from raytrain_ddp.launcher.worker_group import OF_AGENT, WorkerGroup
 from raytrain_ddp.launcher.working_folder import provide_folders
@@ -63,7 +63,7 @@ def test_flags_end_at_the_script_and_what_follows_is_the_scripts():
 def test_a_module_may_stand_for_the_script():
     order = parse(["-m", "--num-workers", "2", "package.train", "-m", "x"])
     assert (order.module, order.program, order.args) == (True, "package.train", ("-m", "x"))
-    values = dict.fromkeys((*PLACEHOLDERS, "init_method"), "0")
+    values = dict.fromkeys(("rank", "local_rank"), "0")
     assert order.command("py", values) == ["py", "-u", "-m", "package.train", "-m", "x"]
 
 

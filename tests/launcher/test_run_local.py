@@ -106,7 +106,7 @@ class Local:
         actors = [Actor() for _ in range(3)]
         try:
             group = self._group_of(order, actors)
-            group.start("0" * 32, 0, lambda: None, feeds=self.stdin is not None)
+            group.start("0" * 32, 0, feeds=self.stdin is not None)
             status, _ = launching._attempt(
                 order, group, self.logs, self.stops, lambda: None, self.stdin
             )
