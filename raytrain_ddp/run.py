@@ -79,6 +79,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
         ConfigError: for a value, a missing script, or one of torchrun's flags that would start
             something else here. SystemExit for --help and for a flag that is wrong.
     """
+    for word in argv:
+        if word.encode(errors="replace") != os.fsencode(word):
+            raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
     given, command = split(argv)
     flags = list(dict([*_defaults(environ or {}, dict(given)), *given]).items())  # the last wins
     module = any(name == "m" and value != "0" for name, value in flags)
@@ -174,9 +177,12 @@ def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list
 
 def _behind(command: Sequence[str], given: set[str]) -> list[str]:
     """Arguments after the script that look like our flags and do not occur in its text."""
-    try:
-        text = Path(command[0]).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # a module, or none
+    script = Path(command[0])
+    try:  # a pipe would be waited for
+        text = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
+    except OSError:
+        text = None
+    if text is None:  # a module, or none
         return []
     counts = {"num-workers", "nproc-per-node", "use-gpu"}
     given = given | counts if given & counts else given

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from raytrain_ddp.command_line import run_command
+from raytrain_ddp.errors import PreflightError
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 COMMANDS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos", "sweep")
@@ -64,6 +65,7 @@ def test_so_it_is_with_errors(tmp_path: Path):
 MAIN = """
 import sys
 from raytrain_ddp.command_line import run_command
+from raytrain_ddp.errors import PreflightError
 def main(argv):
     {0}
 run_command(main)
@@ -106,6 +108,16 @@ def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path):
         )
     assert done.returncode == 1
     assert done.stderr == "error: cannot write the output: [Errno 28] No space left on device\n"
+
+
+def test_a_deleted_working_folder_is_an_error_in_one_line(tmp_path: Path):
+    line = f'cd {tmp_path} && rmdir {tmp_path} && exec "$0" -m raytrain_ddp.report runs/x'
+    done = subprocess.run(
+        ["sh", "-c", line, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == PreflightError.exit_status
+    assert done.stderr.startswith("error: the working folder cannot be used (No such file")
+    assert done.stderr.count("\n") == 1
 
 
 def test_closed_streams_give_their_numbers_to_no_file(tmp_path: Path):

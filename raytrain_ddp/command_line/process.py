@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from raytrain_ddp.errors import RaytrainError, status_of
+from raytrain_ddp.errors import PreflightError, RaytrainError, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
 _PRINT_REMAINS = {"jaxlib", "onnx", "triton"}
@@ -37,6 +37,7 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
 def _status_of(main: Callable[[Sequence[str]], int]) -> int:
     given, sys.argv[1:] = sys.argv[1:], []  # the user's modules may parse theirs
     try:
+        _require_folder()
         return main(given)
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,6 +53,16 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
+
+
+def _require_folder() -> None:
+    """Raises PreflightError if the working folder was deleted: libraries end in odd ways there."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise PreflightError(
+            f"the working folder cannot be used ({error.strerror}): change to another one."
+        ) from None
 
 
 def _flushed(status: int) -> int:

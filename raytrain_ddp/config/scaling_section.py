@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.config.field_types import Section
-from raytrain_ddp.config.validation import FREE
+from raytrain_ddp.config.validation import FREE, LEAST_OF_RESOURCE
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class ScalingConfig(Section, name="scaling"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.worker_range()
-        self.above_zero("gpus_per_worker", "cpus_per_worker", "start_timeout_s")
+        self.above_zero("start_timeout_s")
+        self.at_least(LEAST_OF_RESOURCE, "gpus_per_worker", "cpus_per_worker")
         self.at_least(0, "max_failures", "spares", "wait_s", "check_every_steps", "hang_s")
         self.at_least(-1, "max_preemptions")
         self.at_least(1, "resize_s")

@@ -15,6 +15,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
+LEAST_OF_RESOURCE = 0.0001  # of a CPU or GPU, for Ray
 FREE: dict[str, bool] = {"free": True}
 ADDRESS = {"metavar": "HOST:PORT|auto"}
 

@@ -168,7 +168,9 @@ def _is_kept(path: Path) -> bool:
 
 
 def _wanted(top: Path, folder: Path) -> bool:
-    if folder.name in _LEFT_OUT or any((folder / each).exists() for each in _ENVIRONMENTS):
+    if folder.name in _LEFT_OUT or not os.access(folder, os.R_OK | os.X_OK):
+        return False
+    if any((folder / each).exists() for each in _ENVIRONMENTS):
         return False
     if folder.name in _SECRETS and folder.parent == top:
         return False

@@ -72,8 +72,9 @@ class Output:
 
     @property
     def behind(self) -> bool:
-        """Whether the console is so far behind that no more output should be requested."""
-        return self._put_bytes - self._written_bytes > _BEHIND_BYTES
+        """Whether the console is so far behind that no more output should be requested. If its
+        reader is gone, `take` reports it."""
+        return self._broken is None and self._put_bytes - self._written_bytes > _BEHIND_BYTES
 
     def take(self, rank: int, stream: str, data: bytes, at: float) -> None:
         """Handles data that a rank wrote to stdout or stderr, at time `at` of its machine.

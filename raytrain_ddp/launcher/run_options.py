@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from raytrain_ddp.config.validation import ADDRESS, require, require_least
+from raytrain_ddp.config.validation import (
+    ADDRESS,
+    LEAST_OF_RESOURCE,
+    require,
+    require_least,
+)
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
@@ -113,7 +118,8 @@ class RunFlags:
     def __post_init__(self) -> None:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
         cpus = self.cpus_per_worker
-        require(cpus is None or cpus > 0, "--cpus-per-worker", cpus, "must be above 0")
+        rule = f"must be {LEAST_OF_RESOURCE:g} or more"
+        require(cpus is None or cpus >= LEAST_OF_RESOURCE, "--cpus-per-worker", cpus, rule)
         counted = self.nproc_per_node is not None
         if self.gpus_per_worker is not None and not (self.use_gpu or counted):
             raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
@@ -211,8 +217,14 @@ class RunOptions:
             rule = "is for Python scripts; put --local_rank={local_rank} after the program"
             require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
 
-    def require_script(self, folder: Path) -> None:
-        """Raises ConfigError if the script is not in the folder."""
+    def require_possible(self, folder: Path, environ: Mapping[str, str]) -> None:
+        """Raises ConfigError if the script is not in the folder, or an exported variable is not
+        set."""
+        for name in self.flags.exported:
+            require(name in environ, "--export", name, "is not set in this shell")
+        self._require_script(folder)
+
+    def _require_script(self, folder: Path) -> None:
         path = folder / self.program
         is_folder = not self.flags.no_python and (path / "__main__.py").is_file()
         if self.module or path.is_file() or is_folder:

@@ -18,7 +18,6 @@ from pathlib import Path
 from string import Template
 from types import FrameType
 
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
@@ -57,10 +56,8 @@ def run_script(options: RunOptions) -> int:
             number.
         BrokenPipeError: the reader of our output is gone.
     """
-    options.require_script(Path.cwd())
     driver = dict(os.environ)  # before we or Ray add anything
-    for name in options.flags.exported:
-        require(name in driver, "--export", name, "is not set in this shell")
+    options.require_possible(Path.cwd(), driver)
     ours = [signal.Signals[name] for name in options.flags.signals]
     # Ray installs its own handler, so ours is installed again.
     with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
@@ -73,7 +70,7 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError, PreflightError: as in a real run, as far as this machine can tell.
     """
-    options.require_script(Path.cwd())
+    options.require_possible(Path.cwd(), driver)
     flags = options.flags
     layout = layout_for(flags, [local_resources()])
     gpus = int(layout.per_worker.get("GPU", 0))
@@ -188,7 +185,7 @@ def _log_folder(flags: RunFlags, run_id: str) -> Path:
     """
     try:
         top = Path(flags.log_dir or tempfile.mkdtemp(prefix="torchelastic_")).absolute()
-        folder = top / f"{flags.rdzv_id or 'none'}_{run_id[:8]}"
+        folder = top / f"{flags.rdzv_id or 'none'}_{run_id[:8]}".replace("/", "_")
         folder.mkdir(parents=True)
     except OSError as error:
         raise PreflightError(f"--log-dir {flags.log_dir}: {error}") from None

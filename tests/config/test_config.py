@@ -193,7 +193,7 @@ NONSENSE = [
     ("scaling.num_workers", "0:2"),
     ("scaling.num_workers", "many"),
     ("scaling.num_workers", "1:2:3"),
-    ("scaling.cpus_per_worker", 0.0),
+    ("scaling.cpus_per_worker", 0.00001),
     ("scaling.gpus_per_worker", 0.0),
     ("scaling.gpus_per_worker", 2.0),
     ("scaling.max_failures", -1),

@@ -88,7 +88,8 @@ def test_two_dashes_end_our_flags():
             ["--num-workers", "2", "--show", "2,5", "train.py"],
             "must name a rank below --num-workers = 2",
         ),
-        (["--cpus-per-worker", "0", "train.py"], "above 0"),
+        (["--cpus-per-worker", "0.00001", "train.py"], "must be 0.0001 or more"),
+        (["train\udcff.py"], "Ray takes words in UTF-8 only"),
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
 )
@@ -222,8 +223,11 @@ def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__main__.py").touch()
     for words in (["plain.py"], ["package"], ["--no-python", "./plain.py"], ["--no-python", "ls"]):
-        parse(words).require_script(tmp_path)
+        parse(words).require_possible(tmp_path, {})
+    os.mkfifo(tmp_path / "pipe")
     for words, hint in (
+        ([str(tmp_path / "pipe")], "there is no script"),
+        (["--export", "NOT_SET", "plain.py"], "--export = 'NOT_SET': is not set in this shell"),
         (["torchrun", "--nproc-per-node", "2", "t.py"], "Leave torchrun out"),
         (["python", "t.py"], "Leave python out"),
         (["ls"], "need --no-python"),
@@ -232,7 +236,7 @@ def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
         (["--no-python", "plain.py"], "write ./plain.py"),
     ):
         with pytest.raises(ConfigError, match=hint):
-            parse(words).require_script(tmp_path)
+            parse(words).require_possible(tmp_path, {})
 
 
 def test_flags_behind_the_script_are_noted_unless_it_knows_them(
@@ -689,7 +693,9 @@ def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
     )
 
 
-def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
+def test_any_file_that_is_another_elsewhere_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
     here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
 
@@ -705,6 +711,12 @@ def test_any_file_that_is_another_elsewhere_is_found(tmp_path: Path):
     written(here, "lib/new.py")
     assert different() == "lib/new.py"
     assert code_shipping.contents(tmp_path / "nowhere") is None
+    private = here / "private"
+    private.mkdir()
+    (private / "theirs.py").write_text("x")
+    allows = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != private and allows(path, mode))
+    assert "private/theirs.py" not in (code_shipping.contents(here) or {})
     assert code_shipping.difference(code_shipping.contents(here), None) == "all"
 
 
@@ -949,9 +961,25 @@ def test_a_console_that_stands_still_is_left_by_whoever_is_stopped(tmp_path: Pat
         assert process.wait(20) == 0
 
 
+def test_the_folder_of_logs_is_in_the_given_one(tmp_path: Path):
+    made = launching._log_folder(RunFlags(log_dir=str(tmp_path), rdzv_id="../../x"), "12345678")
+    assert made.parent == tmp_path
+
+
 def test_a_console_that_is_closed_is_reported(tmp_path: Path):
     with console_of(SLOW_CONSOLE.replace("20_000", "10**9"), tmp_path) as process:
         process.stdout.readline()
+        process.stdout.close()
+        assert "BrokenPipeError" in process.stderr.read()
+
+
+def test_a_console_that_is_closed_while_it_is_behind_is_reported(tmp_path: Path):
+    more = """    while output.behind:
+        time.sleep(0.01)
+    output.take(0, "stdout", b"more", 0.0)
+"""
+    with console_of(f"import time\n{SLOW_CONSOLE}{more}", tmp_path) as process:
+        assert process.stderr.readline() == "behind\n"
         process.stdout.close()
         assert "BrokenPipeError" in process.stderr.read()
 
