@@ -206,8 +206,10 @@ class Spares:
             del self.waiting[file]
             with suppress(OSError), spare.connection as connection:
                 client.send_request(connection, request, files)
-                # One that still loads Ray is ahead of a new process.
-                if not spare.ready or connection.recv(1) == client.READY:
+                if not spare.ready:  # it is ahead of a new process
+                    self._start_expected()
+                    return spare.pid
+                if connection.recv(1) == client.READY:
                     return spare.pid
             _end(spare)  # so that there are not two
         return 0
