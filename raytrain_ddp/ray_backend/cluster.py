@@ -187,8 +187,9 @@ def start_warm_server(config: TrainConfig, address: str | None) -> None:
 
 
 def _announce(config: TrainConfig, job: str = "") -> None:
-    if config.scaling.spares and _warm(config, 0):
-        announce_job(config.scaling.num_workers, job)
+    scaling = config.scaling
+    if scaling.spares and (mode := _forks(config)):
+        announce_job(mode, scaling.threads, scaling.num_workers, job)
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
@@ -226,6 +227,15 @@ def shipped_code(config: TrainConfig) -> dict[str, Any]:
     return {"py_modules": shipped} if shipped else {}
 
 
+def _forks(config: TrainConfig) -> str:
+    """Where Ray's processes are forks: see `suits` of fork_client.py; "": nowhere."""
+    given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
+    own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
+    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
+        return ""
+    return "auto" if config.scaling.warm_processes == "auto" else "always"
+
+
 def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     """A runtime environment whose processes are forked, see warm/; its server is started here for
     an embedded Ray.
@@ -233,14 +243,11 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     Args:
         owner: the process that the server ends with; 0: each node's raylet.
     """
-    given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
-    own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
-    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
+    mode, threads = _forks(config), config.scaling.threads
+    if not mode:
         return {}
-    mode = "auto" if config.scaling.warm_processes == "auto" else "always"
-    threads = config.scaling.threads
     if owner:
-        start_early(mode, threads)
+        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers)
     return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
 
 

@@ -212,6 +212,7 @@ class Spares:
                 if connection.recv(1) == client.READY:
                     return spare.pid
             _end(spare)  # so that there are not two
+        self._start_expected()
         return 0
 
     def hear(self, file: int) -> None:

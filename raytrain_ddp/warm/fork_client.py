@@ -19,6 +19,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 READY, REFUSED = b"r", b"n"
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def suits(mode: str) -> bool:
+def suits(mode: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this machine and environment suit a fork.
 
     Args:
@@ -57,7 +58,7 @@ def suits(mode: str) -> bool:
     """
     if mode == "auto" and os.path.exists("/dev/nvidiactl"):
         return False
-    return not any(name.startswith("PYTHON") and name not in _HONORED for name in os.environ)
+    return not any(name.startswith("PYTHON") and name not in _HONORED for name in environment)
 
 
 def fork_by_server(owner: int, threads: int, spares: int, command: list[str]) -> bool:
@@ -93,7 +94,9 @@ def send_request(connection: socket.socket, request: bytes, files: list[int]) ->
     connection.sendall(request)
 
 
-def address_of(owner: int, threads: int, script: str) -> str:
+def address_of(
+    owner: int, threads: int, script: str, environment: Mapping[str, str] = os.environ
+) -> str:
     """The abstract socket of the server for this process's Python, packages and environment.
 
     Args:
@@ -104,36 +107,60 @@ def address_of(owner: int, threads: int, script: str) -> str:
     packages = os.path.abspath(script).rpartition("/ray/_private/")[0]
     python = os.stat(sys.executable)
     prefix = _OF_RUN if owner else _OF_NODE
-    owner = owner or raylet()
+    owner = owner or raylet(environment)
     facts = [
         *(owner, started_at(owner), threads, sys.executable, python.st_mtime_ns, packages),
         os.stat(packages or "/").st_mtime_ns,
-        *sorted((name, value) for name, value in os.environ.items() if is_read_at_start(name)),
+        *sorted((name, value) for name, value in environment.items() if is_read_at_start(name)),
     ]
     return f"{prefix}-{os.getuid()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
 
 
-def raylet() -> int:
-    """The pid of the raylet that has started this process."""
-    return int(os.environ["RAY_RAYLET_PID"])
+def raylet(environment: Mapping[str, str] = os.environ) -> int:
+    """The pid of the raylet that has started a process with this environment."""
+    return int(environment["RAY_RAYLET_PID"])
 
 
-def expect_job(processes: int, job: str) -> None:
-    """Announces to this node's servers that a new job will soon ask for so many processes.
+def raylets() -> list[int]:
+    """The pids of this user's raylets on this machine."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+                    found += [int(pid)] * (file.read() == "raylet\n")
+        except OSError:  # it has ended
+            pass
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    with open(f"/proc/{pid}/environ", encoding="utf-8", errors="surrogateescape") as file:
+        pairs = [line.partition("=") for line in file.read().split("\0")]
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def expect_job(processes: int, job: str) -> bool:
+    """Announces to this node's servers that a new job will soon ask for so many processes; returns
+    whether there are any.
 
     Args:
         job: its RAY_JOB_ID; "": the one after that of the last request.
     """
+    is_known = False
     prefix = f"@{_OF_NODE}-{os.getuid()}-"
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         names = {line.split()[-1] for line in file}
     for name in names:
         if name.startswith(prefix) and (connection := connect(name[1:])) is not None:
+            is_known = True
             with connection:
                 connection.settimeout(_ANNOUNCED_WITHIN_S)
                 if is_own(connection) and connection.recv(1) == READY:
                     request = marshal.dumps({"expected": processes, "job": job})
                     send_request(connection, request, [0, 1, 2])
+    return is_known
 
 
 def is_read_at_start(name: str) -> bool:
@@ -184,14 +211,25 @@ def free_memory() -> float:
     return found["MemAvailable"] / found["MemTotal"]
 
 
-def start_server(address: str, owner: int, threads: int) -> int:
-    """Starts a server in the background, with no terminal and no output; returns its pid."""
+def start_server(
+    address: str,
+    owner: int,
+    threads: int,
+    expected: int = 0,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Starts a server in the background, with no terminal and no output; returns its pid.
+
+    Args:
+        expected: processes of the same job that follow the first one soon.
+        environ: of the server.
+    """
     server = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
     # Folders of PYTHONPATH join the path of each worker.
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {name: v for name, v in environ.items() if not name.startswith("PYTHON")}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    command = [sys.executable, server, address, str(owner)]
+    command = [sys.executable, server, address, str(owner), str(expected)]
     return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
 
 

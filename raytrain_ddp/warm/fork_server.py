@@ -1,8 +1,8 @@
 """A process per node that has the heavy modules loaded, and forks Ray workers from itself.
 
-Run by fork_client.py as ``python fork_server.py ADDRESS OWNER``. It has no thread and no CUDA
-context, and never imports Ray, whose random numbers would then be equal in all workers. It ends
-when its owner ends, and ends what it has forked with it.
+Run by fork_client.py as ``python fork_server.py ADDRESS OWNER EXPECTED``. It has no thread and no
+CUDA context, and never imports Ray, whose random numbers would then be equal in all workers. It
+ends when its owner ends, and ends what it has forked with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REQUEST_WITHIN_S = 5.0
 _LEAST_FREE = 0.05
 
 
-def main(address: str, owner: int) -> None:
+def main(address: str, owner: int, expected: int) -> None:
     """Serves until the owner ends, or nobody has asked for an hour, or memory is short."""
     fork_child.close_all_but({0, 1, 2})
     os.chdir("/")
@@ -59,7 +59,7 @@ def main(address: str, owner: int) -> None:
     listener.listen(128)
     sys.path.pop(0)  # this folder
     variables = load()
-    children = serve(listener, owner_end, variables if is_fit_to_fork() else None)
+    children = serve(listener, owner_end, variables if is_fit_to_fork() else None, expected)
     listener.close()
     if select.select([owner_end], [], [], 0)[0]:
         end(children)
@@ -93,18 +93,19 @@ def is_fit_to_fork() -> bool:
 
 
 def serve(
-    listener: socket.socket, owner_end: int, variables: dict[str, str] | None
+    listener: socket.socket, owner_end: int, variables: dict[str, str] | None, expected: int
 ) -> dict[int, int]:
     """Forks on request.
 
     Args:
         variables: added to the environments of the processes; None: refuses all requests.
+        expected: processes that follow the first one soon.
 
     Returns:
         The pidfds and pids of the forked processes that live.
     """
     children: dict[int, int] = {}
-    spares = fork_child.Spares(variables or {})
+    spares = fork_child.Spares(variables or {}, expected=expected)
     asked = time.monotonic()
     while True:
         watched = [listener.fileno(), owner_end, *children, *spares.waiting]
@@ -181,4 +182,4 @@ def end(children: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

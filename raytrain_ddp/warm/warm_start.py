@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,35 +32,50 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
     return f"sh -c {shlex.quote(command)} sh"
 
 
-def announce_job(workers: object, job: str = "") -> None:
-    """Makes servers on this machine prepare processes for a job: the mailbox, Ray Train's
-    controller, and workers.
+def announce_job(mode: str, threads: int, workers: object, job: str = "") -> None:
+    """Makes servers on this machine prepare processes for a job; starts that of its raylet.
 
     Args:
         workers: how many, if it is an integer.
         job: its id, if it has connected to Ray.
     """
-    count = workers if isinstance(workers, int) else _AUTO
     with suppress(OSError):
-        fork_client.expect_job(2 + min(count, len(os.sched_getaffinity(0)), _MOST), job)
+        is_known = fork_client.expect_job(_processes(workers), job)
+        raylets = [] if is_known or job else fork_client.raylets()
+        if len(raylets) == 1:  # otherwise, the first worker starts the one of the right raylet
+            environment = fork_client.environment_of(raylets[0])
+            environment["RAY_RAYLET_PID"] = str(raylets[0])
+            _start(mode, 0, threads, workers, environment)
 
 
-def start_early(mode: str, threads: int) -> None:
+def start_early(mode: str, threads: int, workers: object = 0) -> None:
     """Starts the server of this process, so that it loads its modules while Ray starts.
 
     Without it, the first worker starts it. A second call does nothing.
+
+    Args:
+        workers: of the job, as in `announce_job`; 0: no processes are prepared.
     """
+    with suppress(OSError):  # the workers start as usual
+        _start(mode, os.getpid(), threads, workers, os.environ)
+
+
+def _start(
+    mode: str, owner: int, threads: int, workers: object, environment: Mapping[str, str]
+) -> None:
     ray = importlib.util.find_spec("ray")
-    if ray is None or ray.origin is None or not fork_client.suits(mode):
+    if ray is None or ray.origin is None or not fork_client.suits(mode, environment):
         return
     script = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
-    try:
-        if fork_client.free_memory() < fork_client.LEAST_FREE:
-            return
-        owner = os.getpid()
-        address = fork_client.address_of(owner, threads, script)
-        if address not in _started:
-            _started.add(address)
-            fork_client.start_server(address, owner, threads)
-    except OSError:
-        pass  # the workers start as usual
+    address = fork_client.address_of(owner, threads, script, environment)
+    if fork_client.free_memory() >= fork_client.LEAST_FREE and address not in _started:
+        _started.add(address)
+        expected = _processes(workers) - 1 if workers else 0
+        pid = owner or fork_client.raylet(environment)
+        fork_client.start_server(address, pid, threads, expected, environment)
+
+
+def _processes(workers: object) -> int:
+    """Of a job on this machine: the mailbox, Ray Train's controller, and the workers."""
+    count = workers if isinstance(workers, int) else _AUTO
+    return 2 + min(count, len(os.sched_getaffinity(0)), _MOST)
