@@ -138,7 +138,10 @@ def environment_of(pid: int) -> dict[str, str]:
     """The environment that a process was started with."""
     with open(f"/proc/{pid}/environ", encoding="utf-8", errors="surrogateescape") as file:
         pairs = [line.partition("=") for line in file.read().split("\0")]
-    return {name: value for name, equals, value in pairs if equals}
+    found = {name: value for name, equals, value in pairs if equals}
+    if "/ray/core/" in found.get("LD_PRELOAD", ""):  # Ray's jemalloc, for raylets only
+        del found["LD_PRELOAD"]
+    return found
 
 
 def expect_job(processes: int, job: str) -> bool:

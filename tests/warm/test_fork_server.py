@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,7 +25,7 @@ from raytrain_ddp import TrainConfig
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.ray_backend.cluster import _warm
 from raytrain_ddp.warm import fork_client
-from raytrain_ddp.warm.warm_start import py_executable
+from raytrain_ddp.warm.warm_start import announce_job, py_executable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it needs Linux")
 
@@ -294,6 +296,34 @@ def test_processes_of_an_announced_job_are_prepared(
     fork_client.expect_job(2, "")
     place.spares(3)
     assert len(own.spares(1)) == 1
+
+
+def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    program = tmp_path / "raylet"
+    shutil.copy(shutil.which("sleep") or "", program)
+    variables = {"LANG": "C.UTF-8", "A": "=ö", "LD_PRELOAD": "/x/ray/core/libjemalloc.so"}
+    with subprocess.Popen([program, "300"], env=variables, stderr=subprocess.DEVNULL) as raylet:
+        wait_until(lambda: raylet.pid in fork_client.raylets())
+        environment = {"LANG": "C.UTF-8", "A": "=ö"}
+        assert fork_client.environment_of(raylet.pid) == environment
+        name = f"raytrain-test-{raylet.pid}"
+        place = Place(tmp_path / "place", 0, 1, **{"raytrain-fork-node": name})
+        monkeypatch.setattr(fork_client, "_OF_NODE", name)
+        monkeypatch.setattr(fork_client, "__file__", str(place.folder / "fork_client.py"))
+        monkeypatch.setattr(fork_client, "raylets", lambda: [raylet.pid])
+        ray = SimpleNamespace(origin=str(place.workers.parents[1] / "__init__.py"))
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: ray)
+        announce_job("always", 1, 1)
+        announce_job("always", 1, 1)
+        [server] = place.servers()
+        env = {**environment, "RAY_RAYLET_PID": str(raylet.pid)}
+        first = place.run(env=env)
+        assert (first["parent"], first["loaded"]) == (server.pid, False)
+        place.spares(2)  # of three processes
+        assert place.run(env=env)["loaded"]
+        raylet.kill()
 
 
 def test_a_spare_that_still_loads_is_taken(tmp_path: Path, owner: subprocess.Popen[bytes]):
