@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -343,6 +345,12 @@ def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
     assert "<code>storage</code>" not in page
     assert page.count("</i>troubled</span>") >= 3  # legends
     assert any("troubled" in text and "other" in text for _, text in hovers(page))
+
+
+def test_the_command_of_a_page_names_the_same_runs(tmp_path: Path):
+    runs = [write(tmp_path / name / "r", [train(1, 1.0)], []) for name in ("a b", "c&d")]
+    command = re.findall(r"report ([^<]*)</code>\.", page_of(*runs, out=tmp_path / "both.html"))[-1]
+    assert shlex.split(unescape(command)) == [str(run) for run in runs]
 
 
 def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError, TaskError
-from raytrain_ddp.report.sweep_page import importance
+from raytrain_ddp.report.sweep_page import importance, one_sweep
 from raytrain_ddp.report.write import write_report
 from raytrain_ddp.sweep.__main__ import main, parse
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
@@ -30,6 +31,7 @@ from raytrain_ddp.sweep.space import parse_space
 from raytrain_ddp.sweep.sweep_display import SweepDisplay, spread
 from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep, Trial, load_sweep, save
 from raytrain_ddp.sweep.trial_configs import require_valid, scaling_of_trial
+from raytrain_ddp.uri import open_uri
 
 LR = "optim.lr=log:1e-3:1"
 
@@ -266,6 +268,16 @@ def test_the_report_of_a_sweep_is_one_page(tmp_path: Path):
     assert "python -m raytrain_ddp.fit --epochs 9" in page
     assert "train it further" not in page  # it has finished
     assert "29 finished, 1 failed" in page
+
+
+def test_the_commands_of_a_report_open_the_store_of_the_sweep(tmp_path: Path):
+    sweep = made(tmp_path / "s", 3)
+    uri = "s3://b/s?region=r&endpoint_override=localhost:9000&scheme=http"
+    store = Storage(open_uri(uri)[0], "b/s", False, uri)
+    page = unescape(one_sweep(store, sweep))
+    best = sweep.ranked()[0].name
+    for command in (f"'{uri}'", f"'{uri.replace('?', f'/{best}?')}'"):
+        assert f"python -m raytrain_ddp.report {command}" in page
 
 
 def test_importance_finds_the_field_that_decides(tmp_path: Path):
