@@ -470,6 +470,18 @@ def test_gpus_are_those_that_nvidia_smi_tells_of(tmp_path: Path, monkeypatch: py
     assert machine_facts.driver() == {"version": "580.95.05", "cuda": "13.0"}
 
 
+def test_a_gpu_without_memory_of_its_own_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GB10, [N/A], [N/A]"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = machine_facts.gpus()
+    assert found == [{"name": "NVIDIA GB10", "total": None, "free": None}]
+    findings = cluster("head", gpus=1)
+    findings["places"][0]["facts"]["gpus"] = found
+    (row,) = [row for row in assess(findings).rows if row.check == "GPUs"]
+    assert (row.found, row.verdict) == ("1 x NVIDIA GB10", "ok")
+
+
 def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     token = tmp_path / "token"
     token.write_text("secret")
