@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -506,6 +507,19 @@ def test_listeners_and_own_connections_are_found():
             assert (client.getsockname(), ("127.0.0.1", port)) in new
             assert (("127.0.0.1", port), client.getsockname()) in new
     assert network_facts.listening(port) == []
+
+
+def test_another_service_at_the_port_of_the_dashboard_has_no_mode():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with server.accept()[0] as client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                client.recv(1024)
+
+        Thread(target=greet, daemon=True).start()
+        found = network_facts.gather_network_facts(server.getsockname()[1])
+    assert (found["dashboard"], found["dashboard_mode"]) == (["127.0.0.1"], None)
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="as the kernel writes it there")
