@@ -219,7 +219,18 @@ def test_several_runs_are_drawn_over_each_other(site: Site):
     page = site.page("/compare?run=live&run=done&run=nothing")
     assert "Where their configs differ" in page
     assert "Loss, smoothed" in page or "Loss (logarithmic), smoothed" in page
+    assert "There is no run nothing." in page
     assert "Tick two runs or more" in site.page("/compare?run=live")
+
+
+def test_runs_that_are_not_compared_are_named(tmp_path: Path):
+    for n in range(14):
+        write(tmp_path / f"r{n:02}", [train(1)], [plan()])
+    many = Site(tmp_path)
+    page = many.page("/compare?" + "&".join(f"run=r{n:02}" for n in range(14)))
+    many.close()
+    assert "The first 12 of 14 runs; report shows all of them." in page
+    assert ("What happened: r11" in page, "What happened: r12" in page) == (True, False)
 
 
 def test_an_update_has_only_what_changed(site: Site, place: Path):
