@@ -102,8 +102,11 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
     display.summary(sweep, conclusion(order, folder, sweep))
     failed = [trial for trial in sweep.trials if trial.status == "failed"]
     if failed and len(failed) == len(sweep.trials):
-        first = failed[0].message.partition("\n")[0]
-        raise TaskError(f"all {len(failed)} trials have failed; the first: {first}")
+        first = failed[0].message.partition("\n")[0].rstrip(".")
+        raise TaskError(
+            f"all {len(failed)} trials have failed; the first: {first}. This sweep does not train "
+            "them again: after a fix, give another --name."
+        )
     return 128 + conductor.stopping if conductor.stopping else 0
 
 
