@@ -192,7 +192,7 @@ def test_a_report_goes_into_the_run_or_here_or_where_the_flag_says(
     assert [path.name for path in tmp_path.glob("new/*")] == ["a.html"]
     Path("a.html").touch()
     with pytest.raises(ConfigError, match=r"cannot be written .* --out"):
-        write_report([one], "a.html/b", False, "auto")
+        write_report([one], "a.html/b.html", False, "auto")
 
 
 # ------------------------------------------------------------------ what it tells
@@ -362,7 +362,7 @@ def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_
     assert "<code>seed</code>" not in page
 
 
-@pytest.mark.parametrize("out", [".", "", "{run}", "{run}/config.toml"])
+@pytest.mark.parametrize("out", [".", "", "new", "new/", "{run}", "{run}/config.toml"])
 def test_a_report_replaces_nothing_but_a_page(out: str, troubled: Path):
     before = (troubled / "config.toml").read_text()
     with pytest.raises(ConfigError, match="set --out to"):
