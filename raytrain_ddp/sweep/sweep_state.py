@@ -199,7 +199,7 @@ def load_sweep(folder: Storage) -> Sweep | None:
         if schema > SCHEMA:
             raise ConfigError(f"{folder}/{SWEEP_FILE}: a newer version of raytrain_ddp wrote it.")
         return TypeAdapter(Sweep).validate_python(content)
-    except (ValidationError, ValueError, KeyError, TypeError) as error:
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         what = str(error).partition("\n")[0]

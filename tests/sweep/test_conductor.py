@@ -330,7 +330,9 @@ def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
     assert found(open_storage(str(tmp_path / "new")), settings(4)) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 1, "settings": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"schema": 1}', '{"schema": 1, "settings": 3}']
+)
 def test_a_damaged_file_is_named(tmp_path: Path, text: str):
     (tmp_path / SWEEP_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=r"sweep.json is damaged"):
