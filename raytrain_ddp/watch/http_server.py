@@ -90,10 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_S
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
         if not self._may_ask():
             return
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return
+        query = parse_qs(url.query)
         if self._shows_token(query.get("token", [""])[0]):
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             there = {"Location": "/" + url.path.lstrip("/"), "Set-Cookie": cookie}
@@ -116,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True  # a body, if there is one, is not read
         if not self._may_ask():
             return
-        origin = urlsplit(self.headers.get("Origin", "")).netloc
+        origin = self.headers.get("Origin", "").partition("://")[2]
         _, action, name = (*self.path.split("/", 2), "", "")[:3]
         is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == action
         act = {"stop": stop_run, "predict": self.server.predictor.start}.get(action)
