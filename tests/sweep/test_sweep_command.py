@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -26,7 +27,7 @@ from raytrain_ddp.report.sweep_page import importance, one_sweep
 from raytrain_ddp.report.write import write_report
 from raytrain_ddp.sweep.__main__ import main, parse
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
-from raytrain_ddp.sweep.run_sweep import SweepOrder, run_sweep, settings_of
+from raytrain_ddp.sweep.run_sweep import SweepOrder, conclusion, run_sweep, settings_of
 from raytrain_ddp.sweep.space import parse_space
 from raytrain_ddp.sweep.sweep_display import SweepDisplay, spread
 from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep, Trial, load_sweep, save
@@ -278,6 +279,25 @@ def test_the_commands_of_a_report_open_the_store_of_the_sweep(tmp_path: Path):
     best = sweep.ranked()[0].name
     for command in (f"'{uri}'", f"'{uri.replace('?', f'/{best}?')}'"):
         assert f"python -m raytrain_ddp.report {command}" in page
+
+
+def test_a_best_run_that_was_deleted_is_called_so(tmp_path: Path):
+    sweep, folder = made(tmp_path / "s", 3), open_storage(str(tmp_path / "s"))
+    best = sweep.ranked()[0]
+    best.status = "stopped"
+    order = SweepOrder(TrainConfig(), sweep.settings)
+    run = folder.join(best.name)
+    run.mkdir()
+    run.write_atomic(CONFIG_FILE, b"")
+    rows = dict(conclusion(order, folder, sweep))
+    assert (rows["best run"], "train it further" in rows) == (str(run), True)
+    assert f"raytrain_ddp.report {run}" in one_sweep(folder, sweep)
+    (tmp_path / "s" / best.name / CONFIG_FILE).unlink()
+    rows = dict(conclusion(order, folder, sweep))
+    assert (rows["best run"], "train it further" in rows) == (f"{run} (deleted)", False)
+    page = one_sweep(folder, sweep)
+    assert f"{best.name} (deleted)" in page
+    assert f"raytrain_ddp.report {run}" not in page
 
 
 def test_importance_finds_the_field_that_decides(tmp_path: Path):
