@@ -8,6 +8,7 @@ import os
 import shutil
 import tarfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,24 @@ def test_folders_are_read_through_links_and_tables_in_them_are_named(
     (tmp_path / "in/up").symlink_to(tmp_path)
     with pytest.raises(DataError, match=r"the link .*in/up points to a folder above it"):
         predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")
+
+
+def test_a_pipe_in_a_folder_is_a_bad_image_and_is_not_waited_for(
+    photos: tuple[str, Path], tmp_path: Path
+):
+    run, folder = photos
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jpg").write_bytes((folder / "dark/4.jpg").read_bytes())
+    os.mkfifo(tmp_path / "in/b.jpg")
+    for word in ("in", "in/*.jpg"):
+        predict(run, tmp_path / word, "--out", tmp_path / "p.parquet", "--overwrite")
+        image, pipe = rows(tmp_path / "p.parquet")
+        assert image["error"] is None
+        assert pipe["error"] == "a named pipe, socket or device, not a file"
+    with ThreadPoolExecutor(1) as writer:  # one that is given by its name is read
+        writer.submit((tmp_path / "in/b.jpg").write_bytes, (tmp_path / "in/a.jpg").read_bytes())
+        predict(run, (tmp_path / "in/b.jpg").as_uri(), "--out", tmp_path / "q.parquet")
+    assert rows(tmp_path / "q.parquet")[0]["error"] is None
 
 
 @pytest.mark.parametrize("end", ["parquet", "csv", "jsonl"])
