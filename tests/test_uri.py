@@ -117,6 +117,8 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
         assert uri_beside(uri, "box/a b/c d").endswith("box@mine.dfs.core.windows.net/a%20b/c%20d")
     with pytest.raises(ConfigError, match=r"^s3://: names no bucket"):
         open_uri("s3://")
+    with pytest.raises(ConfigError, match=r"^file://box/a/b: names a host: write file:///a/b"):
+        open_uri("file://box/a/b")
 
 
 def test_fault_45_neither_names_nor_reasons_hold_secrets():

@@ -460,6 +460,7 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
         (("--out", "p.csv", "--top", "0"), ConfigError, "--top"),
         (("--out", "p.csv", "--layer", "hed"), ConfigError, "no such layer. Did you mean 'head'"),
         (("nothing", "--out", "p.csv"), DataError, "nothing: no such file or folder"),
+        (("file://box/a.jpg", "--out", "p.csv"), ConfigError, "names a host: write file:///a.jpg"),
         (("clip.mp4", "--out", "p.csv"), DataError, "is a video, no images. Extract its frames"),
         (("texts", "--out", "p.csv"), DataError, "contains no images and no tables"),
         (("t.parquet", "--out", "p.csv"), DataError, "no column 'image' .* --image-column"),
