@@ -22,7 +22,8 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[Path, Any]:
     words after ``--`` are positional.
 
     Raises:
-        ConfigError: for an unknown flag, a wrong value, and a word that is missing or unexpected.
+        ConfigError: for an unknown flag, a wrong or empty value, and a word that is missing or
+            unexpected.
     """
     named = {flag.name: flag for flag in flags if not flag.positional}
     words, values, placed = deque(argv), dict[Path, Any](), list[str]()
@@ -42,7 +43,12 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[Path, Any]:
             values[flag.path] = False
         else:
             raise ConfigError(f"{name} takes no value: write --{flag.name}={text}.")
-    return {**values, **_by_place([flag for flag in flags if flag.positional], placed)}
+    values |= _by_place([flag for flag in flags if flag.positional], placed)
+    for flag in flags:
+        if values.get(flag.path) == "" and not flag.may_be_empty:
+            name = flag.positional or f"--{flag.name}"
+            raise ConfigError(f"{name} is empty, as by a shell variable that is not set.")
+    return values
 
 
 def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:

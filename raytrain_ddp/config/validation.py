@@ -16,6 +16,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 FREE: dict[str, bool] = {"free": True}
+MAY_BE_EMPTY = {"may_be_empty": True}
 ADDRESS = {"metavar": "HOST:PORT|auto"}
 
 
