@@ -39,6 +39,17 @@ def seconds_of(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]] if found else math.nan
 
 
+def is_flag(word: str) -> bool:
+    """Whether a word starts with a dash; a dash alone and negative numbers are values."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
 def scalar(value: str | bool | int | float) -> str | bool | int | float:
     """A word of a command line as what it looks like: an integer, a number, true, false, or
     text."""
