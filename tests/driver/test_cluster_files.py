@@ -209,6 +209,7 @@ def test_pods_without_gpus_ask_for_none():
             "vmSize",
             "Standard_NC16as_T4_v3",
         ),
+        ("abfss://box@my.dfs.core.windows.net/runs", "azure", "vmSize", "Standard_NC16as_T4_v3"),
     ],
 )
 def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: str, type_name: str):
@@ -225,6 +226,8 @@ def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: st
     asked = parse_fit(words).config
     assert run == replace(asked, scaling=replace(asked.scaling, wait_s=1800))
     assert not any(blank in reported.text for blank in ("BUCKET", "CONTAINER"))
+    if provider == "azure":
+        assert "storageAccounts/my/blobServices/default/containers/box" in reported.text
 
 
 def test_ones_own_machines_for_a_folder_which_is_warned_of():
