@@ -65,7 +65,8 @@ def open_input(
 
     Raises:
         DataError: there is nothing, or nothing that can be read.
-        ConfigError: the task has only its own data, or a table is named beside images.
+        ConfigError: the task has only its own data, a table is named beside images, or an
+            image column for images.
     """
     if not words:
         return _own(model, on_bad, image_size)
@@ -78,6 +79,10 @@ def open_input(
     named = [word for word in words if word in found and format_of(word) is not None]
     if images and named:
         raise ConfigError(f"{named[0]} is a table, and others are images: predict them separately.")
+    if images and image_column is not None:
+        raise ConfigError(
+            "--image-column has no effect, as INPUT is images, not tables: remove it."
+        )
     if images:
         source = GivenImages(images, [*map(_place, words)])
         data = model.data_of(source, on_bad, image_size or model.image_size)

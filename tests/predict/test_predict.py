@@ -461,6 +461,11 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
         (("--out", "p.csv", "--layer", "hed"), ConfigError, "no such layer. Did you mean 'head'"),
         (("nothing", "--out", "p.csv"), DataError, "nothing: no such file or folder"),
         (("file://box/a.jpg", "--out", "p.csv"), ConfigError, "names a host: write file:///a.jpg"),
+        (
+            ("a.jpg", "--image-column", "x", "--out", "p.csv"),
+            ConfigError,
+            "has no effect, as INPUT",
+        ),
         (("clip.mp4", "--out", "p.csv"), DataError, "is a video, no images. Extract its frames"),
         (("texts", "--out", "p.csv"), DataError, "contains no images and no tables"),
         (("t.parquet", "--out", "p.csv"), DataError, "no column 'image' .* --image-column"),
@@ -476,6 +481,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clip.mp4").write_bytes(b"x")
+    (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("x")
     pq.write_table(pa.table({"x": [1]}), "t.parquet")
