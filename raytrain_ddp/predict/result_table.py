@@ -18,6 +18,7 @@ from torch import Tensor
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Outputs
 from raytrain_ddp.inference.inputs import TARGET
+from raytrain_ddp.records import json_of
 
 ERROR = "error"
 _NAMES = b"names"  # of the numbers in a column of lists
@@ -224,7 +225,7 @@ def _json_lines(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[s
             columns = {name: _python(table[name].combine_chunks()) for name in table.schema.names}
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json_of(line, ascii_only=False) + "\n")
 
 
 def _python(column: Any) -> list[Any]:

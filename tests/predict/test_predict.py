@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import tarfile
@@ -310,6 +311,22 @@ def test_outputs_of_several_types_are_columns_of_one(tmp_path: Path):
     assert [len(row) for row in found["lists"].to_pylist()] == [3] * 40 + [2] * 13
     with pytest.raises(TaskError, match=r"'lists' differ in length.*parquet"):
         predict(tmp_path / "own", "--out", tmp_path / "p.csv", "--batch-size", "20")
+
+
+class NotFinite(TinyTask):
+    def predict(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {
+            "é": [math.nan, *[1.5] * (len(batch["x"]) - 1)],
+            "all": [[math.inf]] * len(batch["x"]),
+        }
+
+
+def test_json_lines_are_strict_json_with_null_for_what_is_not_finite(tmp_path: Path):
+    fit_locally(tiny_config(tmp_path, "own", epochs=1, task=NotFinite))
+    predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
+    text = (tmp_path / "p.jsonl").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == '{"row": 0, "é": null, "all": [null], "error": null}'
+    assert '{"row": 1, "é": 1.5,' in text
 
 
 def test_a_uri_of_a_file_is_decoded(photos: tuple[str, Path], tmp_path: Path):
