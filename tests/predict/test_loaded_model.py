@@ -6,6 +6,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,6 +195,12 @@ def test_a_single_image_and_none_are_refused(digits: str):
             model.predict(images)
     with pytest.raises(ConfigError, match="no images"):
         model.predict([])
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1.5])
+def test_a_batch_has_at_least_one_image(digits: str, size: Any):
+    with pytest.raises(ConfigError, match=f"batch_size = {size}: must be an integer, 1 or more"):
+        raytrain_ddp.load(digits, device="cpu").predict([np.zeros((8, 8, 3), np.uint8)], size)
 
 
 def test_another_word_for_the_checkpoint_is_refused(digits: str):
