@@ -39,6 +39,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
 
 
+def require_utf8(name: str, path: Path) -> None:
+    """Raises ConfigError, with this name of the option, if a path has bytes that are no UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} {path}: must be UTF-8: use another name.") from None
+
+
 def require_alone(lock: IO[str], refusal: str) -> None:
     """Locks a file until it is closed; raises RunLockedError, with this text, if another process
     holds the lock."""

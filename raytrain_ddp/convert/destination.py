@@ -36,6 +36,7 @@ from raytrain_ddp.files import (
     fsync,
     read_json,
     require_alone,
+    require_utf8,
     sha256_of,
     write_json,
 )
@@ -58,6 +59,8 @@ def check_dest(source: str, dest: str) -> Path:
     if "://" in dest:
         raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
     folder = expanded(dest).resolve()
+    for name, path in (("SRC", Path(source)), ("DST", folder)):
+        require_utf8(name, path)
     origin = Path(source) if "://" in source else expanded(source).resolve()
     if origin.is_dir() and (folder == origin or origin in folder.parents):
         raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")

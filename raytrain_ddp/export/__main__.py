@@ -14,7 +14,7 @@ from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.config.validation import require_least
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
-from raytrain_ddp.files import expanded, require_alone
+from raytrain_ddp.files import expanded, require_alone, require_utf8
 
 if TYPE_CHECKING:
     from raytrain_ddp.inference.loaded_model import LoadedModel
@@ -123,6 +123,7 @@ def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
 def _require_place(out: Path, overwrite: bool) -> None:
     """Raises ConfigError if the folder cannot be made there, or would replace anything other than
     an export."""
+    require_utf8("--out", out)  # as the writers do
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
     if out.exists() and not overwrite:

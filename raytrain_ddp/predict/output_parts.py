@@ -20,7 +20,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.files import different, fsync, read_json, replace_with, require_alone, write_json
+from raytrain_ddp.files import (
+    different,
+    fsync,
+    read_json,
+    replace_with,
+    require_alone,
+    require_utf8,
+    write_json,
+)
 from raytrain_ddp.predict.result_table import ERROR, aligned, whole, writer_of
 
 _PLAN = "plan.json"
@@ -54,6 +62,7 @@ class OutputParts:
             raise ConfigError(
                 f"--out {out}: expected a name that ends with .parquet, .csv or .jsonl."
             )
+        require_utf8("--out", out)  # as pyarrow does
         self._writer = writer
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}.")

@@ -851,6 +851,7 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a file"),
         (folder, "is inside SRC"),
+        (tmp_path / "c\udcff", "must be UTF-8"),
         (folder / "train" / "parquet", "is inside SRC"),
         (Path("/proc"), "is a mount point"),
     ]:
@@ -858,6 +859,8 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
             run_convert(folder, dest)
     with ProcessPool(1) as run, pytest.raises(ConfigError, match="must be a folder"):
         convert(str(folder), "s3://bucket/x", ConvertConfig(), run, silent)
+    with ProcessPool(1) as run, pytest.raises(ConfigError, match=r"SRC .*must be UTF-8"):
+        convert(f"{folder}\udcff", str(tmp_path / "c"), ConvertConfig(), run, silent)
     (tmp_path / "empty").mkdir()
     assert run_convert(folder, tmp_path / "empty").dataset["rows"]["train"] == TRAIN
 

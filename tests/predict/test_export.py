@@ -247,6 +247,7 @@ def test_the_example_of_serving(photos: tuple[str, Path], monkeypatch: pytest.Mo
             ("--format", "onnx", "--out", ".", "--overwrite"),
             "is not an export, and is not replaced",
         ),
+        (("--format", "safetensors", "--out", "x\udcff"), "must be UTF-8"),
         (("--format", "onnx", "--out", "no/where"), "there is no folder no"),
     ],
 )

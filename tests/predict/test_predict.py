@@ -476,6 +476,7 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
         (("--out", "p.csv", "--top", "11"), ConfigError, "the run has 10 classes"),
         (("--out", "p.csv", "--top", "0"), ConfigError, "--top"),
         (("--out", "p.csv", "--layer", "hed"), ConfigError, "no such layer. Did you mean 'head'"),
+        (("--out", "p\udcff.csv"), ConfigError, "must be UTF-8"),
         (("nothing", "--out", "p.csv"), DataError, "nothing: no such file or folder"),
         (("file://box/a.jpg", "--out", "p.csv"), ConfigError, "names a host: write file:///a.jpg"),
         (
