@@ -73,8 +73,7 @@ def main(argv: Sequence[str]) -> int:
         from raytrain_ddp.convert.destination import read_dataset_file, verify
 
         folder = expanded(args.verify)
-        rows = read_dataset_file(folder).get("rows")
-        images = sum(rows.values()) if isinstance(rows, dict) else 0
+        images = sum(read_dataset_file(folder)["rows"].values())
         with shown() as phase:
             dataset = verify(folder, cpus, phase("verifying", images))
         print(f"{folder}: {_counts(dataset)}: all as written")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -1013,6 +1013,27 @@ def test_a_damaged_dataset_file_is_a_data_error(copy: Path, text: str):
     (copy / "dataset.json").unlink()
     with pytest.raises(DataError, match="not found"):
         verify(copy, 1, silent("", 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda content: content["files"][1].pop("bytes"), r"files\[1\]\.bytes"),
+        (lambda content: content["files"][0].update(rows="9"), r"files\[0\]\.rows"),
+        (lambda content: content["files"].append("x"), r"files\[\d\]\.path"),
+        (lambda content: content["rows"].update(train="9"), r"rows\.train"),
+        (lambda content: content.pop("class_names"), "class_names"),
+        (lambda content: content.pop("mean"), "mean"),
+    ],
+)
+def test_what_a_dataset_file_lacks_is_named(
+    copy: Path, change: Callable[[dict[str, Any]], object], named: str
+):
+    content = json.loads((copy / "dataset.json").read_text())
+    change(content)
+    (copy / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"dataset\.json: {named} is missing or wrong"):
+        main(["--verify", str(copy)])
 
 
 def test_a_dataset_file_cannot_lead_out_of_its_folder(copy: Path):
