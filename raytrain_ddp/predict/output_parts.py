@@ -29,7 +29,7 @@ from raytrain_ddp.files import (
     require_utf8,
     write_json,
 )
-from raytrain_ddp.predict.result_table import ERROR, aligned, whole, writer_of
+from raytrain_ddp.predict.result_table import ERROR, aligned, require_flat, whole, writer_of
 
 _PLAN = "plan.json"
 
@@ -132,6 +132,9 @@ class OutputParts:
         return self.folder / f"part-{part:08d}.parquet"
 
     def write(self, part: int, table: Any) -> None:
+        """Raises TaskError if the file cannot have these columns."""
+        if self.out.suffix.lower() == ".csv":
+            require_flat(table.schema)
         with self._writing(), replace_with(self.path(part), self.folder) as temp:
             pq.write_table(table, temp, compression="zstd")
 

@@ -181,6 +181,17 @@ def _csv(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[str, str
                 waiting.clear()
 
 
+def require_flat(schema: Any) -> None:
+    """Raises TaskError if a column has more than texts, numbers and lists of these, as CSV has."""
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+        if pa.types.is_nested(kind):
+            raise TaskError(
+                f"the values of {field.name!r} are {field.type}, so they cannot be CSV columns. "
+                "Use an --out file that ends in .parquet or .jsonl."
+            )
+
+
 def _add_widths(table: Any, widths: dict[str, list[str]]) -> None:
     """Adds the names of the numbers in each column of lists that has none yet."""
     for field in table.schema:

@@ -313,6 +313,20 @@ def test_outputs_of_several_types_are_columns_of_one(tmp_path: Path):
         predict(tmp_path / "own", "--out", tmp_path / "p.csv", "--batch-size", "20")
 
 
+class Nested(TinyTask):
+    def predict(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"boxes": [[{"x": 1.5}]] * len(batch["x"]), "n": [1] * len(batch["x"])}
+
+
+def test_nested_values_are_no_csv_columns(tmp_path: Path):
+    fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Nested))
+    predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
+    assert '"boxes": [{"x": 1.5}]' in (tmp_path / "p.jsonl").read_text()
+    with pytest.raises(TaskError, match=r"'boxes' are list<.*parquet or \.jsonl"):
+        predict(tmp_path / "own", "--out", tmp_path / "p.CSV")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "p.jsonl"]
+
+
 class NotFinite(TinyTask):
     def predict(self, model: Any, batch: Any) -> dict[str, Any]:
         return {
