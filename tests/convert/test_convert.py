@@ -1065,6 +1065,12 @@ def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
     assert answer.err.count("val-00000-of-00001.parquet") == 2
 
 
+def test_errors_name_the_flags_of_convert(tmp_path: Path):
+    (tmp_path / "l.csv").write_text("image\na.jpg\n")
+    with pytest.raises(DataError, match=r"Set --image-column or --label-column\."):
+        main([str(tmp_path / "l.csv"), str(tmp_path / "out"), "--workers", "1"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "reported"),
     [
