@@ -167,7 +167,7 @@ class Stage:
             ConfigError: they differ.
         """
         before = read_json(self.state / "plan.json")
-        if before is None or not self._has_work():
+        if before is None or not self.has_work():
             write_json(self.state / "plan.json", plan, self.state)
         elif differences := different(before, plan):
             raise ConfigError(
@@ -175,7 +175,8 @@ class Stage:
                 f"{'; '.join(differences)}. Use the same input, or delete {self.folder}."
             )
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
+        """Whether anything of an earlier conversion can be used."""
         done = (self.folder.glob(f"*{PART}"), self.folder.glob("*.parquet"))
         return any(True for paths in (*done, self.spool.glob("*.json")) for _ in paths)
 

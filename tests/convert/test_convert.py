@@ -865,6 +865,12 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
     assert run_convert(folder, tmp_path / "empty").dataset["rows"]["train"] == TRAIN
 
 
+def test_where_nothing_can_be_written_no_work_is_kept(folder: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PreflightError, match=r"cannot be written: .*Not a directory.*'\.$"):
+        run_convert(folder, tmp_path / "file" / "x")
+
+
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path):
     with Stage(tmp_path / "out").held(), pytest.raises(RunLockedError, match="another process"):
         run_convert(folder, tmp_path / "out")
