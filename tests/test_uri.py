@@ -242,9 +242,7 @@ def test_a_web_server_that_refuses_connections_is_not_a_missing_file():
     with socket.socket() as bound:  # and does not listen
         bound.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{bound.getsockname()[1]}/a.jpg"
-        with pytest.raises(
-            PreflightError, match=r"a\.jpg cannot be reached: .*Connect call failed"
-        ):
+        with pytest.raises(PreflightError, match=r"a\.jpg cannot be reached: .*Connect call"):
             listing_module.list_in_store(uri, uri)
 
 

@@ -72,9 +72,9 @@ def _opened(image: Any, pipes: Container[str] | None) -> Any:
             with open(path, "rb") as pipe:
                 return pipe.read()
         return content_of(path)
-    if isinstance(image, bytes | bytearray | Image.Image):
-        return bytes(image) if isinstance(image, bytearray) else image
-    return _of_array(image)
+    if isinstance(image, bytes | bytearray):
+        return bytes(image)
+    return image if isinstance(image, Image.Image) and all(image.size) else _of_array(image)
 
 
 def _in_store(uri: str) -> bytes | BadRecord:
@@ -93,7 +93,7 @@ def _in_store(uri: str) -> bytes | BadRecord:
 def _of_array(image: Any) -> Image.Image | BadRecord:
     array = np.asarray(image)
     fits = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not fits:
+    if array.dtype != np.uint8 or not fits or not array.size:
         return BadRecord(
             f"an array of {array.dtype} {array.shape}; expected uint8 (height, width, 3)"
         )

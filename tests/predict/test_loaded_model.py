@@ -181,6 +181,8 @@ def test_the_size_of_the_images_is_that_of_the_training_wherever_the_data_are(tm
         ([b"no image"], "image 0: not a readable image: cannot identify image file"),
         (["nowhere.jpg"], "nowhere.jpg: not a readable image: no such file"),
         ([np.zeros((8, 8, 3))], r"an array of float64 \(8, 8, 3\); expected uint8"),
+        ([np.zeros((0, 5, 3), np.uint8)], r"an array of uint8 \(0, 5, 3\); expected uint8"),
+        ([Image.new("L", (0, 5))], r"image 0: .* an array of uint8 \(5, 0\)"),
     ],
 )
 def test_what_is_no_image_is_named(digits: str, images: list[object], message: str):
