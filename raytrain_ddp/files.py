@@ -114,11 +114,19 @@ def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
+    """None if there is no such file.
+
+    Raises:
+        DataError: it is no JSON object.
+    """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: is damaged: no JSON object.")
     return content
 
 

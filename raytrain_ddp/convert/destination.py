@@ -165,8 +165,12 @@ class Stage:
 
         Raises:
             ConfigError: they differ.
+            DataError: the record is damaged.
         """
-        before = read_json(self.state / "plan.json")
+        try:
+            before = read_json(self.state / "plan.json")
+        except DataError as error:
+            raise DataError(f"{error} Delete {self.folder}, and convert again.") from None
         if before is None or not self.has_work():
             write_json(self.state / "plan.json", plan, self.state)
         elif differences := different(before, plan):
@@ -218,11 +222,11 @@ def read_dataset_file(folder: Path) -> dict[str, Any]:
     path = folder / DATASET_FILE
     try:
         content = read_json(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     if content is None:
         raise DataError(f"{path}: not found: this is not a complete data set made by `convert`.")
-    if not isinstance(content, dict) or not FORMAT.items() <= content.items():
+    if not FORMAT.items() <= content.items():
         raise DataError(f"{path}: not of format 'raytrain_ddp', version {FORMAT['version']}.")
     _require_kinds(path, content, _KINDS, "")
     for number, file in enumerate(content["files"]):

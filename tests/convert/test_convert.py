@@ -871,6 +871,15 @@ def test_where_nothing_can_be_written_no_work_is_kept(folder: Path, tmp_path: Pa
         run_convert(folder, tmp_path / "file" / "x")
 
 
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_a_damaged_record_of_what_was_begun_is_named(folder: Path, tmp_path: Path, text: str):
+    stage = Stage(tmp_path / "out")
+    with stage.held():
+        (stage.state / "plan.json").write_text(text)
+    with pytest.raises(DataError, match=r"plan\.json: is damaged: .* Delete .*\.out\.converting"):
+        run_convert(folder, tmp_path / "out")
+
+
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path):
     with Stage(tmp_path / "out").held(), pytest.raises(RunLockedError, match="another process"):
         run_convert(folder, tmp_path / "out")

@@ -451,6 +451,25 @@ def test_after_a_kill_the_same_command_continues_with_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"p.{end}", f"whole.{end}"]
 
 
+def test_damage_to_what_was_begun_is_named(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, folder = tmp_path / "p.csv", tmp_path / ".p.csv.predicting"
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputParts, "finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            predict(digits, "--out", out)
+    part = folder / "part-00000000.parquet"
+    part.write_bytes(b"")
+    with pytest.raises(DataError, match=r"part-00000000.parquet: damaged: .* 0 bytes: delete it"):
+        predict(digits, "--out", out)
+    for text in ("", "[]"):
+        (folder / "plan.json").write_text(text)
+        with pytest.raises(DataError, match=r"plan.json: is damaged: no JSON object\. To begin"):
+            predict(digits, "--out", out)
+    assert predict(digits, "--out", out, "--overwrite") == 0
+
+
 def test_a_full_disk_is_named_and_nothing_is_lost(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
