@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import flat, positional
+from raytrain_ddp.config.validation import MAY_BE_EMPTY
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 
@@ -32,9 +33,9 @@ class ReadArgs:
     """Split to evaluate on."""
     root: str | None = None
     """Folder or URI of the images that a list names."""
-    image_column: str | None = None
+    image_column: str | None = field(default=None, metadata=MAY_BE_EMPTY)
     """Column with the images."""
-    label_column: str | None = None
+    label_column: str | None = field(default=None, metadata=MAY_BE_EMPTY)
     """Column with the labels."""
     target_columns: tuple[str, ...] = ()
     """Columns with the labels or numbers, in the order of the run's."""

@@ -39,6 +39,14 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
 
 
+def require_utf8(name: str, path: Path) -> None:
+    """Raises ConfigError, with this name of the option, if a path has bytes that are no UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} {path}: must be UTF-8: use another name.") from None
+
+
 def require_alone(lock: IO[str], refusal: str) -> None:
     """Locks a file until it is closed; raises RunLockedError, with this text, if another process
     holds the lock."""
@@ -106,11 +114,19 @@ def write_json(path: Path, content: Mapping[str, Any], state: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file."""
+    """None if there is no such file.
+
+    Raises:
+        DataError: it is no JSON object.
+    """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: is damaged: no JSON object.")
     return content
 
 

@@ -70,13 +70,14 @@ def _wall(time: str) -> float:
         return math.nan
 
 
-def json_of(value: Any, indent: int | None = None) -> str:
+def json_of(value: Any, indent: int | None = None, ascii_only: bool = True) -> str:
     """A JSON document; non-finite numbers become null, which readers of a run's log turn back into
     nan."""
+    options: dict[str, Any] = {"indent": indent, "ensure_ascii": ascii_only, "allow_nan": False}
     try:
-        return json.dumps(value, indent=indent, allow_nan=False)
+        return json.dumps(value, **options)
     except ValueError:
-        return json.dumps(mapped(_finite, value), indent=indent, allow_nan=False)
+        return json.dumps(mapped(_finite, value), **options)
 
 
 def _finite(value: Any) -> Any:

@@ -34,7 +34,8 @@ def open_uri(uri: str) -> tuple[Any, str]:
     For S3, the bucket's region is looked up if the query does not give it.
 
     Raises:
-        ConfigError: the scheme is unknown, its package is missing, or nothing follows it.
+        ConfigError: the scheme is unknown, its package is missing, nothing follows it, or it is a
+            file:// URI with a host.
         ValueError, OSError: the rest of the URI is invalid. The message may contain its secrets:
             show `reason_of` instead.
     """
@@ -47,6 +48,9 @@ def open_uri(uri: str) -> tuple[Any, str]:
         return pafs.LocalFileSystem(), uri
     if scheme in _OWN_SCHEMES:
         place, _, path = rest.partition("/")
+        if scheme == "file" and place:
+            shown = without_secrets(uri)
+            raise ConfigError(f"{shown}: names a host: write file:///{path}, or a path.")
         fs, root = _own_file_system(scheme, place, query)
         return fs, f"{root}/{unquote(path)}".rstrip("/") or "/"
     return _fsspec_file_system(uri)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -96,14 +97,24 @@ def test_a_connection_that_broke_is_no_reader_that_has_gone():
         run_command(main)
 
 
-def test_a_full_disk_is_an_error_in_one_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("body", "buffered"),
+    [
+        ("print('x'); return 0", True),
+        ("print('x', flush=True); return 0", True),
+        ("print('x' * 100_000); return 0", True),
+        ("print('x'); return 0", False),
+        ("import rich.console; rich.console.Console().print('x'); return 0", True),
+    ],
+)
+def test_a_full_disk_is_an_error_in_one_line(body: str, buffered: bool):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", MAIN.format("print('x'); return 0")],
+            [sys.executable, "-c", MAIN.format(body)],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            env=BUFFERED,
+            env=BUFFERED if buffered else {**BUFFERED, "PYTHONUNBUFFERED": "1"},
             check=False,
         )
     assert done.returncode == 1
@@ -118,6 +129,14 @@ def test_a_deleted_working_folder_is_an_error_in_one_line(tmp_path: Path):
     assert done.returncode == PreflightError.exit_status
     assert done.stderr.startswith("error: the working folder cannot be used (No such file")
     assert done.stderr.count("\n") == 1
+
+
+def test_another_full_disk_keeps_its_traceback():
+    def main(argv: object) -> int:
+        raise OSError(errno.ENOSPC, "of a data set")
+
+    with pytest.raises(OSError, match="of a data set"):
+        run_command(main)
 
 
 def test_closed_streams_give_their_numbers_to_no_file(tmp_path: Path):

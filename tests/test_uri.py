@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import socket
 import sys
 import threading
 from collections import Counter
@@ -117,6 +118,8 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
         assert uri_beside(uri, "box/a b/c d").endswith("box@mine.dfs.core.windows.net/a%20b/c%20d")
     with pytest.raises(ConfigError, match=r"^s3://: names no bucket"):
         open_uri("s3://")
+    with pytest.raises(ConfigError, match=r"^file://box/a/b: names a host: write file:///a/b"):
+        open_uri("file://box/a/b")
 
 
 def test_fault_45_neither_names_nor_reasons_hold_secrets():
@@ -233,6 +236,14 @@ def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: 
     reported = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
     with pytest.raises(DataError, match=reported):
         located(s3.uri("converted%20set"), None)
+
+
+def test_a_web_server_that_refuses_connections_is_not_a_missing_file():
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{bound.getsockname()[1]}/a.jpg"
+        with pytest.raises(PreflightError, match=r"a\.jpg cannot be reached: .*Connect call"):
+            listing_module.list_in_store(uri, uri)
 
 
 def test_fault_14_a_store_that_does_not_answer_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):

@@ -44,5 +44,5 @@ def read_evaluation(folder: Storage) -> Evaluation | None:
         return Evaluation(metrics, dict(content["tables"]), seconds, error)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -219,10 +219,10 @@ def parsed_lines(lines: Iterable[str | bytes], file: str) -> list[dict[str, Any]
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+            if isinstance(record, dict):
+                records.append(mapped(_with_nan, record) if file == METRICS_FILE else record)
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict):
-            records.append(mapped(_with_nan, record) if file == METRICS_FILE else record)
     return records
 
 

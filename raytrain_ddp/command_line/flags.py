@@ -62,6 +62,11 @@ class Flag:
         return sorted(kinds, key=lambda kind: (kind is not NoneType, kind is str))
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether an empty text is a value, and not a shell variable that is not set."""
+        return "may_be_empty" in self.metadata or self.default == ""
+
+    @property
     def is_switch(self) -> bool:
         """Whether the flag alone means true, and ``no-`` before its last word means false."""
         return bool in self.members

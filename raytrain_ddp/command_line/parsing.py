@@ -10,6 +10,7 @@ from typing import Any
 from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.command_line.suggestions import meant
 from raytrain_ddp.config.field_types import listed
+from raytrain_ddp.config.validation import is_flag
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 Path = tuple[str, ...]
@@ -22,7 +23,8 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[Path, Any]:
     words after ``--`` are positional.
 
     Raises:
-        ConfigError: for an unknown flag, a wrong value, and a word that is missing or unexpected.
+        ConfigError: for an unknown flag, a wrong or empty value, and a word that is missing or
+            unexpected.
     """
     named = {flag.name: flag for flag in flags if not flag.positional}
     words, values, placed = deque(argv), dict[Path, Any](), list[str]()
@@ -31,7 +33,7 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[Path, Any]:
         if word == "--":
             placed += words
             break
-        if not _is_flag(word):
+        if not is_flag(word):
             placed.append(word)
             continue
         name, equals, text = word.partition("=")
@@ -42,7 +44,12 @@ def parse(flags: Sequence[Flag], argv: Sequence[str]) -> dict[Path, Any]:
             values[flag.path] = False
         else:
             raise ConfigError(f"{name} takes no value: write --{flag.name}={text}.")
-    return {**values, **_by_place([flag for flag in flags if flag.positional], placed)}
+    values |= _by_place([flag for flag in flags if flag.positional], placed)
+    for flag in flags:
+        if values.get(flag.path) == "" and not flag.may_be_empty:
+            name = flag.positional or f"--{flag.name}"
+            raise ConfigError(f"{name} is empty, as by a shell variable that is not set.")
+    return values
 
 
 def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:
@@ -51,17 +58,6 @@ def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:
         return ConfigError(f"{name} takes {flag.takes}, but no value was given.")
     hint = did_you_mean(words[0], flag.choices) if len(words) == 1 else ""
     return ConfigError(f"{name} takes {flag.takes}, not {' '.join(words)!r}.{hint}")
-
-
-def _is_flag(word: str) -> bool:
-    """Whether it starts with a dash; a dash alone and negative numbers are values."""
-    if not word.startswith("-") or word == "-":
-        return False
-    try:
-        float(word)
-    except ValueError:
-        return True
-    return False
 
 
 def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
@@ -83,7 +79,7 @@ def _value(name: str, flag: Flag, given: list[str], words: deque[str]) -> Any:
     least, most = flag.counts
     if flag.is_switch and not given:
         return _switched(flag, words)
-    while words and (most is None or len(given) < most) and not _is_flag(words[0]):
+    while words and (most is None or len(given) < most) and not is_flag(words[0]):
         given.append(words.popleft())
     if len(given) < least and words:
         hint = f" If {words[0]!r} is its value, write {name}={words[0]}." if least == 1 else ""

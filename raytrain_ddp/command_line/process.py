@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from raytrain_ddp.errors import PreflightError, RaytrainError, status_of
 
@@ -19,8 +20,9 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 def run_command(main: Callable[[Sequence[str]], int]) -> None:
     """Runs a command's main with the command line and exits with its status.
 
-    A RaytrainError prints its message on standard error, without a traceback. If the reader of the
-    output has exited (`| head`), the status is 141, as with other Unix tools.
+    A RaytrainError prints its message on standard error, without a traceback, and so does a full
+    disk below standard output. If the reader of the output has exited (`| head`), the status is
+    141, as with other Unix tools.
     """
     _open_closed_streams()
     try:
@@ -29,6 +31,10 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
         if not _reader_is_gone():  # another connection broke
             raise
         status = _BROKEN_PIPE
+    except OSError as error:
+        if error.filename is not None or _takes_output():
+            raise
+        status = _lost(sys.stdout, error)
     if _PRINT_REMAINS.isdisjoint(sys.modules):
         gc.freeze()  # or Python frees each object of all modules at its end: 0.8 s with torch
     sys.exit(_flushed(status))
@@ -71,13 +77,28 @@ def _flushed(status: int) -> int:
         try:
             stream.flush()
         except OSError as error:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
-            broken = isinstance(error, BrokenPipeError)
-            status = status or (_BROKEN_PIPE if broken else 1)
-            if not broken:
-                print(f"error: cannot write the output: {error}", file=sys.stderr)
+            lost = _lost(stream, error)
+            status = status or lost
     return status
+
+
+def _lost(stream: TextIO, error: OSError) -> int:
+    """Drops what the stream holds, and says why; returns the exit status."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
+    if isinstance(error, BrokenPipeError):
+        return _BROKEN_PIPE
+    print(f"error: cannot write the output: {error}", file=sys.stderr)
+    return 1
+
+
+def _takes_output() -> bool:
+    """Whether standard output can be written. It may keep nothing of what it could not write."""
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
 def _reader_is_gone() -> bool:

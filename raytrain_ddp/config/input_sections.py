@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_ddp.config.field_types import Section
-from raytrain_ddp.config.validation import FREE
+from raytrain_ddp.config.validation import FREE, MAY_BE_EMPTY
 
 TORCHVISION_ROOT = "data"
 
@@ -36,10 +36,10 @@ class DataConfig(Section, name="data"):
     root: str | None = field(default=None, metadata=FREE)
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
-    image_column: str = "image"
+    image_column: str = field(default="image", metadata=MAY_BE_EMPTY)
     """Column with the images: struct<bytes, path> or binary (Parquet), or paths of files. For tar
     files: suffix of the images."""
-    label_column: str = "label"
+    label_column: str = field(default="label", metadata=MAY_BE_EMPTY)
     """Column with the labels: integers, strings, or booleans. For tar files: suffix of the labels
     (default: cls), or a field of the JSON files."""
     target_columns: tuple[str, ...] = ()

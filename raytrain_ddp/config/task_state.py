@@ -129,8 +129,10 @@ def _values(value: Any) -> Any:
         value = value.detach().cpu()
         value = value.values() if value.is_nested else value
         value = value.to_dense() if value.is_sparse else value
-        is_known = str(value.dtype).removeprefix("torch.") in np.sctypeDict
-        value = value.resolve_conj().numpy() if is_known else value.double().numpy()  # bfloat16
+        try:
+            value = value.resolve_conj().numpy()
+        except TypeError:  # of bfloat16, and other types that NumPy itself does not have
+            value = value.double().numpy()
     return np.ascontiguousarray(_chosen(np.asarray(value).reshape(-1)))
 
 

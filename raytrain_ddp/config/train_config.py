@@ -136,6 +136,7 @@ class TrainConfig(Section):
         require_plain(self)
         name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
         self.require("name", name_ok, "use letters, digits, '.', '_' and '-', at most 128")
+        self.require("storage", self.storage, "must be a folder or URI, not empty")
         self.at_least(1, "epochs", "batch_size")
         known = set(self.settled) <= set(AUTO_FIELDS)
         self.require("settled", known, f"can name {', '.join(AUTO_FIELDS)}")

@@ -17,6 +17,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 LEAST_OF_RESOURCE = 0.0001  # of a CPU or GPU, for Ray
 FREE: dict[str, bool] = {"free": True}
+MAY_BE_EMPTY = {"may_be_empty": True}
 ADDRESS = {"metavar": "HOST:PORT|auto"}
 
 
@@ -37,6 +38,17 @@ def seconds_of(text: str) -> float:
     """Of a length of time such as 90s, 15m, 2.5h or 1d; nan if it is none."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     return float(found[1]) * _UNITS[found[2]] if found else math.nan
+
+
+def is_flag(word: str) -> bool:
+    """Whether a word starts with a dash; a dash alone and negative numbers are values."""
+    if not word.startswith("-") or word == "-":
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
 
 
 def scalar(value: str | bool | int | float) -> str | bool | int | float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.command_line import Command, run_command
@@ -15,7 +16,7 @@ from raytrain_ddp.config.effects import given_flags
 from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.convert.options import ConvertConfig
 from raytrain_ddp.display.formatting import format_data
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, RaytrainError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.ray_backend.placement import local_resources
 
@@ -73,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
         from raytrain_ddp.convert.destination import read_dataset_file, verify
 
         folder = expanded(args.verify)
-        rows = read_dataset_file(folder).get("rows")
-        images = sum(rows.values()) if isinstance(rows, dict) else 0
+        images = sum(read_dataset_file(folder)["rows"].values())
         with shown() as phase:
             dataset = verify(folder, cpus, phase("verifying", images))
         print(f"{folder}: {_counts(dataset)}: all as written")
@@ -97,6 +97,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
         raise
+    except RaytrainError as error:
+        raise type(error)(_with_own_flags(str(error))) from error.__cause__
     if done.found:
         print(f"{args.dest} is complete already (--verify {shlex.quote(args.dest)} checks it)")
     if done.note:
@@ -124,6 +126,12 @@ def fit_command(folder: str, dataset: Mapping[str, Any]) -> str:
         flags += ["--data.image-size", "224", "--augment.crop", "random"]
         flags += ["--model.name", "resnet18"]
     return f"python -m raytrain_ddp.fit {' '.join(flags)}"
+
+
+def _with_own_flags(text: str) -> str:
+    """The text of an error with convert's flags in place of those of fit."""
+    names = "|".join(each.name.replace("_", "-") for each in fields(ConvertConfig))
+    return re.sub(rf"--data\.({names})\b", r"--\1", text)
 
 
 def _counts(dataset: Mapping[str, Any]) -> str:

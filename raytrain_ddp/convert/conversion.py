@@ -263,7 +263,7 @@ def _reporting_disk_errors(stage: Stage) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        kept = f" Finished work is kept in {stage.folder}: run the same command again to continue."
         raise PreflightError(
-            f"{stage.dest}: cannot be written: {error}. Finished work is kept in {stage.folder}: "
-            "run the same command again to continue."
+            f"{stage.dest}: cannot be written: {error}.{kept if stage.has_work() else ''}"
         ) from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,11 +37,15 @@ from raytrain_ddp.files import (
     fsync,
     read_json,
     require_alone,
+    require_utf8,
     sha256_of,
     write_json,
 )
 
 FORMAT = {"format": "raytrain_ddp", "version": 1}
+_KINDS = {"files": list, "rows": dict, "class_names": list, "skipped": list, "sampled": dict}
+_KINDS |= {"mean": list, "std": list}
+_FILE_KINDS = {"path": str, "split": str, "rows": int, "bytes": int, "sha256": str}
 
 
 def shaping(config: ConvertConfig) -> dict[str, Any]:
@@ -58,6 +63,8 @@ def check_dest(source: str, dest: str) -> Path:
     if "://" in dest:
         raise ConfigError(f"DST {dest}: must be a folder on this machine; copy it afterward.")
     folder = expanded(dest).resolve()
+    for name, path in (("SRC", Path(source)), ("DST", folder)):
+        require_utf8(name, path)
     origin = Path(source) if "://" in source else expanded(source).resolve()
     if origin.is_dir() and (folder == origin or origin in folder.parents):
         raise ConfigError(f"DST {dest} is inside SRC {source}: use a folder outside it.")
@@ -158,9 +165,13 @@ class Stage:
 
         Raises:
             ConfigError: they differ.
+            DataError: the record is damaged.
         """
-        before = read_json(self.state / "plan.json")
-        if before is None or not self._has_work():
+        try:
+            before = read_json(self.state / "plan.json")
+        except DataError as error:
+            raise DataError(f"{error} Delete {self.folder}, and convert again.") from None
+        if before is None or not self.has_work():
             write_json(self.state / "plan.json", plan, self.state)
         elif differences := different(before, plan):
             raise ConfigError(
@@ -168,7 +179,8 @@ class Stage:
                 f"{'; '.join(differences)}. Use the same input, or delete {self.folder}."
             )
 
-    def _has_work(self) -> bool:
+    def has_work(self) -> bool:
+        """Whether anything of an earlier conversion can be used."""
         done = (self.folder.glob(f"*{PART}"), self.folder.glob("*.parquet"))
         return any(True for paths in (*done, self.spool.glob("*.json")) for _ in paths)
 
@@ -210,13 +222,23 @@ def read_dataset_file(folder: Path) -> dict[str, Any]:
     path = folder / DATASET_FILE
     try:
         content = read_json(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}.") from error
     if content is None:
         raise DataError(f"{path}: not found: this is not a complete data set made by `convert`.")
-    if not isinstance(content, dict) or not FORMAT.items() <= content.items():
+    if not FORMAT.items() <= content.items():
         raise DataError(f"{path}: not of format 'raytrain_ddp', version {FORMAT['version']}.")
+    _require_kinds(path, content, _KINDS, "")
+    for number, file in enumerate(content["files"]):
+        _require_kinds(path, file, _FILE_KINDS, f"files[{number}].")
+    _require_kinds(path, content["rows"], dict.fromkeys(content["rows"], int), "rows.")
     return content
+
+
+def _require_kinds(path: Path, found: Any, kinds: Mapping[str, type], above: str) -> None:
+    for name, kind in kinds.items():
+        if not isinstance(found, dict) or not isinstance(found.get(name), kind):
+            raise DataError(f"{path}: {above}{name} is missing or wrong: convert again.")
 
 
 def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict[str, Any]:
@@ -226,14 +248,11 @@ def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict
         DataError: lists each file that is missing, damaged or unexpected.
     """
     content = read_dataset_file(folder)
-    try:
-        files = {str(file["path"]): file for file in content["files"]}
-        rows = dict.fromkeys(content["rows"], 0)
-        for file in files.values():
-            rows[file["split"]] += file["rows"]
-        wrong = [] if rows == content["rows"] else [f"{DATASET_FILE}: rows do not add up"]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / DATASET_FILE}: {error} is missing or wrong.") from error
+    files = {file["path"]: file for file in content["files"]}
+    rows = Counter(dict.fromkeys(content["rows"], 0))
+    for file in files.values():
+        rows[file["split"]] += file["rows"]
+    wrong = [] if rows == content["rows"] else [f"{DATASET_FILE}: rows do not add up"]
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.parquet")}
     with ThreadPoolExecutor(threads) as pool:
         for problems in pool.map(lambda file: list(_problems(folder, file, tell)), files.values()):
@@ -248,7 +267,7 @@ def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict
 def _problems(
     folder: Path, file: Mapping[str, Any], tell: Callable[[int, int], None]
 ) -> Iterator[str]:
-    name = str(file["path"])
+    name, rows = file["path"], file["rows"]
     path = folder / name
     if Path(name).name != name or not path.is_file():
         yield f"{name}: missing"
@@ -258,8 +277,8 @@ def _problems(
         yield f"{name}: {size} bytes, not {file['bytes']}"
     elif sha256_of(path) != file["sha256"]:
         yield f"{name}: content differs from what was written (sha256)"
-    yield from _parquet_problems(path, name, int(file["rows"]))
-    tell(int(file["rows"]), size)
+    yield from _parquet_problems(path, name, rows)
+    tell(rows, size)
 
 
 def _parquet_problems(path: Path, name: str, rows: int) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.config.validation import require, require_least
+from raytrain_ddp.config.validation import MAY_BE_EMPTY, require, require_least
 
 _QUALITY = 90
 
@@ -25,9 +25,9 @@ class ConvertConfig:
     root: str | None = None
     """Folder of the images that a list names, or of torchvision data sets, as --data.root of fit.
     """
-    image_column: str = "image"
+    image_column: str = field(default="image", metadata=MAY_BE_EMPTY)
     """Column with the images, or with their paths."""
-    label_column: str = "label"
+    label_column: str = field(default="label", metadata=MAY_BE_EMPTY)
     """Column with the labels."""
     resize_short: int = 0
     """Resize larger images to this many pixels on the shorter side, and make all images RGB JPEG.

@@ -183,5 +183,5 @@ def _no_split(name: str, asked: str, why: str) -> DataError:
 def _without_parts(name: str) -> ConfigError:
     return ConfigError(
         f"torchvision:{name} has no known train and test parts: hold out a part of it "
-        "(--data.holdout 0.1), or specify a folder of its images."
+        "(--data.holdout 0.1 of fit), or specify a folder of its images."
     )

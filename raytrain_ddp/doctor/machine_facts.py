@@ -99,7 +99,10 @@ def _decodes_parts() -> bool:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, total and free memory of each GPU of the machine, even those hidden from us."""
+    """Name, total and free memory of each GPU of the machine, even those hidden from us.
+
+    The memory is None if it is that of the CPUs (GB10, Jetson): nvidia-smi says [N/A].
+    """
     ask = [
         "nvidia-smi",
         "--query-gpu=name,memory.total,memory.free",
@@ -113,10 +116,10 @@ def gpus() -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(output) if output else []
         return found
     lines = [line.split(", ") for line in (output or "").splitlines() if line.count(", ") == 2]
+    sizes = [[int(mb) * 2**20 if mb.isdigit() else None for mb in line[1:]] for line in lines]
     return [
-        {"name": name, "total": int(total) * 2**20, "free": int(free) * 2**20}
-        for name, total, free in lines
-        if total.isdigit() and free.isdigit()
+        {"name": line[0], "total": total, "free": free}
+        for line, (total, free) in zip(lines, sizes, strict=True)
     ]
 
 

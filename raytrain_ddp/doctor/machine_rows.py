@@ -74,9 +74,10 @@ def assess_gpus(there: Sequence[Mapping[str, Any]], place: Place, wanted: bool) 
         advice = "Ray was configured with GPUs that do not exist: check --num-gpus and nvidia-smi."
         return Note(f"none, Ray counts {counted}", "fail" if wanted else "warn", advice)
     names = ", ".join(dict.fromkeys(gpu["name"] for gpu in there))
-    free, total = (min(gpu[key] for gpu in there) for key in ("free", "total"))
-    numbers = ((free, format_bytes), (total, format_bytes))
-    found = f"{len(there)} x {names}" + ", {} free of {}"
+    known = [gpu for gpu in there if None not in (gpu["free"], gpu["total"])]
+    free, total = (min((gpu[key] for gpu in known), default=0) for key in ("free", "total"))
+    numbers = ((free, format_bytes), (total, format_bytes)) if known else ()
+    found = f"{len(there)} x {names}" + (", {} free of {}" if known else "")
     if counted != len(there):
         advice = "Start Ray with all GPUs (--num-gpus, CUDA_VISIBLE_DEVICES), if they are yours."
         return Note(f"{found}; Ray counts {counted}", "warn", advice, numbers)

@@ -12,6 +12,7 @@ import socket
 import struct
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,6 @@ def _authentication_mode(address: str, port: int) -> str | None:
         url = f"http://{host}:{port}/api/authentication_mode"
         with opener.open(url, timeout=_ANSWER_S) as answer:
             mode = json.load(answer).get("authentication_mode")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, HTTPException, ValueError, AttributeError):  # also of another service
         return None
     return str(mode).lower() if mode else None

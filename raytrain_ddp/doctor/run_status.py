@@ -62,6 +62,7 @@ class RunStatus:
     events_s: float | None
     checkpoint_s: float | None
     checkpoint: int | None  # its step
+    finished: bool  # by its newest checkpoint
     events: Sequence[Timed]
     lines: Sequence[Train]
     evaluated: int | None  # the step of its newest evaluation
@@ -82,7 +83,7 @@ class RunStatus:
 
     @property
     def has_ended(self) -> bool:
-        return self.end is not None
+        return self.end is not None or (self.finished and self.owner is None)
 
     @property
     def newest_s(self) -> float | None:
@@ -104,11 +105,12 @@ def read_status(run: Storage) -> RunStatus:
     owner, records = None, read_log(run)
     with suppress(FileNotFoundError):
         owner = Owner.parse(run.read(LEASE_FILE))
-    step, checkpoint_s = None, None
+    step, checkpoint_s, finished = None, None, False
     store = checkpoint_store(run)
     for name in store.names()[:1]:
         with suppress(DamagedError, FileNotFoundError):
-            step = store.open(name).manifest.step
+            manifest = store.open(name).manifest
+            step, finished = manifest.step, manifest.finished
             checkpoint_s = age(run.join(CHECKPOINTS).join(str(name)), MANIFEST_FILE)
     return RunStatus(
         run=run,
@@ -119,6 +121,7 @@ def read_status(run: Storage) -> RunStatus:
         events_s=age(run, EVENTS_FILE),
         checkpoint_s=checkpoint_s,
         checkpoint=step,
+        finished=finished,
         events=read_events(run),
         lines=[record for record in records if isinstance(record, Train)],
         evaluated=max((r.step for r in records if isinstance(r, Eval)), default=None),
@@ -162,8 +165,10 @@ def _driver(seen: RunStatus) -> Row:
             status, why = seen.end.status, error_summary(seen.end.message)
             found = f"ended with status {status}{why and ': '}{why}"
             return Row(name, where, found, "warn" if status else "ok")
+        if seen.finished:
+            return Row(name, where, "finished")
         again = "Run the command again: it resumes from the newest checkpoint."
-        return Row(name, where, "no process drives it, and it has not ended", "warn", again)
+        return Row(name, where, "no process drives it, and it has not ended", "fail", again)
     on = f"{seen.owner.host}, pid {seen.owner.pid}"
     if seen.owner.is_dead() or seen.lease_s > TIMEOUT_S:
         again = "Run the command again: it takes the run over and resumes it."

@@ -73,6 +73,8 @@ def run_and_branch(
 ) -> tuple[NamedRun, Branch | None]:
     """The run of a config, and where it is to start from, as `find_run` and `branch_of`."""
     origin = os.fspath(resume_from) if resume_from is not None else None
+    if origin == "":
+        raise ConfigError("resume_from is empty: give a run or checkpoint, or None.")
     if origin and config.name is not None:
         _require_other(config, origin)
     run = find_run(config, default_name)

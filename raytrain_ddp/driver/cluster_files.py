@@ -211,7 +211,9 @@ def _bucket(storage: str) -> dict[str, str]:
     place, _, path = rest.partition("/")
     names = {"BUCKET": place}
     if scheme.startswith("abfs"):
-        names = {"CONTAINER": path.partition("/")[0], "ACCOUNT": place.partition(".")[0]}
+        container, _, host = place.rpartition("@")
+        names = {"CONTAINER": container or path.partition("/")[0]}
+        names["ACCOUNT"] = host.partition(".")[0]
     for name in names.values():
         plain = bool(_BUCKET_NAME.fullmatch(name))
         rule = f"{name!r} is not a valid bucket, account or container name"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Container, Iterator
+from itertools import chain
 from typing import Any
 
 from raytrain_ddp.config.automatic import unsettle
 from raytrain_ddp.config.effects import idle
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import is_flag, require
 
-_NUMBER = re.compile(r"-[0-9.]+")
 FIT = "python -m raytrain_ddp.fit"
 
 
@@ -55,21 +54,15 @@ def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -
 
 
 def _with_value(flag: str, value: Any) -> Iterator[str]:
+    values: Any = value if isinstance(value, tuple) else (value,)
     if isinstance(value, dict):
-        words = [_as_text(word) for pair in value.items() for word in pair]
-        for word in words:
-            is_flag = word.startswith("-") and not _NUMBER.fullmatch(word)
-            rule = (
-                f"{word!r} would be parsed as a flag on a command line: change its first character"
-            )
-            require(not is_flag, flag[2:].replace("-", "_"), value, rule)
-        yield from (flag, *words)
-    elif isinstance(value, tuple):
-        yield from (flag, *map(_as_text, value))
-    elif _as_text(value).startswith("-"):
-        yield f"{flag}={_as_text(value)}"  # otherwise it would be parsed as a flag
-    else:
-        yield from (flag, _as_text(value))
+        values = chain.from_iterable(value.items())
+    words = [*map(_as_text, values)]
+    first = [f"{flag}={words.pop(0)}"] if words and is_flag(words[0]) else [flag]
+    for word in filter(is_flag, words):
+        rule = f"{word!r} would be parsed as a flag on a command line: change its first character"
+        require(False, flag[2:].replace("-", "_"), value, rule)
+    yield from first + words
 
 
 def _as_text(value: Any) -> str:

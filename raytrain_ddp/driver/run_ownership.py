@@ -19,7 +19,7 @@ from raytrain_ddp.driver.run_naming import NamedRun, after_refusal, claimed
 from raytrain_ddp.errors import RaytrainError, RunLockedError, status_of
 from raytrain_ddp.events import End, Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.ray_backend.failure_causes import failure_event
+from raytrain_ddp.ray_backend.failure_causes import failure_event, is_own_exit
 
 Show = Callable[[Event], None]
 
@@ -98,8 +98,9 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
                 for newest in checkpoint_store(folder).names()[:1]:
                     note(f"run the same command again to continue after step {newest.step}.")
             raise
-        except Exception as error:  # of the user's code, in this process
-            event_log(failure_event(error))
+        except (Exception, SystemExit) as error:  # of the user's code, in this process
+            if not isinstance(error, SystemExit) or is_own_exit(error):
+                event_log(failure_event(error))
             raise
 
 

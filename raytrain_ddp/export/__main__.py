@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.config.validation import require_least
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import expanded, require_alone, require_utf8
 
 if TYPE_CHECKING:
     from raytrain_ddp.inference.loaded_model import LoadedModel
@@ -75,10 +76,7 @@ def main(argv: Sequence[str]) -> int:
     _require_place(out, args.overwrite)
     images = _images(args, model)
     facts = facts_of(model, *images.shape[-2:])
-    stage = out.parent / f".{out.name}.exporting"
-    try:
-        shutil.rmtree(stage, ignore_errors=True)  # of a killed export
-        stage.mkdir()
+    with _staged(out, args.overwrite) as stage:
         _write_json(stage / "preprocessing.json", facts)
         example = torch.cat([images, images])[:2]
         form.write(model, example, as_text(facts), stage)
@@ -87,22 +85,45 @@ def main(argv: Sequence[str]) -> int:
         use = use.replace("{architecture}", timm_name(model.config.model.name)[0])
         card = model_card(model, facts, args.license, use, f"The export was c{checked[1:]}.")
         (stage / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            shutil.rmtree(out)
-        stage.rename(out)
-    except OSError as error:  # such as a full disk
-        reason = error.strerror or error
-        raise PreflightError(f"--out {out}: cannot be written: {reason}.") from None
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     size_kb = (out / form.file).stat().st_size / 1000
     print(f"{model.checkpoint}\n{checked}\n{out / form.file}: {size_kb:,.0f} kB")
     return 0
 
 
+@contextmanager
+def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
+    """An empty folder of this process only, which becomes `out` unless an exception is raised.
+
+    Raises:
+        RunLockedError: another process exports to the same folder.
+        PreflightError: it cannot be written, such as on a full disk.
+    """
+    hidden = out.parent / f".{out.name}.exporting"
+    stage = hidden / "export"
+    try:
+        hidden.mkdir(exist_ok=True)
+        with (hidden / "lock").open("w") as lock:
+            text = "another process is exporting to it: wait for it, or stop it."
+            require_alone(lock, f"--out {out}: {text}")
+            try:
+                _require_place(out, overwrite)  # it may be there by now
+                shutil.rmtree(stage, ignore_errors=True)  # of a killed export
+                stage.mkdir()
+                yield stage
+                if out.exists():
+                    shutil.rmtree(out)
+                stage.rename(out)
+            finally:
+                shutil.rmtree(hidden, ignore_errors=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise PreflightError(f"--out {out}: cannot be written: {reason}.") from None
+
+
 def _require_place(out: Path, overwrite: bool) -> None:
     """Raises ConfigError if the folder cannot be made there, or would replace anything other than
     an export."""
+    require_utf8("--out", out)  # as the writers do
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
     if out.exists() and not overwrite:

@@ -58,6 +58,8 @@ class Asked:
     def __post_init__(self) -> None:
         if self.tta not in ("none", "flip"):
             raise ConfigError(f"tta = {self.tta!r}: must be 'none' or 'flip'.")
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise ConfigError(f"batch_size = {self.batch_size!r}: must be an integer, 1 or more.")
 
 
 def outputs(

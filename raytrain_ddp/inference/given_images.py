@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -28,16 +28,18 @@ class GivenImages:
     Args:
         images: each a path, a URI, encoded bytes, a PIL image, or a uint8 array of (height, width),
             (height, width, 3) or (height, width, 4).
+        pipes: the paths that may be pipes, such as /dev/stdin, which are read to their end.
+            Default: all.
     """
 
     class_names: list[str] = []  # noqa: RUF012  (part of ImageSource; there are none)
 
-    def __init__(self, images: Sequence[Any]) -> None:
-        self._images = images
+    def __init__(self, images: Sequence[Any], pipes: Container[str] | None = None) -> None:
+        self._images, self._pipes = images, pipes
         self.blocks = runs_of(len(images), _ROWS_PER_BLOCK)
 
     def read(self, rows: Rows) -> list[tuple[Any, int]]:
-        return [(_opened(self._images[row]), 0) for row in rows.tolist()]
+        return [(_opened(self._images[row], self._pipes), 0) for row in rows.tolist()]
 
     def labels(self) -> Rows:
         return np.zeros(len(self._images), np.int64)
@@ -57,7 +59,7 @@ class GivenImages:
         return digest.hexdigest()
 
 
-def _opened(image: Any) -> Any:
+def _opened(image: Any, pipes: Container[str] | None) -> Any:
     if isinstance(image, str | os.PathLike):
         path = os.fspath(image)
         if "://" in path:
@@ -66,13 +68,13 @@ def _opened(image: Any) -> Any:
             is_pipe = stat.S_ISFIFO(os.stat(path).st_mode)
         except (OSError, ValueError):
             return BadRecord("no such file")
-        if is_pipe:  # given by name, such as /dev/stdin
+        if is_pipe and (pipes is None or path in pipes):
             with open(path, "rb") as pipe:
                 return pipe.read()
         return content_of(path)
-    if isinstance(image, bytes | bytearray | Image.Image):
-        return bytes(image) if isinstance(image, bytearray) else image
-    return _of_array(image)
+    if isinstance(image, bytes | bytearray):
+        return bytes(image)
+    return image if isinstance(image, Image.Image) and all(image.size) else _of_array(image)
 
 
 def _in_store(uri: str) -> bytes | BadRecord:
@@ -91,7 +93,7 @@ def _in_store(uri: str) -> bytes | BadRecord:
 def _of_array(image: Any) -> Image.Image | BadRecord:
     array = np.asarray(image)
     fits = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))
-    if array.dtype != np.uint8 or not fits:
+    if array.dtype != np.uint8 or not fits or not array.size:
         return BadRecord(
             f"an array of {array.dtype} {array.shape}; expected uint8 (height, width, 3)"
         )

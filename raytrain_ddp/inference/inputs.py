@@ -65,7 +65,8 @@ def open_input(
 
     Raises:
         DataError: there is nothing, or nothing that can be read.
-        ConfigError: the task has only its own data, or a table is named beside images.
+        ConfigError: the task has only its own data, a table is named beside images, or an
+            image column for images.
     """
     if not words:
         return _own(model, on_bad, image_size)
@@ -78,8 +79,12 @@ def open_input(
     named = [word for word in words if word in found and format_of(word) is not None]
     if images and named:
         raise ConfigError(f"{named[0]} is a table, and others are images: predict them separately.")
+    if images and image_column is not None:
+        raise ConfigError(
+            "--image-column has no effect, as INPUT is images, not tables: remove it."
+        )
     if images:
-        source = GivenImages(images)
+        source = GivenImages(images, [*map(_place, words)])
         data = model.data_of(source, on_bad, image_size or model.image_size)
         return Input(data, lambda rows: {"path": [source.where(row) for row in rows]}, notes)
     config = replace(model.config.data, bad_records="skip", target_columns=(), root=None)
@@ -149,7 +154,7 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     others: Counter[str] = Counter()
     for word in words:
         in_store = "://" in word and not word.startswith("file://")
-        place = open_uri(word)[1] if word.startswith("file://") else word
+        place = _place(word)
         own = _in_store(word) if in_store else _on_disk(place)
         named = own == [place]  # a file by its own name may be of any kind
         kept = [name for name in own if named or is_image(name) or format_of(name)]
@@ -182,15 +187,19 @@ def _in_store(uri: str) -> list[str]:
     return [listing.uri_of(name) for name in listing.files]
 
 
-def _on_disk(word: str) -> list[str]:
-    path = os.path.expanduser(word)
+def _place(word: str) -> str:
+    """The path of a local file or folder; other words are returned as they are."""
+    return open_uri(word)[1] if word.startswith("file://") else os.path.expanduser(word)
+
+
+def _on_disk(path: str) -> list[str]:
     if os.path.isdir(path):
         return _below(path)
     if os.path.exists(path):
         return [path]
     matches = sorted(glob.glob(path, recursive=True))
     if not matches:
-        raise DataError(f"{word}: no such file or folder, and no file matches it.")
+        raise DataError(f"{path}: no such file or folder, and no file matches it.")
     return [name for m in matches for name in (_below(m) if os.path.isdir(m) else [m])]
 
 

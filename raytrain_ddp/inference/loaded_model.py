@@ -107,7 +107,7 @@ class LoadedModel(nn.Module):
             DataError: an image cannot be read; names it.
         """
         data, bad = self._data_of(images)
-        size = batch_size or self.config.eval_micro_batch
+        size = self.config.eval_micro_batch if batch_size is None else batch_size
         asked = Asked(size, tta, layer, self.config.compute.precision)
         chunks = range(-(-data.rows // size))
         found: list[dict[str, Any]] = []

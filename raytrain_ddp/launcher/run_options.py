@@ -14,6 +14,7 @@ from typing import Literal
 from raytrain_ddp.config.validation import (
     ADDRESS,
     LEAST_OF_RESOURCE,
+    MAY_BE_EMPTY,
     require,
     require_least,
 )
@@ -80,10 +81,10 @@ class RunFlags:
     Use --show to select ranks."""
     local_ranks_filter: str = ""
     """As in torchrun: show only these local ranks, such as 0,1."""
-    log_line_prefix_template: str = "[rank ${rank}] "
+    log_line_prefix_template: str = field(default="[rank ${rank}] ", metadata=MAY_BE_EMPTY)
     """As in torchrun: prefix of each line of output. May contain ${rank}, ${local_rank},
     ${role_name} and ${hostname}."""
-    role: str = "default"
+    role: str = field(default="default", metadata=MAY_BE_EMPTY)
     """As in torchrun: value of ROLE_NAME."""
     rdzv_id: str | None = None
     """As in torchrun: value of TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default:
@@ -92,7 +93,7 @@ class RunFlags:
     """As in torchrun: port that rank 0 listens on. Default: a free port."""
     virtual_local_rank: bool = False
     """As in torchrun: LOCAL_RANK is 0 everywhere, and each rank sees only its own GPUs."""
-    signals_to_handle: str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    signals_to_handle: str = field(default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metadata=MAY_BE_EMPTY)
     """As in torchrun: signals that are forwarded to all ranks and end the run."""
     grace_s: float = 30.0
     """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
-from raytrain_ddp.config.validation import ADDRESS, require_least
+from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require_least
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 
@@ -48,7 +48,7 @@ class PredictArgs:
     """Test-time augmentation. flip: the mean of the outputs for each image and its mirror image."""
     checkpoint: Literal["best", "last"] | None = None
     """Checkpoint of the run to use. Default: best."""
-    image_column: str | None = None
+    image_column: str | None = field(default=None, metadata=MAY_BE_EMPTY)
     """Column of Parquet files and lists that has the images. Default: that of the run."""
     image_size: int | None = None
     """Side of the model's input in pixels. Default: that of the evaluation."""

@@ -11,17 +11,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.files import different, fsync, read_json, replace_with, require_alone, write_json
-from raytrain_ddp.predict.result_table import ERROR, aligned, whole, writer_of
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_line
+from raytrain_ddp.files import (
+    different,
+    fsync,
+    read_json,
+    replace_with,
+    require_alone,
+    require_utf8,
+    write_json,
+)
+from raytrain_ddp.predict.result_table import ERROR, aligned, require_flat, whole, writer_of
 
 _PLAN = "plan.json"
 
@@ -54,6 +63,7 @@ class OutputParts:
             raise ConfigError(
                 f"--out {out}: expected a name that ends with .parquet, .csv or .jsonl."
             )
+        require_utf8("--out", out)  # as pyarrow does
         self._writer = writer
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}.")
@@ -104,8 +114,14 @@ class OutputParts:
 
         Raises:
             ConfigError: they differ.
+            DataError: the record is damaged.
         """
-        before = read_json(self.folder / _PLAN)
+        try:
+            before = read_json(self.folder / _PLAN)
+        except DataError as error:
+            if not self._overwrite:
+                raise DataError(f"{error} To begin anew: --overwrite.") from None
+            before = None
         has_work = any(self.folder.glob("part-*"))
         changes = different(before, plan) if before is not None and has_work else []
         if changes and not self._overwrite:
@@ -123,19 +139,33 @@ class OutputParts:
         return self.folder / f"part-{part:08d}.parquet"
 
     def write(self, part: int, table: Any) -> None:
+        """Raises TaskError if the file cannot have these columns."""
+        if self.out.suffix.lower() == ".csv":
+            require_flat(table.schema)
         with self._writing(), replace_with(self.path(part), self.folder) as temp:
             pq.write_table(table, temp, compression="zstd")
 
+    def _read(self, read: Callable[[Path], Any], part: int) -> Any:
+        try:
+            return read(self.path(part))
+        except (OSError, pa.ArrowException) as error:
+            text = "delete it, and repeat the command."
+            raise DataError(f"{self.path(part)}: damaged: {first_line(error)}: {text}") from None
+
     def finish(self, parts: int, about: Mapping[str, str]) -> Totals:
         """Writes the file from all parts, in order, a part in memory at a time; then gives it its
-        name, and deletes the parts."""
-        schema = whole([pq.read_schema(self.path(part)) for part in range(parts)])
+        name, and deletes the parts.
+
+        Raises:
+            DataError: a part is damaged.
+        """
+        schema = whole([self._read(pq.read_schema, part) for part in range(parts)])
         totals = Totals()
 
         def tables() -> Iterator[Any]:
             nonlocal totals
             for part in range(parts):
-                table = aligned(schema, pq.read_table(self.path(part)))
+                table = aligned(schema, self._read(pq.read_table, part))
                 totals = _added(totals, table)
                 yield table
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Outputs
 from raytrain_ddp.inference.inputs import TARGET
+from raytrain_ddp.records import json_of
 
 ERROR = "error"
 _NAMES = b"names"  # of the numbers in a column of lists
@@ -180,6 +181,17 @@ def _csv(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[str, str
                 waiting.clear()
 
 
+def require_flat(schema: Any) -> None:
+    """Raises TaskError if a column has more than texts, numbers and lists of these, as CSV has."""
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_list(field.type) else field.type
+        if pa.types.is_nested(kind):
+            raise TaskError(
+                f"the values of {field.name!r} are {field.type}, so they cannot be CSV columns. "
+                "Use an --out file that ends in .parquet or .jsonl."
+            )
+
+
 def _add_widths(table: Any, widths: dict[str, list[str]]) -> None:
     """Adds the names of the numbers in each column of lists that has none yet."""
     for field in table.schema:
@@ -224,7 +236,7 @@ def _json_lines(path: Path, schema: Any, tables: Iterator[Any], about: Mapping[s
             columns = {name: _python(table[name].combine_chunks()) for name in table.schema.names}
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json_of(line, ascii_only=False) + "\n")
 
 
 def _python(column: Any) -> list[Any]:

@@ -30,7 +30,7 @@ def cause_of(error: BaseException) -> Cause:
     text = str(error)
     if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
         # Ray's collectives, torch's, or shut down from outside.
-        return "error" if _is_own_exit(error) else "peer"
+        return "error" if is_own_exit(error) else "peer"
     if _is_of_collectives(error):
         return "peer"
     # A failing device or driver (ECC, Xid): a new worker may get a working one.
@@ -43,7 +43,7 @@ def cause_of(error: BaseException) -> Cause:
     return cause_of(error.__cause__) if failed_storage and error.__cause__ else "error"
 
 
-def _is_own_exit(error: BaseException) -> bool:
+def is_own_exit(error: BaseException) -> bool:
     """Whether the user's code has called sys.exit(); Ray ends workers in this way as well."""
     import ray
 
@@ -51,7 +51,7 @@ def _is_own_exit(error: BaseException) -> bool:
     return bool(frames) and not frames[-1].filename.startswith(f"{Path(ray.__file__).parent}/")
 
 
-def failure_event(error: Exception) -> End:
+def failure_event(error: BaseException) -> End:
     """The event for an error in rank 0 that ends a run without Ray."""
     if _is_of_collectives(error):
         line = next(iter(str(error).splitlines()), "")

@@ -20,8 +20,8 @@ class ReportArgs:
     runs: tuple[str, ...] = field(default=(), metadata=positional("RUN"))
     """Folders or URIs of runs, or of one sweep, or their names below runs/."""
     out: str | None = None
-    """Output file. Default: report.html in the folder of a single local run, else in the current
-    folder."""
+    """Output file, which ends in .html. Default: report.html in the folder of a single local run,
+    else in the current folder."""
     predict: bool = True
     """For a single run: evaluate its best checkpoint, and show the results by class and the worst
     mistakes. Takes at most a minute, and requires access to the data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from html import escape
@@ -78,11 +79,11 @@ def sections_of_runs(histories: Sequence[RunHistory]) -> str:
 def page_of_runs(body: str, histories: Sequence[RunHistory]) -> str:
     """The whole page of runs."""
     names = ", ".join(history.files.name for history in histories)
-    places = " ".join(history.files.place.address for history in histories)
+    places = [history.files.place.address for history in histories]
     return whole_page(names, body, places, any(h.state == "running" for h in histories))
 
 
-def whole_page(title: str, body: str, places: str, live: bool) -> str:
+def whole_page(title: str, body: str, places: Sequence[str], live: bool) -> str:
     """The page around its sections: head, style and footer.
 
     Args:
@@ -98,7 +99,7 @@ def whole_page(title: str, body: str, places: str, live: bool) -> str:
         f"<title>{escape(title)}</title>"
         f"<style>{(_HERE / 'style.css').read_text(encoding='utf-8')}</style></head><body>"
         f"{body}<footer>{made}, raytrain_ddp {escape(package_version())}: "
-        f"<code>python -m raytrain_ddp.report {escape(places)}</code>.{again}</footer>"
+        f"<code>python -m raytrain_ddp.report {escape(shlex.join(places))}</code>.{again}</footer>"
         f"<script>{(_HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
     )
 

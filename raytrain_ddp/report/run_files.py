@@ -155,7 +155,7 @@ def claims_in(storage: Storage) -> list[tuple[int, Record]]:
     for path in folder.walk():
         claim = Claim.parse(path) if "/" not in path else None
         if claim is not None:
-            with suppress(FileNotFoundError, ValueError):
+            with suppress(FileNotFoundError, ValueError, RecursionError):
                 record = json.loads(folder.read(path))
                 found.append((claim.attempt, record if isinstance(record, dict) else {}))
     return sorted(found, key=lambda pair: pair[0])

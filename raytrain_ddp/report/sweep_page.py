@@ -20,11 +20,12 @@ from raytrain_ddp.display.formatting import format_metric, format_seconds, forma
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.report import tables
 from raytrain_ddp.report.page import figures, section, whole_page
-from raytrain_ddp.sweep.run_sweep import best_command
+from raytrain_ddp.sweep.run_sweep import best_command, is_deleted
 from raytrain_ddp.sweep.space import Dimension
 from raytrain_ddp.sweep.sweep_display import spread
 from raytrain_ddp.sweep.sweep_state import OVER, Sweep, Trial, load_sweep
 from raytrain_ddp.sweep.trial_configs import value_text
+from raytrain_ddp.uri import below
 
 _COLORED = 7  # of the best trials
 _LEAST_TRIALS = 10  # for the importance
@@ -80,7 +81,7 @@ def one_sweep(folder: Storage, sweep: Sweep) -> str:
     if sweep.settings.seeds > 1:
         parts.append(section("Points", _points(sweep)))
     parts.append(section("Trials", _trials(sweep, ranked)))
-    return whole_page(name, "".join(parts), str(folder), left > 0)
+    return whole_page(name, "".join(parts), [folder.address], left > 0)
 
 
 def importance(sweep: Sweep) -> list[Importance]:
@@ -157,11 +158,14 @@ def _best(folder: Storage, sweep: Sweep, best: Trial) -> str:
     with suppress(ConfigError):  # a version whose config has other fields has written it
         base = from_dict(sweep.settings.config)
         commands += [] if best.origin else [("train it", best_command(base, best))]
-    place = shlex.quote(f"{folder}/{best.name}")
-    if best.status == "stopped" and "://" not in place:
+    place = shlex.quote(below(folder.address, best.name))
+    deleted = is_deleted(folder, best)
+    if best.status == "stopped" and folder.is_local and not deleted:
         commands.append(("train it further", f"python -m raytrain_ddp.fit {place}/config.toml"))
-    commands.append(("report", f"python -m raytrain_ddp.report {place}"))
-    cards = [(f"Best {sweep.monitor}", format_metric(sweep.monitor, value), best.name)]
+    if not deleted:
+        commands.append(("report", f"python -m raytrain_ddp.report {place}"))
+    name = best.name + " (deleted)" * deleted
+    cards = [(f"Best {sweep.monitor}", format_metric(sweep.monitor, value), name)]
     same = [v for t in sweep.of_point(best) if (v := sweep.best_of(t)) is not None]
     if len(same) > 1:
         cards.append((f"Mean of {len(same)} seeds", spread(sweep.monitor, same), ""))

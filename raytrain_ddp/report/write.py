@@ -26,6 +26,8 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
         ConfigError: the run or device does not exist, or the file cannot be written.
         PreflightError: a run's storage does not respond.
     """
+    if out is not None:
+        _require_page(expanded(out))  # before minutes of predictions
     sweeps = [sweep_at(place) for place in places]
     if sweeps[0] is not None and len(sweeps) == 1:
         if device != "auto":
@@ -77,12 +79,17 @@ def _below(folder: Storage) -> Path:
     return Path(folder.path if folder.is_local else ".") / REPORT_FILE
 
 
-def _write(path: Path, page: str) -> None:
-    """Atomically, so that a browser always sees a complete report."""
+def _require_page(path: Path) -> None:
+    """Raises ConfigError unless it is the name of a page, which the next report may replace."""
     if not path.name or path.is_dir():
         raise ConfigError(f"{path}: is a folder: set --out to a file, such as report.html.")
-    if path.exists() and path.suffix != ".html":
-        raise ConfigError(f"{path}: exists, and is not a page: set --out to another file.")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{path}: set --out to a file that ends in .html.")
+
+
+def _write(path: Path, page: str) -> None:
+    """Atomically, so that a browser always sees a complete report."""
+    _require_page(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_with(path, path.parent) as temporary:

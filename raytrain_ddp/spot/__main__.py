@@ -131,7 +131,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with lock:
         cloud = CLOUDS[options.cloud]
         url = options.metadata or cloud.URL
-        if not url.startswith("http://"):
+        if not (url.startswith("http://") and url[7:].strip("/")):
             parser().error(f"--metadata {url}: want http://HOST")
         say(f"looks for notices of {options.cloud} at {url} every {options.every_s:g} s")
         notice = await_notice(cloud(Metadata(url)), options.every_s)

@@ -102,8 +102,11 @@ def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
     display.summary(sweep, conclusion(order, folder, sweep))
     failed = [trial for trial in sweep.trials if trial.status == "failed"]
     if failed and len(failed) == len(sweep.trials):
-        first = failed[0].message.partition("\n")[0]
-        raise TaskError(f"all {len(failed)} trials have failed; the first: {first}")
+        first = failed[0].message.partition("\n")[0].rstrip(".")
+        raise TaskError(
+            f"all {len(failed)} trials have failed; the first: {first}. This sweep does not train "
+            "them again: after a fix, give another --name."
+        )
     return 128 + conductor.stopping if conductor.stopping else 0
 
 
@@ -143,12 +146,13 @@ def conclusion(order: SweepOrder, folder: Storage, sweep: Sweep) -> list[tuple[s
     """What follows from the sweep, as lines of (title, text)."""
     rows, place = [], folder.address
     for best in sweep.ranked()[:1]:
-        rows.append(("best run", below(place, best.name)))
+        deleted = is_deleted(folder, best)
+        rows.append(("best run", below(place, best.name) + " (deleted)" * deleted))
         if best.origin:  # its values were others before
             rows.append(("it began as", best.history))
         else:
             rows.append(("train it", best_command(order.base, best)))
-        if best.status == "stopped" and "://" not in place:
+        if best.status == "stopped" and "://" not in place and not deleted:
             begun = shlex.quote(f"{place}/{best.name}/config.toml")
             rows.append(("train it further", f"python -m raytrain_ddp.fit {begun}"))
     if sweep.count("waiting", "running", "paused") or sweep.missing > 0:
@@ -156,6 +160,11 @@ def conclusion(order: SweepOrder, folder: Storage, sweep: Sweep) -> list[tuple[s
     rows.append(("report", f"python -m raytrain_ddp.report {shlex.quote(place)}"))
     rows.append(("all runs", f"python -m raytrain_ddp.watch {shlex.quote(place)}"))
     return rows
+
+
+def is_deleted(folder: Storage, trial: Trial) -> bool:
+    """Whether somebody has deleted the run of a trial that was evaluated; a store is not asked."""
+    return folder.is_local and not folder.join(trial.name).exists(CONFIG_FILE)
 
 
 def best_command(base: TrainConfig, trial: Trial) -> str:

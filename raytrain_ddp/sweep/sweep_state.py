@@ -198,11 +198,26 @@ def load_sweep(folder: Storage) -> Sweep | None:
         schema = int(content["schema"])
         if schema > SCHEMA:
             raise ConfigError(f"{folder}/{SWEEP_FILE}: a newer version of raytrain_ddp wrote it.")
-        return TypeAdapter(Sweep).validate_python(content)
-    except (ValidationError, ValueError, KeyError, TypeError) as error:
+        sweep = TypeAdapter(Sweep).validate_python(content)
+        _require_consistent(sweep)
+        return sweep
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         what = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{folder}/{SWEEP_FILE} is damaged ({what}): restore it, or use another --name."
         ) from None
+
+
+def _require_consistent(sweep: Sweep) -> None:
+    """Raises ValueError if the file was edited so that it contradicts itself."""
+    numbers = [trial.number for trial in sweep.trials]
+    if sweep.settings.seeds < 1 or numbers != [*range(len(numbers))]:
+        raise ValueError("its seeds, or the numbers of its trials")
+    for trial in sweep.trials:
+        try:
+            for dimension in sweep.settings.space:
+                dimension.share(trial.point[dimension.field])
+        except (LookupError, ValueError, ArithmeticError, AssertionError):
+            raise ValueError(f"the values of {trial.name} are not in its space") from None

@@ -21,6 +21,7 @@ from raytrain_ddp.errors import (
 )
 from raytrain_ddp.events import Eval, LogRecord, Note, Plan, Train
 from raytrain_ddp.messages import Event
+from raytrain_ddp.ray_backend.failure_causes import is_own_exit
 from raytrain_ddp.records import log_records
 from raytrain_ddp.sweep.conductor import Ended, Evaluation
 from raytrain_ddp.sweep.sweep_state import STOP_NOTE, Evaluated
@@ -83,6 +84,10 @@ def train_trial(config: TrainConfig, ties: Ties) -> Ended:
             return Ended("failed", _text(error))
         except Exception as error:  # of the user's code; its traceback is in the run's events
             return Ended("failed", f"{type(error).__name__}: {_text(error)}")
+        except SystemExit as error:
+            if not is_own_exit(error):
+                raise
+            return Ended("failed", f"the task called sys.exit({error.code!r})")
         break
     log = log_records(result.history)
     per_epoch = sessions[-1].steps_per_epoch if sessions else 0

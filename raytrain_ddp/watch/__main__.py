@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port = {args.port}: must be from 0 to 65535.")
-    if args.grafana is not None and not args.grafana.startswith(("http://", "https://")):
+    if args.grafana is not None and not re.fullmatch(r"https?://[^/?#:\s]\S*", args.grafana):
         raise ConfigError(f"grafana = {args.grafana!r}: must be an http:// or https:// address.")
     links = [("Grafana", args.grafana)] if args.grafana else []
     runs = WatchedRuns(args.storage)

@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from raytrain_ddp.errors import ConfigError, PreflightError, first_line
+from raytrain_ddp.errors import ConfigError, PreflightError, first_line, first_names
 from raytrain_ddp.report.predictions import Predictor
 from raytrain_ddp.watch import live_pages
 from raytrain_ddp.watch.watched_runs import WatchedRuns, stop_run
@@ -90,10 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_S
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
         if not self._may_ask():
             return
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return
+        query = parse_qs(url.query)
         if self._shows_token(query.get("token", [""])[0]):
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             there = {"Location": "/" + url.path.lstrip("/"), "Set-Cookie": cookie}
@@ -116,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True  # a body, if there is one, is not read
         if not self._may_ask():
             return
-        origin = urlsplit(self.headers.get("Origin", "")).netloc
+        origin = self.headers.get("Origin", "").partition("://")[2]
         _, action, name = (*self.path.split("/", 2), "", "")[:3]
         is_own = origin == self.headers.get("Host") and self.headers.get("X-Confirm") == action
         act = {"stop": stop_run, "predict": self.server.predictor.start}.get(action)
@@ -183,11 +187,17 @@ class _Handler(BaseHTTPRequestHandler):
             version = f"{run.version}.{may_act}.{number}"
             return run.name, version, lambda: live_pages.run_content(history, may_act, html)
         if path == "/compare":
-            names = list(dict.fromkeys(query.get("run", [])))[:_MOST_COMPARED]
-            found = [run for name in names if (run := runs.page(name)) is not None]
+            names = list(dict.fromkeys(query.get("run", [])))
+            known = [name for name in names if name in runs.runs]
+            unknown = [name for name in names if name not in known]
+            shown = known[:_MOST_COMPARED]
+            found = [run for name in shown if (run := runs.page(name)) is not None]
             histories = [run.history for run in found if run.history is not None]
-            version = ".".join(str(run.version) for run in found)
-            return "compare", version, lambda: live_pages.runs_content(histories)
+            version = ".".join(str(n) for n in (len(known), *(run.version for run in found)))
+            note = f"There is no run {first_names(unknown, 3)}. " if unknown else ""
+            if len(known) > len(shown):
+                note += f"The first {len(shown)} of {len(known)} runs; report shows all of them."
+            return "compare", version, lambda: live_pages.runs_content(histories, note)
         return None
 
     def _list(self) -> str:

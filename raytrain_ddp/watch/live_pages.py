@@ -157,11 +157,12 @@ def commands_of(history: RunHistory) -> list[tuple[str, str]]:
     return found
 
 
-def runs_content(histories: Sequence[RunHistory]) -> str:
-    """Several runs over each other."""
+def runs_content(histories: Sequence[RunHistory], note: str) -> str:
+    """Several runs over each other, below what is not shown of them."""
     if len(histories) < 2:
-        return message("Nothing to compare", "Tick two runs or more in the list.")
-    return sections_of_runs(histories)
+        return message("Nothing to compare", f"{note}Tick two runs or more in the list.")
+    head = f"<p class=note>{escape(note)}</p>" if note else ""
+    return head + sections_of_runs(histories)
 
 
 def message(title: str, text: str) -> str:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from raytrain_ddp.checkpoint import run_folder
-from raytrain_ddp.checkpoint.run_folder import open_run, path_of_run, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    METRICS_FILE,
+    open_run,
+    parsed_lines,
+    path_of_run,
+    run_storage,
+)
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
 
@@ -30,6 +36,11 @@ def test_a_run_is_found_by_its_name_though_its_data_has_the_same(
         assert path_of_run(other) == other
     Path("photos", file).touch()  # a run here is nearer
     assert path_of_run("photos") == "photos"
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path):
+    lines = ["", "x", "5", '{"kind": 1', "[" * 100_000, '{"a":' * 100_000, '{"kind": 2}']
+    assert parsed_lines(lines, METRICS_FILE) == [{"kind": 2}]
 
 
 def test_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

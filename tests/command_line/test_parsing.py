@@ -90,7 +90,7 @@ def test_the_golden_command_lines_are_of_all_commands():
         ("--log.profile-steps 1 --log.profile-ranks", "log.profile_ranks", []),
         ("--storage=-x", "storage", "-x"),
         ("--storage -", "storage", "-"),
-        ("--storage=", "storage", ""),
+        ("--data.label-column=", "data.label_column", ""),
         ("--epochs 3 --epochs=4", "epochs", 4),
         ("digits --epochs 3 --", "epochs", 3),
     ],
@@ -235,6 +235,33 @@ def test_other_names_lead_to_flags_that_exist_and_hide_none():
         for other in others:
             assert other not in known, other
             assert meant(other, known) == [flag]
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "flag"),
+    [
+        ("fit", ["--resume-from", ""], "--resume-from"),
+        ("fit", ["digits", "--storage="], "--storage"),
+        ("fit", ["--data.root", ""], "--data.root"),
+        ("evaluate", [""], "RUN"),
+        ("export", ["r", "--out", ""], "--out"),
+        ("convert", ["a", ""], "DST"),
+        ("watch", ["--host", ""], "--host"),
+        ("run", ["--log-dir", "", "x.py"], "--log-dir"),
+        ("run", ["--address", "", "x.py"], "--address"),
+    ],
+)
+def test_an_empty_value_is_a_variable_that_is_not_set(name: str, argv: list[str], flag: str):
+    parsed = {"fit": lambda words: parse_with_recipe(words, command("fit")), "run": parse_run}
+    with pytest.raises(ConfigError, match=f"^{flag} is empty, as by a shell variable"):
+        parsed.get(name, command(name).parse)(argv)
+
+
+def test_some_values_may_be_empty():
+    argv = ["--log-line-prefix-template=", "--role", "", "--signals-to-handle=", "--export=", "x"]
+    assert parse_run(argv).flags.log_line_prefix_template == ""
+    args = parse_with_recipe(["--data.classes", "", "b", "--model.args", "a="], command("fit"))
+    assert (args.config.data.classes, args.config.model.args) == (("", "b"), {"a": ""})
 
 
 def test_what_is_missing_is_named():

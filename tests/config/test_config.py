@@ -116,6 +116,7 @@ NONSENSE = [
     ("name", ".."),
     ("name", "a/b"),
     ("name", ""),
+    ("storage", ""),
     ("name", "x" * 129),
     ("name", "new\n"),
     ("seed", -1),
@@ -318,7 +319,7 @@ texts = partial(  # others are refused: test_hostile_text.py
 configs = st.builds(
     TrainConfig,
     name=st.from_regex(r"[A-Za-z0-9_-]{1,20}", fullmatch=True),
-    storage=texts(),
+    storage=texts(min_size=1),
     task_options=st.dictionaries(texts(), texts(), max_size=3),
     seed=st.integers(0, 2**63 - 1),
     epochs=st.integers(1, 10**6),

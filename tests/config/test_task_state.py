@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -82,6 +83,8 @@ class Fold(TinyTask):
 
 
 KINDS = ["number", "array", "tensor", "subset", "source", "set", "path", "namespace"]
+if importlib.util.find_spec("ml_dtypes"):  # registers bfloat16 with NumPy, as ONNX does
+    import ml_dtypes  # noqa: F401
 KINDS += ["frame", "text", "objects", "keys", "bf16", "values", "slots", "enum"]
 
 

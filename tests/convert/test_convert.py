@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -851,6 +851,7 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
         (tmp_path / "file", "is a file"),
         (tmp_path / "link", "is a file"),
         (folder, "is inside SRC"),
+        (tmp_path / "c\udcff", "must be UTF-8"),
         (folder / "train" / "parquet", "is inside SRC"),
         (Path("/proc"), "is a mount point"),
     ]:
@@ -858,8 +859,25 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
             run_convert(folder, dest)
     with ProcessPool(1) as run, pytest.raises(ConfigError, match="must be a folder"):
         convert(str(folder), "s3://bucket/x", ConvertConfig(), run, silent)
+    with ProcessPool(1) as run, pytest.raises(ConfigError, match=r"SRC .*must be UTF-8"):
+        convert(f"{folder}\udcff", str(tmp_path / "c"), ConvertConfig(), run, silent)
     (tmp_path / "empty").mkdir()
     assert run_convert(folder, tmp_path / "empty").dataset["rows"]["train"] == TRAIN
+
+
+def test_where_nothing_can_be_written_no_work_is_kept(folder: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PreflightError, match=r"cannot be written: .*Not a directory.*'\.$"):
+        run_convert(folder, tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("text", ["", "[]"])
+def test_a_damaged_record_of_what_was_begun_is_named(folder: Path, tmp_path: Path, text: str):
+    stage = Stage(tmp_path / "out")
+    with stage.held():
+        (stage.state / "plan.json").write_text(text)
+    with pytest.raises(DataError, match=r"plan\.json: is damaged: .* Delete .*\.out\.converting"):
+        run_convert(folder, tmp_path / "out")
 
 
 def test_two_at_once_are_refused(folder: Path, tmp_path: Path):
@@ -1012,6 +1030,27 @@ def test_a_damaged_dataset_file_is_a_data_error(copy: Path, text: str):
         verify(copy, 1, silent("", 0))
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda content: content["files"][1].pop("bytes"), r"files\[1\]\.bytes"),
+        (lambda content: content["files"][0].update(rows="9"), r"files\[0\]\.rows"),
+        (lambda content: content["files"].append("x"), r"files\[\d\]\.path"),
+        (lambda content: content["rows"].update(train="9"), r"rows\.train"),
+        (lambda content: content.pop("class_names"), "class_names"),
+        (lambda content: content.pop("mean"), "mean"),
+    ],
+)
+def test_what_a_dataset_file_lacks_is_named(
+    copy: Path, change: Callable[[dict[str, Any]], object], named: str
+):
+    content = json.loads((copy / "dataset.json").read_text())
+    change(content)
+    (copy / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"dataset\.json: {named} is missing or wrong"):
+        main(["--verify", str(copy)])
+
+
 def test_a_dataset_file_cannot_lead_out_of_its_folder(copy: Path):
     dataset = json.loads((copy / "dataset.json").read_text())
     dataset["files"][0]["path"] = f"../{copy.name}/{dataset['files'][0]['path']}"
@@ -1039,6 +1078,12 @@ def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
     answer = run_cli("convert", "--verify", "out", cwd=tmp_path)
     assert answer.status == 4
     assert answer.err.count("val-00000-of-00001.parquet") == 2
+
+
+def test_errors_name_the_flags_of_convert(tmp_path: Path):
+    (tmp_path / "l.csv").write_text("image\na.jpg\n")
+    with pytest.raises(DataError, match=r"Set --image-column or --label-column\."):
+        main([str(tmp_path / "l.csv"), str(tmp_path / "out"), "--workers", "1"])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -470,6 +471,18 @@ def test_gpus_are_those_that_nvidia_smi_tells_of(tmp_path: Path, monkeypatch: py
     assert machine_facts.driver() == {"version": "580.95.05", "cuda": "13.0"}
 
 
+def test_a_gpu_without_memory_of_its_own_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GB10, [N/A], [N/A]"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = machine_facts.gpus()
+    assert found == [{"name": "NVIDIA GB10", "total": None, "free": None}]
+    findings = cluster("head", gpus=1)
+    findings["places"][0]["facts"]["gpus"] = found
+    (row,) = [row for row in assess(findings).rows if row.check == "GPUs"]
+    assert (row.found, row.verdict) == ("1 x NVIDIA GB10", "ok")
+
+
 def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     token = tmp_path / "token"
     token.write_text("secret")
@@ -494,6 +507,19 @@ def test_listeners_and_own_connections_are_found():
             assert (client.getsockname(), ("127.0.0.1", port)) in new
             assert (("127.0.0.1", port), client.getsockname()) in new
     assert network_facts.listening(port) == []
+
+
+def test_another_service_at_the_port_of_the_dashboard_has_no_mode():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet() -> None:
+            with server.accept()[0] as client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+                client.recv(1024)
+
+        Thread(target=greet, daemon=True).start()
+        found = network_facts.gather_network_facts(server.getsockname()[1])
+    assert (found["dashboard"], found["dashboard_mode"]) == (["127.0.0.1"], None)
 
 
 @pytest.mark.skipif(sys.byteorder != "little", reason="as the kernel writes it there")

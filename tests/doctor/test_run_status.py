@@ -15,11 +15,13 @@ from processes import run_cli
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
+from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
     HANGS,
     METRICS_FILE,
+    checkpoint_store,
     open_run,
 )
 from raytrain_ddp.checkpoint.storage import open_storage
@@ -142,10 +144,19 @@ def test_a_run_whose_driver_died_or_that_nobody_drives_is_reported(tmp_path: Pat
     assert "Run the command again" in row["driver"].advice
     (run / LEASE_FILE).unlink()
     report, row = rows(run)
-    assert (row["driver"].verdict, report.exit_status) == ("warn", 0)
+    assert (row["driver"].verdict, report.exit_status) == ("fail", PreflightError.exit_status)
     with (run / EVENTS_FILE).open("a") as file:
         file.write(json.dumps({"kind": "end", "status": 0}) + "\n")
     assert rows(run)[1]["driver"].found == "ended with status 0"
+
+
+def test_a_run_that_only_its_checkpoint_calls_finished_has_ended(tmp_path: Path):
+    run = written(tmp_path, [PLAN], [line(100)])
+    done = Manifest(100, 1, 1, 3, {}, "data", finished=True)
+    checkpoint_store(open_run(str(run))).commit(done, {})
+    status = read_status(open_run(str(run)))
+    assert (status.has_ended, assess_run(status).exit_status) == (True, 0)
+    assert assess_run(status).rows[0].found == "finished"
 
 
 def test_fault_32_a_slow_rank_and_what_limits_the_run_are_reported(tmp_path: Path):

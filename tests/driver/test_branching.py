@@ -136,6 +136,8 @@ def test_the_same_command_branches_then_continues(
     fit_locally(config)
     new = replace(config, name="new", steps=5, optim=replace(config.optim, lr=0.01))
     options: Any = {"resume_from": "base", "allow_change": ["optim.lr"]}
+    with pytest.raises(ConfigError, match="resume_from is empty"):  # would begin at step 0
+        dry_run(new, None, "")
     assert f"new would be created, and starts from {tmp_path}/runs/base/" in dry_run(
         new, None, **options
     )

@@ -56,6 +56,7 @@ def config_of(text: str) -> TrainConfig:
         "cifar10 --data.mean 0.1 0.25 1 --augment.no-flip --checkpoint.every-s 90.5",
         "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
         "--scaling.num-workers 1:4 --scaling.max-preemptions 3 --scaling.use-gpu False",
+        "--data.classes=-a b --model.freeze=-x.* --data.mean -1e-5 0.5 0.25",
         "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
         "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
         "--optim.name adamw --optim.betas 0.5 0.25 --scaling.start-timeout-s 12.5",
@@ -66,6 +67,15 @@ def test_the_printed_command_has_the_same_config(words: str):
     text, _ = emit(args.config, "command", args.recipe)
     assert text.count("\n") == 1
     assert parse_fit(shlex.split(text)[3:]).config == args.config
+
+
+def test_a_word_that_no_command_line_can_hold_is_refused():
+    for config in (
+        TrainConfig(data=DataConfig(classes=("b", "-x"))),
+        TrainConfig(task="my.py:Task", task_options={"sign": "-x"}),
+    ):
+        with pytest.raises(ConfigError, match="'-x' would be parsed as a flag"):
+            emit(config, "command")
 
 
 def test_a_recipe_of_ones_own_needs_no_file_on_the_cluster(tmp_path: Path):
@@ -199,6 +209,7 @@ def test_pods_without_gpus_ask_for_none():
             "vmSize",
             "Standard_NC16as_T4_v3",
         ),
+        ("abfss://box@my.dfs.core.windows.net/runs", "azure", "vmSize", "Standard_NC16as_T4_v3"),
     ],
 )
 def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: str, type_name: str):
@@ -215,6 +226,8 @@ def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: st
     asked = parse_fit(words).config
     assert run == replace(asked, scaling=replace(asked.scaling, wait_s=1800))
     assert not any(blank in reported.text for blank in ("BUCKET", "CONTAINER"))
+    if provider == "azure":
+        assert "storageAccounts/my/blobServices/default/containers/box" in reported.text
 
 
 def test_ones_own_machines_for_a_folder_which_is_warned_of():

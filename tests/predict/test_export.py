@@ -20,7 +20,13 @@ import pytest
 import yaml
 
 import raytrain_ddp
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
+from raytrain_ddp.errors import (
+    ConfigError,
+    DataError,
+    PreflightError,
+    RaytrainError,
+    RunLockedError,
+)
 from raytrain_ddp.export import __main__ as command
 from raytrain_ddp.export import reload
 from raytrain_ddp.export.__main__ import main as export
@@ -158,6 +164,25 @@ def test_a_full_disk_leaves_nothing(digits: str, tmp_path: Path, monkeypatch: py
     assert not [*tmp_path.iterdir()]
 
 
+def test_two_processes_do_not_write_one_export(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    argv = [digits, "--format", "safetensors", "--out", str(tmp_path / "d")]
+    write = command._write_json
+
+    def begun(*args: Any) -> None:
+        monkeypatch.setattr(command, "_write_json", write)
+        with pytest.raises(RunLockedError, match="another process is exporting to it"):
+            export(argv)
+        write(*args)
+
+    monkeypatch.setattr(command, "_write_json", begun)
+    assert export(argv) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+    assert {"README.md", "model.safetensors"} <= {path.name for path in (tmp_path / "d").iterdir()}
+    assert not {"lock", "export"} & {path.name for path in (tmp_path / "d").iterdir()}
+
+
 def test_without_the_data_other_images_are_asked_for(photos: tuple[str, Path], tmp_path: Path):
     with pytest.raises(DataError, match="To compare the export on other images: --data FOLDER"):
         export([photos[0], "--format", "safetensors", "--out", str(tmp_path / "p")])
@@ -222,6 +247,7 @@ def test_the_example_of_serving(photos: tuple[str, Path], monkeypatch: pytest.Mo
             ("--format", "onnx", "--out", ".", "--overwrite"),
             "is not an export, and is not replaced",
         ),
+        (("--format", "safetensors", "--out", "x\udcff"), "must be UTF-8"),
         (("--format", "onnx", "--out", "no/where"), "there is no folder no"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,6 +181,8 @@ def test_the_size_of_the_images_is_that_of_the_training_wherever_the_data_are(tm
         ([b"no image"], "image 0: not a readable image: cannot identify image file"),
         (["nowhere.jpg"], "nowhere.jpg: not a readable image: no such file"),
         ([np.zeros((8, 8, 3))], r"an array of float64 \(8, 8, 3\); expected uint8"),
+        ([np.zeros((0, 5, 3), np.uint8)], r"an array of uint8 \(0, 5, 3\); expected uint8"),
+        ([Image.new("L", (0, 5))], r"image 0: .* an array of uint8 \(5, 0\)"),
     ],
 )
 def test_what_is_no_image_is_named(digits: str, images: list[object], message: str):
@@ -194,6 +197,12 @@ def test_a_single_image_and_none_are_refused(digits: str):
             model.predict(images)
     with pytest.raises(ConfigError, match="no images"):
         model.predict([])
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1.5])
+def test_a_batch_has_at_least_one_image(digits: str, size: Any):
+    with pytest.raises(ConfigError, match=f"batch_size = {size}: must be an integer, 1 or more"):
+        raytrain_ddp.load(digits, device="cpu").predict([np.zeros((8, 8, 3), np.uint8)], size)
 
 
 def test_another_word_for_the_checkpoint_is_refused(digits: str):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import tarfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -311,6 +313,36 @@ def test_outputs_of_several_types_are_columns_of_one(tmp_path: Path):
         predict(tmp_path / "own", "--out", tmp_path / "p.csv", "--batch-size", "20")
 
 
+class Nested(TinyTask):
+    def predict(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {"boxes": [[{"x": 1.5}]] * len(batch["x"]), "n": [1] * len(batch["x"])}
+
+
+def test_nested_values_are_no_csv_columns(tmp_path: Path):
+    fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Nested))
+    predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
+    assert '"boxes": [{"x": 1.5}]' in (tmp_path / "p.jsonl").read_text()
+    with pytest.raises(TaskError, match=r"'boxes' are list<.*parquet or \.jsonl"):
+        predict(tmp_path / "own", "--out", tmp_path / "p.CSV")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "p.jsonl"]
+
+
+class NotFinite(TinyTask):
+    def predict(self, model: Any, batch: Any) -> dict[str, Any]:
+        return {
+            "é": [math.nan, *[1.5] * (len(batch["x"]) - 1)],
+            "all": [[math.inf]] * len(batch["x"]),
+        }
+
+
+def test_json_lines_are_strict_json_with_null_for_what_is_not_finite(tmp_path: Path):
+    fit_locally(tiny_config(tmp_path, "own", epochs=1, task=NotFinite))
+    predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
+    text = (tmp_path / "p.jsonl").read_text(encoding="utf-8")
+    assert text.splitlines()[0] == '{"row": 0, "é": null, "all": [null], "error": null}'
+    assert '{"row": 1, "é": 1.5,' in text
+
+
 def test_a_uri_of_a_file_is_decoded(photos: tuple[str, Path], tmp_path: Path):
     run, folder = photos
     (tmp_path / "a b.jpg").write_bytes((folder / "dark/4.jpg").read_bytes())
@@ -332,6 +364,24 @@ def test_folders_are_read_through_links_and_tables_in_them_are_named(
     (tmp_path / "in/up").symlink_to(tmp_path)
     with pytest.raises(DataError, match=r"the link .*in/up points to a folder above it"):
         predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")
+
+
+def test_a_pipe_in_a_folder_is_a_bad_image_and_is_not_waited_for(
+    photos: tuple[str, Path], tmp_path: Path
+):
+    run, folder = photos
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jpg").write_bytes((folder / "dark/4.jpg").read_bytes())
+    os.mkfifo(tmp_path / "in/b.jpg")
+    for word in ("in", "in/*.jpg"):
+        predict(run, tmp_path / word, "--out", tmp_path / "p.parquet", "--overwrite")
+        image, pipe = rows(tmp_path / "p.parquet")
+        assert image["error"] is None
+        assert pipe["error"] == "a named pipe, socket or device, not a file"
+    with ThreadPoolExecutor(1) as writer:  # one that is given by its name is read
+        writer.submit((tmp_path / "in/b.jpg").write_bytes, (tmp_path / "in/a.jpg").read_bytes())
+        predict(run, (tmp_path / "in/b.jpg").as_uri(), "--out", tmp_path / "q.parquet")
+    assert rows(tmp_path / "q.parquet")[0]["error"] is None
 
 
 @pytest.mark.parametrize("end", ["parquet", "csv", "jsonl"])
@@ -401,6 +451,25 @@ def test_after_a_kill_the_same_command_continues_with_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"p.{end}", f"whole.{end}"]
 
 
+def test_damage_to_what_was_begun_is_named(
+    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, folder = tmp_path / "p.csv", tmp_path / ".p.csv.predicting"
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputParts, "finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            predict(digits, "--out", out)
+    part = folder / "part-00000000.parquet"
+    part.write_bytes(b"")
+    with pytest.raises(DataError, match=r"part-00000000.parquet: damaged: .* 0 bytes: delete it"):
+        predict(digits, "--out", out)
+    for text in ("", "[]"):
+        (folder / "plan.json").write_text(text)
+        with pytest.raises(DataError, match=r"plan.json: is damaged: no JSON object\. To begin"):
+            predict(digits, "--out", out)
+    assert predict(digits, "--out", out, "--overwrite") == 0
+
+
 def test_a_full_disk_is_named_and_nothing_is_lost(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -440,7 +509,14 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
         (("--out", "p.csv", "--top", "11"), ConfigError, "the run has 10 classes"),
         (("--out", "p.csv", "--top", "0"), ConfigError, "--top"),
         (("--out", "p.csv", "--layer", "hed"), ConfigError, "no such layer. Did you mean 'head'"),
+        (("--out", "p\udcff.csv"), ConfigError, "must be UTF-8"),
         (("nothing", "--out", "p.csv"), DataError, "nothing: no such file or folder"),
+        (("file://box/a.jpg", "--out", "p.csv"), ConfigError, "names a host: write file:///a.jpg"),
+        (
+            ("a.jpg", "--image-column", "x", "--out", "p.csv"),
+            ConfigError,
+            "has no effect, as INPUT",
+        ),
         (("clip.mp4", "--out", "p.csv"), DataError, "is a video, no images. Extract its frames"),
         (("texts", "--out", "p.csv"), DataError, "contains no images and no tables"),
         (("t.parquet", "--out", "p.csv"), DataError, "no column 'image' .* --image-column"),
@@ -456,6 +532,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clip.mp4").write_bytes(b"x")
+    (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt").write_text("x")
     pq.write_table(pa.table({"x": [1]}), "t.parquet")

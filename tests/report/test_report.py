@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,7 @@ def test_a_report_goes_into_the_run_or_here_or_where_the_flag_says(
     assert [path.name for path in tmp_path.glob("new/*")] == ["a.html"]
     Path("a.html").touch()
     with pytest.raises(ConfigError, match=r"cannot be written .* --out"):
-        write_report([one], "a.html/b", False, "auto")
+        write_report([one], "a.html/b.html", False, "auto")
 
 
 # ------------------------------------------------------------------ what it tells
@@ -345,6 +347,12 @@ def test_several_runs_are_shown_side_by_side(troubled: Path, tmp_path: Path):
     assert any("troubled" in text and "other" in text for _, text in hovers(page))
 
 
+def test_the_command_of_a_page_names_the_same_runs(tmp_path: Path):
+    runs = [write(tmp_path / name / "r", [train(1, 1.0)], []) for name in ("a b", "c&d")]
+    command = re.findall(r"report ([^<]*)</code>\.", page_of(*runs, out=tmp_path / "both.html"))[-1]
+    assert shlex.split(unescape(command)) == [str(run) for run in runs]
+
+
 def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_path: Path):
     events = [plan("2026-11-20T20:00:00Z", 0, 4)]
     other = write(tmp_path / "other", [train(1, 1.0)], events, TrainConfig(name="other", seed=7))
@@ -354,7 +362,7 @@ def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_
     assert "<code>seed</code>" not in page
 
 
-@pytest.mark.parametrize("out", [".", "", "{run}", "{run}/config.toml"])
+@pytest.mark.parametrize("out", [".", "", "new", "new/", "{run}", "{run}/config.toml"])
 def test_a_report_replaces_nothing_but_a_page(out: str, troubled: Path):
     before = (troubled / "config.toml").read_text()
     with pytest.raises(ConfigError, match="set --out to"):

@@ -337,6 +337,7 @@ def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
         (["now", "--address", "a:1"], "needs --seconds"),
         (["gcp", "--seconds", "5", "--address", "a:1"], "needs --seconds"),
         (["gcp", "--metadata", "169.254.169.254", "--address", "a:1"], "want http://HOST"),
+        (["gcp", "--metadata", "http://", "--address", "a:1"], "want http://HOST"),
         (["elsewhere", "--address", "a:1"], "invalid choice"),
     ],
 )

@@ -18,7 +18,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError
 from raytrain_ddp.sweep.conductor import MOST_DEATHS, Conductor, Ended, Evaluation
 from raytrain_ddp.sweep.run_sweep import found, settings_of
-from raytrain_ddp.sweep.space import parse_space
+from raytrain_ddp.sweep.space import Point, parse_space
 from raytrain_ddp.sweep.sweep_state import (
     SWEEP_FILE,
     Evaluated,
@@ -315,7 +315,8 @@ def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
             found(folder, wanted)
     begun = open_storage(str(tmp_path / "begun"))
     begun.mkdir()
-    waiting = Sweep(settings(4), trials=[Trial(0, "trial-0000", {"optim.lr": 0.1}, 0)])
+    point: Point = {"optim.lr": 0.1, "augment.policy": "none"}
+    waiting = Sweep(settings(4), trials=[Trial(0, "trial-0000", point, 0)])
     save(waiting, begun)
     assert found(begun, settings(3)) is None  # it could not start: the name is free
     waiting.trials[0].starts = 1  # it was interrupted
@@ -330,10 +331,34 @@ def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
     assert found(open_storage(str(tmp_path / "new")), settings(4)) is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 1, "settings": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"schema": 1}', '{"schema": 1, "settings": 3}']
+)
 def test_a_damaged_file_is_named(tmp_path: Path, text: str):
     (tmp_path / SWEEP_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=r"sweep.json is damaged"):
+        load_sweep(open_storage(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('"seeds": 1', '"seeds": 0', "its seeds"),
+        ('"number": 0', '"number": 3', "the numbers of its trials"),
+        ('"optim.lr": 0.01', '"optim.rate": 0.01', "trial-0000"),
+        ('"optim.lr": 0.01', '"optim.lr": "0.01"', "trial-0000"),
+        ('"augment.policy": "none"', '"augment.policy": "all"', "trial-0000"),
+        ('"low": ', '"low": -', "trial-0000"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_damaged(tmp_path: Path, old: str, new: str, named: str):
+    point: Point = {"optim.lr": 0.01, "augment.policy": "none"}
+    sweep = Sweep(settings(1), trials=[Trial(0, "trial-0000", point, 0)])
+    save(sweep, open_storage(str(tmp_path)))
+    path = tmp_path / SWEEP_FILE
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=rf"is damaged \(.*{named}"):
         load_sweep(open_storage(str(tmp_path)))
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError, TaskError
-from raytrain_ddp.report.sweep_page import importance
+from raytrain_ddp.report.sweep_page import importance, one_sweep
 from raytrain_ddp.report.write import write_report
 from raytrain_ddp.sweep.__main__ import main, parse
 from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
-from raytrain_ddp.sweep.run_sweep import SweepOrder, run_sweep, settings_of
+from raytrain_ddp.sweep.run_sweep import SweepOrder, conclusion, run_sweep, settings_of
 from raytrain_ddp.sweep.space import parse_space
 from raytrain_ddp.sweep.sweep_display import SweepDisplay, spread
 from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep, Trial, load_sweep, save
 from raytrain_ddp.sweep.trial_configs import require_valid, scaling_of_trial
+from raytrain_ddp.uri import open_uri
 
 LR = "optim.lr=log:1e-3:1"
 
@@ -268,6 +271,35 @@ def test_the_report_of_a_sweep_is_one_page(tmp_path: Path):
     assert "29 finished, 1 failed" in page
 
 
+def test_the_commands_of_a_report_open_the_store_of_the_sweep(tmp_path: Path):
+    sweep = made(tmp_path / "s", 3)
+    uri = "s3://b/s?region=r&endpoint_override=localhost:9000&scheme=http"
+    store = Storage(open_uri(uri)[0], "b/s", False, uri)
+    page = unescape(one_sweep(store, sweep))
+    best = sweep.ranked()[0].name
+    for command in (f"'{uri}'", f"'{uri.replace('?', f'/{best}?')}'"):
+        assert f"python -m raytrain_ddp.report {command}" in page
+
+
+def test_a_best_run_that_was_deleted_is_called_so(tmp_path: Path):
+    sweep, folder = made(tmp_path / "s", 3), open_storage(str(tmp_path / "s"))
+    best = sweep.ranked()[0]
+    best.status = "stopped"
+    order = SweepOrder(TrainConfig(), sweep.settings)
+    run = folder.join(best.name)
+    run.mkdir()
+    run.write_atomic(CONFIG_FILE, b"")
+    rows = dict(conclusion(order, folder, sweep))
+    assert (rows["best run"], "train it further" in rows) == (str(run), True)
+    assert f"raytrain_ddp.report {run}" in one_sweep(folder, sweep)
+    (tmp_path / "s" / best.name / CONFIG_FILE).unlink()
+    rows = dict(conclusion(order, folder, sweep))
+    assert (rows["best run"], "train it further" in rows) == (f"{run} (deleted)", False)
+    page = one_sweep(folder, sweep)
+    assert f"{best.name} (deleted)" in page
+    assert f"raytrain_ddp.report {run}" not in page
+
+
 def test_importance_finds_the_field_that_decides(tmp_path: Path):
     sweep = made(tmp_path / "s", 60)
     found = importance(sweep)
@@ -343,7 +375,7 @@ def test_a_sweep_whose_trials_all_failed_has_their_status(tmp_path: Path):
         assert trial is not None
         conductor.ended(trial.number, Ended("failed", "no luck\nin detail"))
     display = SweepDisplay(Console(file=io.StringIO()), live=False)
-    with pytest.raises(TaskError, match=r"all 2 trials have failed; the first: no luck$"):
+    with pytest.raises(TaskError, match=r"the first: no luck\. .*give another --name\.$"):
         run_sweep(SweepOrder(base, settings), display)  # continues, and finds nothing to do
 
 

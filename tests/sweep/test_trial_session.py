@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit_locally
-from raytrain_ddp.events import Note, Train
+from raytrain_ddp.events import End, Note, Train
 from raytrain_ddp.sweep import trial_session
 from raytrain_ddp.sweep.conductor import Evaluation, branched
 from raytrain_ddp.sweep.sweep_state import Trial
@@ -123,6 +124,12 @@ def test_failures_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     end = train_trial(replace(config, name="raises"), Ties(tell, lambda: None))
     assert (end.status, end.message) == ("failed", "ZeroDivisionError: in the user's code")
+
+    left = replace(config, name="leaves")
+    end = train_trial(left, Ties(lambda _: sys.exit(3), lambda: None))
+    assert (end.status, end.message) == ("failed", "the task called sys.exit(3)")
+    assert isinstance(last := read_events(run_storage(left))[-1].event, End)
+    assert (last.status, last.error) == (1, "SystemExit")
 
     monkeypatch.setattr(trial_session, "_LOCKED_S", 0.0)
     locked = replace(config, name="locked")

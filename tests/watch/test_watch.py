@@ -219,7 +219,22 @@ def test_several_runs_are_drawn_over_each_other(site: Site):
     page = site.page("/compare?run=live&run=done&run=nothing")
     assert "Where their configs differ" in page
     assert "Loss, smoothed" in page or "Loss (logarithmic), smoothed" in page
+    assert "There is no run nothing." in page
     assert "Tick two runs or more" in site.page("/compare?run=live")
+
+
+def test_runs_that_are_not_compared_are_named(tmp_path: Path):
+    for n in range(14):
+        write(tmp_path / f"r{n:02}", [train(1)], [plan()])
+    many = Site(tmp_path)
+    page = many.page("/compare?" + "&".join(f"run=r{n:02}" for n in range(14)))
+    many.close()
+    assert "The first 12 of 14 runs; report shows all of them." in page
+    assert ("What happened: r11" in page, "What happened: r12" in page) == (True, False)
+
+
+def test_an_address_that_is_none_is_answered(site: Site):
+    assert site.ask("x://[")[0] == 400
 
 
 def test_an_update_has_only_what_changed(site: Site, place: Path):
@@ -376,6 +391,7 @@ def test_the_button_stops_the_process_that_drives_the_run(
     assert f"<code>kill -TERM {driver.pid}</code>" in site.page("/run/live")
     assert site.stop("live", Cookie="") == 403
     assert site.stop("live", Origin="http://evil.example") == 403
+    assert site.stop("live", Origin="http://[") == 403
     assert site.stop("live", X_Confirm="") == 403
     assert site.stop("live", Host="evil.example") == 421
     assert site.stop("other") == 404
@@ -603,6 +619,7 @@ def test_help_answers_at_once(tmp_path: Path):
         (("runs", "--port", "70000"), "port = 70000: must be from 0 to 65535"),
         (("runs", "--host", "192.0.2.1"), "cannot listen on 192.0.2.1 port 8275: .*"),
         (("runs", "--grafana", "javascript:alert(1)"), "grafana = .* must be an http"),
+        (("runs", "--grafana", "http://"), "grafana = 'http://': must be an http"),
     ],
 )
 def test_what_cannot_be_watched_is_refused_in_a_line(

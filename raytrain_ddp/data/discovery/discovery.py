@@ -272,7 +272,7 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
                 "raytrain_ddp reads only version 1."
             )
         files = [(str(f["path"]), str(f["split"]), int(f["bytes"])) for f in dataset["files"]]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DataError(f"{shown}: {DATASET_FILE} is damaged: convert the data again.") from None
     wrong = []
     of_split: dict[str, list[str]] = {}

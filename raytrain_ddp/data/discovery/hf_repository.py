@@ -114,7 +114,7 @@ def _json(listing: FileListing, name: str, key: str) -> list[Any]:
         raise DataError(f"{listing.shown}: {name} is missing: copy it again.")
     try:
         found = json.loads(listing.content(name))[key]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _damaged(listing, name) from None
     if not isinstance(found, list):
         raise _damaged(listing, name)

@@ -20,6 +20,7 @@ from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
     answer_within,
     attempt,
+    fsspec_inside,
     open_uri,
     reason_of,
     uri_beside,
@@ -49,7 +50,11 @@ def list_in_store(source: str, shown: str) -> FileListing:
 
     def ask() -> tuple[Any, Any]:
         fs, path = open_uri(folder)
-        return fs, fs.get_file_info(path)
+        info = fs.get_file_info(path)
+        inner = fsspec_inside(fs)
+        if info.type == pafs.FileType.NotFound and inner is not None:
+            inner.info(path)  # raises what the listing hides, such as a refused connection
+        return fs, info
 
     fs, info = _answered(answer_within(REACH_TIMEOUT_S, ask), source, shown)
     if info.type == pafs.FileType.NotFound:
@@ -106,7 +111,9 @@ def _files_below(fs: Any, path: str) -> dict[str, int]:
 def _answered(outcome: T | Exception, source: str, shown: str) -> T:
     if isinstance(outcome, RaytrainError):
         raise outcome
-    if isinstance(outcome, FileNotFoundError):
+    chain = _chain(outcome) if isinstance(outcome, Exception) else iter(())
+    lost = next(filter(_is_of_network, chain), None)
+    if isinstance(outcome, FileNotFoundError) and lost is None:
         raise _not_there(source, shown)
     if isinstance(outcome, Exception):
         download = ""
@@ -119,8 +126,9 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
                 f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
                 f"network and the credentials{download}."
             )
-        reason = reason_of(source, outcome)
-        if "NETWORK_CONNECTION" in reason or any(map(_is_of_network, _chain(outcome))):
+        hidden = lost if isinstance(outcome, FileNotFoundError) else None
+        reason = reason_of(source, hidden or outcome)
+        if "NETWORK_CONNECTION" in reason or lost is not None:
             raise PreflightError(
                 f"{shown} cannot be reached: {reason}. Check the network{download}."
             )

@@ -294,7 +294,7 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
     content = os.pread(descriptor, member.size, member.offset_data)
     try:
         return content.decode().strip() if suffix in members else json.loads(content)[columns.label]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(
             f"{where}.{suffix if suffix in members else 'json'}: {kind}: {error}."

@@ -9,6 +9,7 @@ writes the file that helps to reproduce it.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -253,7 +254,7 @@ def _repro_document(
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
     order = loader.order(epoch)
     place = f"{publishable(config).storage}/{config.name}"
-    again = f"python -m raytrain_ddp.fit {place}/{CONFIG_FILE}"
+    again = f"python -m raytrain_ddp.fit {shlex.quote(f'{place}/{CONFIG_FILE}')}"
     return {
         "step": trace.step,
         "epoch": epoch,

@@ -165,9 +165,10 @@ def test_a_list_of_files_that_makes_no_sense_is_refused(
     (tmp_path / "x").write_text("123456789")
     with pytest.raises(DataError, match=reported):
         located(str(converted(tmp_path / "set", **changes)), None)
-    (tmp_path / "set" / "dataset.json").write_text("{")
-    with pytest.raises(DataError, match="damaged"):
-        located(str(tmp_path / "set"), None)
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "set" / "dataset.json").write_text(text)
+        with pytest.raises(DataError, match="damaged"):
+            located(str(tmp_path / "set"), None)
 
 
 # ------------------------------------------------------------------ what is read

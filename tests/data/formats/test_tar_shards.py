@@ -330,6 +330,7 @@ def test_a_broken_tar_file_is_named_with_its_member(kind: str, tmp_path: Path):
     [
         (b"{", "00002.json: not a label"),
         (b"[]", "00002.json: not a label"),
+        (b"[" * 100_000, "00002.json: not a label"),
         (b"{}", "00002.json: no value: 'name'"),
     ],
 )
