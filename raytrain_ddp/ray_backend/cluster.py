@@ -183,13 +183,14 @@ def start_warm_server(config: TrainConfig, address: str | None) -> None:
     if starts_ray(address):
         _warm(config, os.getpid())
     elif not is_connected():
-        _announce(config)
+        cluster = explicit_address(address or os.environ["RAY_ADDRESS"])
+        _announce(config, cluster=cluster)
 
 
-def _announce(config: TrainConfig, job: str = "") -> None:
+def _announce(config: TrainConfig, job: str = "", cluster: str = "") -> None:
     scaling = config.scaling
     if scaling.spares and (mode := _forks(config)):
-        announce_job(mode, scaling.threads, scaling.num_workers, job)
+        announce_job(mode, scaling.threads, scaling.num_workers, job, cluster)
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:

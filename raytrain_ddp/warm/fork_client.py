@@ -121,14 +121,21 @@ def raylet(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment["RAY_RAYLET_PID"])
 
 
-def raylets() -> list[int]:
-    """The pids of this user's raylets on this machine."""
+def raylets(cluster: str) -> list[int]:
+    """The pids of this user's raylets on this machine.
+
+    Args:
+        cluster: HOST:PORT that they were started with; "auto": any.
+    """
+    wanted = b"" if cluster == "auto" else os.fsencode(f"\0--gcs-address={cluster}\0")
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
-                    found += [int(pid)] * (file.read() == "raylet\n")
+                with open(f"/proc/{pid}/comm", "rb") as name:
+                    is_raylet = name.read() == b"raylet\n"
+                with open(f"/proc/{pid}/cmdline", "rb") as command:
+                    found += [int(pid)] * (is_raylet and wanted in command.read())
         except OSError:  # it has ended
             pass
     return found

@@ -32,16 +32,19 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
     return f"sh -c {shlex.quote(command)} sh"
 
 
-def announce_job(mode: str, threads: int, workers: object, job: str = "") -> None:
-    """Makes servers on this machine prepare processes for a job; starts that of its raylet.
+def announce_job(
+    mode: str, threads: int, workers: object, job: str = "", cluster: str = ""
+) -> None:
+    """Makes servers on this machine prepare processes for a job.
 
     Args:
         workers: how many, if it is an integer.
         job: its id, if it has connected to Ray.
+        cluster: if there is no server, that of this cluster's raylet is started; see `raylets`.
     """
     with suppress(OSError):
         is_known = fork_client.expect_job(_processes(workers), job)
-        raylets = [] if is_known or job else fork_client.raylets()
+        raylets = [] if is_known or not cluster else fork_client.raylets(cluster)
         if len(raylets) == 1:  # otherwise, the first worker starts the one of the right raylet
             environment = fork_client.environment_of(raylets[0])
             environment["RAY_RAYLET_PID"] = str(raylets[0])

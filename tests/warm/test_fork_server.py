@@ -302,21 +302,25 @@ def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     program = tmp_path / "raylet"
-    shutil.copy(shutil.which("sleep") or "", program)
+    shutil.copy(shutil.which("bash") or "", program)
     variables = {"LANG": "C.UTF-8", "A": "=ö", "LD_PRELOAD": "/x/ray/core/libjemalloc.so"}
-    with subprocess.Popen([program, "300"], env=variables, stderr=subprocess.DEVNULL) as raylet:
-        wait_until(lambda: raylet.pid in fork_client.raylets())
+    command = [program, "-c", "read x", "raylet", "--gcs-address=127.0.0.1:6379", "x"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=variables, **pipes) as raylet:  # type: ignore[call-overload]
+        wait_until(lambda: raylet.pid in fork_client.raylets("auto"))
+        assert raylet.pid in fork_client.raylets("127.0.0.1:6379")
+        assert raylet.pid not in fork_client.raylets("127.0.0.1:637")
         environment = {"LANG": "C.UTF-8", "A": "=ö"}
         assert fork_client.environment_of(raylet.pid) == environment
         name = f"raytrain-test-{raylet.pid}"
         place = Place(tmp_path / "place", 0, 1, **{"raytrain-fork-node": name})
         monkeypatch.setattr(fork_client, "_OF_NODE", name)
         monkeypatch.setattr(fork_client, "__file__", str(place.folder / "fork_client.py"))
-        monkeypatch.setattr(fork_client, "raylets", lambda: [raylet.pid])
+        monkeypatch.setattr(fork_client, "raylets", lambda _: [raylet.pid])
         ray = SimpleNamespace(origin=str(place.workers.parents[1] / "__init__.py"))
         monkeypatch.setattr("importlib.util.find_spec", lambda _: ray)
-        announce_job("always", 1, 1)
-        announce_job("always", 1, 1)
+        announce_job("always", 1, 1, cluster="auto")
+        announce_job("always", 1, 1, cluster="auto")
         [server] = place.servers()
         env = {**environment, "RAY_RAYLET_PID": str(raylet.pid)}
         first = place.run(env=env)
