@@ -45,10 +45,12 @@ class PrintedTraceback:
 
     Args:
         at: the time of its first line.
+        is_ignored: the interpreter said so before it.
     """
 
-    def __init__(self, at: float) -> None:
+    def __init__(self, at: float, is_ignored: bool = False) -> None:
         self.at = self.last_at = at
+        self._is_ignored = is_ignored
         self.uncaught = False  # printed by the interpreter: the exception was uncaught
         self.surely = False  # and this is certain
         self.in_thread = False
@@ -98,7 +100,7 @@ class PrintedTraceback:
         ):
             name = frame[1] or frame[2]
             self._first_frame, self._wrapped = False, ""
-            self.surely = prefixed
+            self.surely = prefixed = prefixed and not self._is_ignored
             # Frames of another process say nothing of how this one ended.
             self.uncaught = prefixed or name in _OUTERMOST or (self._quoted and self.uncaught)
             self.in_thread = name in _OF_A_THREAD or (self._quoted and self.in_thread)
@@ -140,7 +142,7 @@ class TracebackFinder:
         header = _HEADER.search(plain)
         if header and not (current is not None and current.holds(plain)):
             self._note(at, new=not self._ignored)
-            current = self._open[stream] = PrintedTraceback(at)
+            current = self._open[stream] = PrintedTraceback(at, self._ignored)
         if current is not None and current.take(line, at):
             # Lines printed while a process ends because of another traceback do not count.
             if self.raised is None or current.uncaught or not self.raised.ending:

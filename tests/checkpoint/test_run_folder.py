@@ -68,6 +68,7 @@ def test_fault_15_a_storage_that_was_opened_is_not_asked_again(
     with pytest.raises(UnreachableError):
         run_storage(TrainConfig(name="first", storage=str(tmp_path / "another")))
     monkeypatch.undo()
+    (tmp_path / "file").touch()
     for _ in range(2):
-        with pytest.raises(PreflightError, match="it is empty"):
-            run_storage(TrainConfig(name="first", storage=""))
+        with pytest.raises(PreflightError, match="is a file"):
+            run_storage(TrainConfig(name="first", storage=str(tmp_path / "file")))

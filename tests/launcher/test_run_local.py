@@ -659,6 +659,22 @@ def test_what_python_prints_is_understood(
         assert raised.ending == raised.uncaught
 
 
+def test_a_traceback_that_python_ignores_explains_no_end():
+    watch = TracebackFinder()
+    for line in (
+        "Traceback (most recent call last):",
+        '  File "s.py", line 5, in <module>',
+        "KeyError: 'real'",
+        "Exception ignored in: <module 'threading' from 'threading.py'>",
+        "Traceback (most recent call last):",
+        '  File "threading.py", line 1560, in _shutdown',
+        "OSError: [Errno 9] Bad file descriptor",
+    ):
+        watch.line("stderr", f"[rank1]: {line}", 1.0)
+    assert watch.raised is not None
+    assert watch.raised.error == "KeyError: 'real'"
+
+
 QUOTING = """Traceback (most recent call last):
   File "x.py", line 1, in main
 torch.multiprocessing.spawn.ProcessRaisedException:

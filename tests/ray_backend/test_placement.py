@@ -154,7 +154,7 @@ def test_a_process_without_ray_has_the_threads_that_are_given(
 
 @pytest.mark.parametrize("value", [0.0, -1.0, "many"])
 def test_other_cpus_are_refused(value: float):
-    rule = r"scaling\.cpus_per_worker = .*(above 0, or auto|a number or auto)"
+    rule = r"scaling\.cpus_per_worker = .*(0\.0001 or more, or auto|a number or auto)"
     with pytest.raises(ConfigError, match=rule):
         ScalingConfig(cpus_per_worker=value)
 

@@ -355,7 +355,9 @@ def test_without_its_spare_a_server_forks(
     assert ended(spare.pid)
     place.spares(1)  # another one
     [server] = place.servers()
-    assert server.num_fds() == 6  # the first three, the owner's, the socket, the spare's
+    wait_until(
+        lambda: server.num_fds() == 6
+    )  # the first three, the owner's, the socket, the spare's
 
 
 def test_a_spare_that_cannot_load_ray_is_not_started_again_and_again(

@@ -25,7 +25,7 @@ from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
-from raytrain_ddp.records import to_record
+from raytrain_ddp.records import json_of, to_record
 from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
@@ -225,9 +225,7 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
 def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):
     large = torch.zeros(MOST_NUMBERS + 1)
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
-    from raytrain_ddp.training.recording.metrics_log import _line
-
-    line = _line(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
+    line = json_of(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
     assert json.loads(line)["tables"] == {"c": [[1.0, None], [None, 2.0]]}
 
 
