@@ -50,7 +50,7 @@ class PrintedTraceback:
 
     def __init__(self, at: float, is_ignored: bool = False) -> None:
         self.at = self.last_at = at
-        self._is_ignored = is_ignored
+        self.is_ignored = is_ignored
         self.uncaught = False  # printed by the interpreter: the exception was uncaught
         self.surely = False  # and this is certain
         self.in_thread = False
@@ -100,7 +100,7 @@ class PrintedTraceback:
         ):
             name = frame[1] or frame[2]
             self._first_frame, self._wrapped = False, ""
-            self.surely = prefixed = prefixed and not self._is_ignored
+            self.surely = prefixed
             # Frames of another process say nothing of how this one ended.
             self.uncaught = prefixed or name in _OUTERMOST or (self._quoted and self.uncaught)
             self.in_thread = name in _OF_A_THREAD or (self._quoted and self.in_thread)
@@ -145,7 +145,8 @@ class TracebackFinder:
             current = self._open[stream] = PrintedTraceback(at, self._ignored)
         if current is not None and current.take(line, at):
             # Lines printed while a process ends because of another traceback do not count.
-            if self.raised is None or current.uncaught or not self.raised.ending:
+            ends = current.uncaught and not current.is_ignored
+            if self.raised is None or ends or not self.raised.ending:
                 self.raised = current
         else:
             self._note(at, new=not _AT_THE_END.match(plain))
