@@ -321,6 +321,7 @@ def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the
         monkeypatch.setattr("importlib.util.find_spec", lambda _: ray)
         announce_job("always", 1, 1, cluster="auto")
         announce_job("always", 1, 1, cluster="auto")
+        wait_until(lambda: fork_client.expect_job(1, ""))  # it listens
         [server] = place.servers()
         env = {**environment, "RAY_RAYLET_PID": str(raylet.pid)}
         first = place.run(env=env)

@@ -152,21 +152,21 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
 @pytest.mark.parametrize(
     ("points", "starts"),
     [
-        ("checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15", [14]),
+        ("checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15", [14]),
         # With rank 0, or soon after it, the rank that has a copy of its checkpoint dies.
         (
-            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "train.before_step:kill@rank=1,step=15",
             [0],
         ),
         (
-            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "checkpoint.payload:kill@step=10,after=2",
             [0],
         ),
         # The disk is full when the copy is written, but not for long.
         (
-            "checkpoint.payload:sleep(60)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
+            "checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "checkpoint.payload:enospc@step=10,after=2",
             [14],
         ),
