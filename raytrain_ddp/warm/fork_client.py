@@ -127,15 +127,21 @@ def raylets(cluster: str) -> list[int]:
     Args:
         cluster: HOST:PORT that they were started with; "auto": any.
     """
-    wanted = b"" if cluster == "auto" else os.fsencode(f"\0--gcs-address={cluster}\0")
+    host, _, port = cluster.rpartition(":")
+    # Of this machine, Ray may use another address.
+    begin = "" if host == "localhost" or host.startswith("127.") else host
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.stat(f"/proc/{pid}").st_uid == os.getuid():
                 with open(f"/proc/{pid}/comm", "rb") as name:
                     is_raylet = name.read() == b"raylet\n"
-                with open(f"/proc/{pid}/cmdline", "rb") as command:
-                    found += [int(pid)] * (is_raylet and wanted in command.read())
+                with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as command:
+                    words = command.read().split("\0") if is_raylet else []
+                option = f"--gcs-address={begin}"
+                own = [w for w in words if w.startswith(option) and w.endswith(f":{port}")]
+                if own or (is_raylet and cluster == "auto"):
+                    found.append(int(pid))
         except OSError:  # it has ended
             pass
     return found

@@ -304,12 +304,14 @@ def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the
     program = tmp_path / "raylet"
     shutil.copy(shutil.which("bash") or "", program)
     variables = {"LANG": "C.UTF-8", "A": "=ö", "LD_PRELOAD": "/x/ray/core/libjemalloc.so"}
-    command = [program, "-c", "read x", "raylet", "--gcs-address=127.0.0.1:6379", "x"]
+    command = [program, "-c", "read x", "raylet", "--gcs-address=10.0.0.7:6379", "x"]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=variables, **pipes) as raylet:  # type: ignore[call-overload]
         wait_until(lambda: raylet.pid in fork_client.raylets("auto"))
         assert raylet.pid in fork_client.raylets("127.0.0.1:6379")
-        assert raylet.pid not in fork_client.raylets("127.0.0.1:637")
+        assert raylet.pid in fork_client.raylets("10.0.0.7:6379")
+        assert raylet.pid not in fork_client.raylets("127.0.0.1:379")
+        assert raylet.pid not in fork_client.raylets("10.0.0.8:6379")
         environment = {"LANG": "C.UTF-8", "A": "=ö"}
         assert fork_client.environment_of(raylet.pid) == environment
         name = f"raytrain-test-{raylet.pid}"
