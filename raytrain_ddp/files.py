@@ -39,12 +39,15 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a word of a command line, or a path, has no bytes that are not UTF-8."""
+    return text.encode(errors="ignore") == os.fsencode(text)
+
+
 def require_utf8(name: str, path: Path) -> None:
-    """Raises ConfigError, with this name of the option, if a path has bytes that are no UTF-8."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} {path}: must be UTF-8: use another name.") from None
+    """Raises ConfigError, with this name of the option, unless a path `is_utf8`."""
+    if not is_utf8(str(path)):
+        raise ConfigError(f"{name} {path}: must be UTF-8: use another name.")
 
 
 def require_alone(lock: IO[str], refusal: str) -> None:

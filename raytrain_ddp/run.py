@@ -11,6 +11,7 @@ from pathlib import Path
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.files import is_utf8
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 _PROG = "python -m raytrain_ddp.run"
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
             something else here. SystemExit for --help and for a flag that is wrong.
     """
     for word in argv:
-        if word.encode(errors="replace") != os.fsencode(word):
+        if not is_utf8(word):
             raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
     given, command = split(argv)
     flags = list(dict([*_defaults(environ or {}, dict(given)), *given]).items())  # the last wins

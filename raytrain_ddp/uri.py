@@ -6,6 +6,7 @@ Cheap to import: pyarrow and fsspec are loaded when the first URI is opened.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -17,6 +18,7 @@ from raytrain_ddp.errors import ConfigError
 
 T = TypeVar("T")
 
+_LOOK_S = 0.5
 REACH_TIMEOUT_S = 25.0  # pyarrow itself would try GCS for 15 minutes
 
 _OWN_SCHEMES = ("s3", "gs", "gcs", "file")  # pyarrow's; fsspec has packages for many more
@@ -136,12 +138,22 @@ def attempt(ask: Callable[[], T]) -> T | Exception:
         return error
 
 
-def answer_within(seconds: float, ask: Callable[[], T]) -> T | Exception:
-    """As `attempt`, or a TimeoutError; then `ask` keeps running in a thread."""
+def answer_within(
+    seconds: float, ask: Callable[[], T], is_over: Callable[[], bool] = lambda: False
+) -> T | Exception:
+    """As `attempt`, or a TimeoutError; then `ask` keeps running in a thread.
+
+    Args:
+        is_over: asked every half second meanwhile; whether nobody needs the answer any more.
+    """
     outcome: list[T | Exception] = []
     run = Thread(target=lambda: outcome.append(attempt(ask)), name="answer_within", daemon=True)
     run.start()
-    run.join(seconds)
+    deadline = time.monotonic() + seconds
+    while run.is_alive() and (left := deadline - time.monotonic()) > 0:
+        run.join(min(left, _LOOK_S))
+        if run.is_alive() and is_over():
+            break
     return outcome[0] if outcome else TimeoutError(f"no answer within {seconds:.0f} s")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import os
+import re
 import resource
 import signal
 import socket
@@ -128,20 +129,23 @@ def raylets(cluster: str) -> list[int]:
         cluster: HOST:PORT that they were started with; "auto": any.
     """
     host, _, port = cluster.rpartition(":")
-    # Of this machine, Ray may use another address.
-    begin = "" if host == "localhost" or host.startswith("127.") else host
+    if cluster == "auto":
+        place = "[^\0]*"
+    elif host == "localhost" or host.startswith("127."):  # Ray may use another of its addresses
+        place = f"[^\0]*:{re.escape(port)}"
+    else:
+        place = re.escape(cluster)
+    started_with = re.compile(os.fsencode(f"\0--gcs-address={place}\0"))
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                with open(f"/proc/{pid}/comm", "rb") as name:
-                    is_raylet = name.read() == b"raylet\n"
-                with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as command:
-                    words = command.read().split("\0") if is_raylet else []
-                option = f"--gcs-address={begin}"
-                own = [w for w in words if w.startswith(option) and w.endswith(f":{port}")]
-                if own or (is_raylet and cluster == "auto"):
-                    found.append(int(pid))
+            with (
+                open(f"/proc/{pid}/comm", "rb") as name,
+                open(f"/proc/{pid}/cmdline", "rb") as line,
+            ):
+                is_raylet = name.read() == b"raylet\n" and started_with.search(line.read())
+            if is_raylet and os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                found.append(int(pid))
         except OSError:  # it has ended
             pass
     return found
