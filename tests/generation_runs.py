@@ -94,6 +94,9 @@ def _work(
             if broadcast(self.world.is_main and roster.has_newcomer(), self.world):
                 raise NewcomerWaits
 
+        def require_ranks(self) -> None:
+            place.require_ranks()
+
         def confirm(self) -> None:
             place.confirm()
 

@@ -104,6 +104,10 @@ class RaySession(RecordingSession):
         )
         return wrapped
 
+    def require_ranks(self) -> None:
+        if self._place:
+            self._place.require_ranks()
+
     def confirm(self) -> None:
         if self._place:
             self._place.confirm()

@@ -189,6 +189,10 @@ class Session(Protocol):
     def finish(self) -> None:
         """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
 
+    def require_ranks(self) -> None:
+        """Called during a step; raises an error if another rank is gone, so that the step cannot
+        end. Cheap, and without waiting for the device."""
+
     def confirm(self) -> None:
         """Called before the results of a step's collectives change the state; raises an error if a
         rank was lost before all of them were done."""

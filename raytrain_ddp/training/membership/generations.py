@@ -138,6 +138,15 @@ class Place:
         set_timeout(timedelta(seconds=_COLLECTIVE_S))
         self._connected = self.seat
 
+    def require_ranks(self) -> None:
+        """Finds at once what the next collective would find.
+
+        Raises:
+            RankLost: another rank has left the generation.
+        """
+        if self._connections.has_end():
+            raise RankLost("another rank was lost during this step")
+
     def confirm(self) -> None:
         """Waits until the collectives so far are done; their results may then be used. Those of
         gloo already are, and have raised any errors.

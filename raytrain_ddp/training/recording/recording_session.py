@@ -114,6 +114,8 @@ class RecordingSession:
         devices = [device] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=devices, **options)
 
+    def require_ranks(self) -> None: ...
+
     def confirm(self) -> None: ...
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
@@ -170,11 +172,9 @@ class RecordingSession:
             except (RaytrainError, OSError) as error:
                 done = str(error)
         done = broadcast(done, self.world, rank)
-        if isinstance(done, str):
-            self.tell(Note(f"the checkpoint of step {step} was lost with rank 0: {done}"))
-            return False
-        self.tell(done)
-        return True
+        lost = f"the checkpoint of step {step} was lost with rank 0: {done}"
+        self.tell(Note(lost) if isinstance(done, str) else done)
+        return not isinstance(done, str)
 
     def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
         """The newest stored checkpoint, and the steps of all. Survivors that continue from their

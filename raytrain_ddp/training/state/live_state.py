@@ -8,8 +8,7 @@ receive it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
+from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
@@ -36,7 +36,6 @@ class LiveState:
     Args:
         files: file name -> content, in pieces, most of which are the snapshot's memory.
         tensors: those in the files.
-        digest: of all tensors, hex; computed in the background.
         kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to continue: of the best evaluation so far,
@@ -49,7 +48,6 @@ class LiveState:
     tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
     records: int
     needed: tuple[int, ...]
-    digest: Future[str] = field(repr=False)
     kept: Kept | None = field(repr=False)
     backup: Snapshot | None = field(repr=False)
 
@@ -62,25 +60,25 @@ class LiveState:
         best_step = snapshot.documents["state.json"]["best_step"]
         needed = {best_step, *snapshot.awaited} - {0}
         tensors = {f"{stem}.safetensors": t for stem, t in snapshot.tensors.items()}
-        pieces = [piece for name in sorted(tensors) for piece in files[name]]
-        hashing = ThreadPoolExecutor(1)
-        digest = hashing.submit(_sha256, pieces)  # other files have times of this rank
-        hashing.shutdown(wait=False)
         return LiveState(
             manifest=snapshot.manifest,
             files=files,
             tensors=tensors,
             records=len(snapshot.log),
             needed=tuple(sorted(needed)),
-            digest=digest,
             kept=kept,
             backup=backup,
         )
 
     def progress(self) -> _Progress:
         backup = self.backup.manifest.step if self.backup else 0
-        digest = self.digest.result()
-        return _Progress(self.manifest.step, self.records, self.needed, backup, digest)
+        return _Progress(self.manifest.step, self.records, self.needed, backup)
+
+    def digest(self) -> bytes:
+        """Of the bits of all tensors; the other files have times of this rank."""
+        named = {(f, name): t for f, held in self.tensors.items() for name, t in held.items()}
+        every = fingerprints([named[place] for place in sorted(named)])
+        return hashlib.sha256(every.numpy().tobytes()).digest()
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,6 @@ class _Progress(NamedTuple):
     records: int
     needed: tuple[int, ...]
     backup: int  # its step; 0: none
-    digest: str  # of all tensors
 
 
 def most_advanced(
@@ -150,13 +147,16 @@ def most_advanced(
         return None
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
-    equal = {each.digest for each in survivors.values() if each.step == newest.step}
+    alike = [each is not None and each.step == newest.step for each in progress]
     backups = {each.backup: rank for rank, each in survivors.items()}
     missing = {*newest.needed} - {newest.step, *stored}
     nowhere = missing - backups.keys()
-    if newest.step < stored_step or len(equal) > 1 or max(nowhere, default=-1) > stored_step:
+    if newest.step < stored_step or max(nowhere, default=-1) > stored_step:
         return None
-    alike = [each is not None and each.step == newest.step for each in progress]
+    if sum(alike) > 1:
+        digests = from_all_ranks(mine.digest() if mine and alike[world.rank] else None, world)
+        if len({*digests} - {None}) > 1:
+            return None
     known = dict(mine.tensors) if mine is not None and alike[world.rank] else {}
     # The same bytes again change nothing, if a rank has them already.
     relay = Relay(world, source, known or existing)
@@ -179,10 +179,3 @@ def most_advanced(
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
         uncommitted={step: backups[step] for step in sorted(missing - nowhere)},
     )
-
-
-def _sha256(pieces: Iterable[BytesLike]) -> str:
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()

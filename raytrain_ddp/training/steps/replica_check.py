@@ -2,16 +2,12 @@
 
 They start equal and apply equal updates. A faulty device or memory shows in no other way: the
 loss keeps falling, and the checkpoint has only rank 0's weights.
-
-What is compared are integer sums of the bits: exact, independent of order, and different if any
-weight differs (they do not protect against deliberate manipulation).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,13 +17,11 @@ from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.events import Note, Resync
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
+from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import broadcast_tensor
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
-
-_PIECE = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements per piece: fits a cache, or one kernel
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaCheck:
@@ -125,34 +119,6 @@ class ReplicaCheck:
             f"{subject} different weights from {others} after step {self._state.step}: "
             f"in {first_names(names, 1)}"
         )
-
-
-def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """A 64-bit hash of the bits of each tensor, shape (tensors,), on their device.
-
-    Each element is multiplied by an odd number that depends on its position, so changing one or
-    swapping two changes the sum; the 32-bit products and the sums wrap around.
-    """
-    device = tensors[0].device
-    piece = min(_PIECE.get(device.type, 1 << 16), max(tensor.numel() for tensor in tensors))
-    odd = _odd_numbers(max(1, piece), device)
-    return torch.stack([_fingerprint(tensor, odd) for tensor in tensors])
-
-
-@lru_cache(maxsize=2)
-def _odd_numbers(count: int, device: torch.device) -> Tensor:
-    """Odd numbers, shape (count,), spread by Knuth's multiplicative hash."""
-    places = torch.arange(count, dtype=torch.int64, device=device)
-    return (places * 2654435761 * 2 + 1).to(torch.int32)
-
-
-def _fingerprint(tensor: Tensor, odd: Tensor) -> Tensor:
-    bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
-    parts = [
-        (part * odd[: len(part)]).sum(dtype=torch.int64) * (2 * number + 1)
-        for number, part in enumerate(bits.split(len(odd)))
-    ]
-    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
 
 def _all(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -60,6 +60,7 @@ class Turn:
         self._forward = Forward(config, task, state.model, net, world, name)
         self._clock, self._optimizer = clock, optimizer
         self._world, self._confirm = world, session.confirm
+        self._require_ranks = session.require_ranks
         is_scaled = state.scaler.is_enabled()  # `compress` depends on it, too
         self._reduction: DdpReduction | ExactReduction
         if config.exact:
@@ -107,6 +108,7 @@ class Turn:
         self._buffers.begin()
         working = self._reduction.working(slots)
         for slot in working:
+            self._require_ranks()
             weight = slot.samples / max(1, samples)  # 0 if all were bad records
             seed_slot(device, self._config.seed, slot.step, first + slot.index)
             self._buffers.rewind()

@@ -483,7 +483,7 @@ def test_best_weights_that_are_nowhere_do_not_cost_a_state_from_which_they_do_no
 ) -> None:
     """The best ones so far are those of step 60."""
     step, alone = 85, World(0, 1, 0, torch.device("cpu"), 1)
-    progress = live_state._Progress(step, 1, (60,), 0, "digest")
+    progress = live_state._Progress(step, 1, (60,), 0)
     mine: Any = SimpleNamespace(
         progress=lambda: progress, tensors={}, files={}, manifest=Manifest(step, 0, 1, 1, {}, "")
     )

@@ -16,7 +16,7 @@ from raytrain_ddp.config.sections import DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.training.steps.replica_check import fingerprints
+from raytrain_ddp.training.runtime.fingerprints import fingerprints
 
 AT = "train.weights:flip@rank={},step=13"
 EVERY = ScalingConfig(check_every_steps=5)
