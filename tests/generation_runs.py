@@ -21,6 +21,7 @@ from tiny import TinyTask, newest, plain
 from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.events import Checkpoint, Train
 from raytrain_ddp.training.membership.roster import Member, Roster, Seat
 
 W = 3
@@ -139,6 +140,7 @@ def _work(
         "sizes": sizes,
         "replaced": [plan.replaced for plan in plans],
         "step": outcomes[-1].step if outcomes else None,
+        "told": [[type(e).__name__, e.step] for e in events if isinstance(e, Train | Checkpoint)],
     }
     (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))
 

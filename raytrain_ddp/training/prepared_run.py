@@ -216,14 +216,14 @@ class PreparedRun:
 
     def is_to_be_saved(self, last: bool) -> bool:
         """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
-        by time, whose timer has started anew."""
+        by time and their timer has started anew."""
         state = self.state
         best = state.evaluated_step == state.step and state.step in (
             state.best_step,
             *state.awaited,
         )
-        timed = bool(self.config.checkpoint.every_s)
-        return state.step > 0 and (last or best or timed or self.cadence.saves(state.step))
+        timed = self.config.checkpoint.every_s and not (self.live and self.live.timer_runs)
+        return state.step > 0 and bool(last or best or timed or self.cadence.saves(state.step))
 
     def save(self, last: bool) -> None:
         """Commits a snapshot in the background; all ranks take part.
@@ -299,7 +299,8 @@ class PreparedRun:
             seconds = self.unlogged_s + self.clock.window()[0]
             shares = self.stepper.shares.tolist()
             owed = {"shares": shares, "logged_step": self.logged_step, "seconds": seconds}
-        taken = self._snapshot({}, state.gather())
+        # The memory of other snapshots is in use until the commit is done.
+        taken = self._snapshot({}, state.gather(), is_backup=self.session.is_committing())
         log = [record for record in taken.log if record.step <= step]
         return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
 

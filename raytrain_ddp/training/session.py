@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.data.loading.sources import Data
@@ -42,6 +43,12 @@ class Snapshot:
     last: bool = False
     awaited: tuple[int, ...] = ()
     elsewhere: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> set[int]:
+        """The steps of the checkpoints without which training cannot continue from it: of the best
+        evaluation so far, and of those that are yet to be evaluated."""
+        return {self.documents.get(STATE_FILE, {}).get("best_step", 0), *self.awaited} - {0}
 
 
 class WarmUp(NamedTuple):
@@ -182,6 +189,9 @@ class Session(Protocol):
         Args:
             here: evaluates a checkpoint, if no other worker does.
         """
+
+    def is_committing(self) -> bool:
+        """Whether this rank is committing a snapshot, whose memory is in use."""
 
     def saved(self, stall_s: float) -> None:
         """Records how long a checkpoint blocked the training. Only rank 0 acts."""

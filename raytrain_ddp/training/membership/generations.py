@@ -28,6 +28,7 @@ from raytrain_ddp.training.runtime.connections import (
 )
 
 if TYPE_CHECKING:
+    from raytrain_ddp.training.recording.recorder import Recorder
     from raytrain_ddp.training.recording.recording_session import RecordingSession
     from raytrain_ddp.training.state.live_state import LiveState
 
@@ -144,7 +145,7 @@ class Place:
         Raises:
             RankLost: another rank has left the generation.
         """
-        if self._connections.has_end():
+        if self._connections.is_cut or self._connections.ends_within(0):
             raise RankLost("another rank was lost during this step")
 
     def confirm(self) -> None:
@@ -263,29 +264,43 @@ def through_generations(
         is_loss: whether an error only says that another rank is gone.
     """
     live: LiveState | None = None
+    recorder: Recorder | None = None
     reached, losses = -1, 0
-    while place.join():
-        session, live = start(live), None
-        try:
-            with session:
-                try:
-                    run(session)
-                except BaseException:
-                    place.leave()  # first of all, so that the others notice
+
+    def continues(error: BaseException) -> bool:
+        if isinstance(error, (NewcomerWaits, NoStateLeft, RankLost)):
+            return True
+        return (place.is_broken and not isinstance(error, RaytrainError)) or is_loss(error)
+
+    try:
+        while place.join():
+            session, live = start(live), None
+            session.take_over(recorder)
+            recorder = None
+            try:
+                with session:
+                    try:
+                        run(session)
+                    except BaseException as error:
+                        place.leave()  # first of all, so that the others notice
+                        session.is_continued = isinstance(error, Exception) and continues(error)
+                        raise
+                place.part()
+                return
+            except Exception as error:
+                place.leave()
+                recorder = session.suspended
+                if not continues(error):
                     raise
-            place.part()
-            return
-        except Exception as error:
-            place.leave()
-            is_planned = isinstance(error, (NewcomerWaits, NoStateLeft))
-            aborted = place.is_broken and not isinstance(error, RaytrainError)
-            if not (is_planned or aborted or isinstance(error, RankLost) or is_loss(error)):
-                raise
-            traceback.clear_frames(error.__traceback__)  # of the loop and its batches
-            live = None if isinstance(error, NoStateLeft) else session.live_state()
-            step = live.manifest.step if live else getattr(session, "step", None) or -1
-            losses = 0 if step > reached else losses
-            reached, losses = max(reached, step), losses + (not is_planned)
-            if losses > most:
-                raise
-        del session
+                traceback.clear_frames(error.__traceback__)  # of the loop and its batches
+                live = None if isinstance(error, NoStateLeft) else session.live_state()
+                step = live.manifest.step if live else getattr(session, "step", None) or -1
+                losses = 0 if step > reached else losses
+                is_planned = isinstance(error, (NewcomerWaits, NoStateLeft))
+                reached, losses = max(reached, step), losses + (not is_planned)
+                if losses > most:
+                    raise
+            del session
+    finally:
+        if recorder is not None:
+            recorder.close()

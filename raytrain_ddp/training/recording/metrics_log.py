@@ -45,8 +45,10 @@ class MetricsLog:
         self._failed = True
 
     def restore(self, records: Sequence[LogRecord]) -> None:
-        """Starts the log with these records; called once, before the first `add`."""
-        self.records[:] = records
+        """Starts the log with these records, at the start or in another generation."""
+        with self._lock:
+            self._close_file()
+            self.records[:] = records
         try:
             self.publish()
         except OSError as error:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,30 +50,40 @@ class Recorder:
     def __init__(
         self, config: TrainConfig, world: World, best: Best, tell: Callable[[Event], None]
     ) -> None:
-        self._config, self._world, self._best, self._tell = config, world, best, tell
+        self._config, self._world, self._best = config, world, best
+        self._listener, self._unheard = tell, deque[Event]()
+        self._telling = threading.RLock()
         self._run = run_storage(config)
         self.store = checkpoint_store(self._run)
-        self.log = MetricsLog(self._run, openers(config), tell)
+        self.log = MetricsLog(self._run, openers(config), self._tell)
         self._closing = threading.Event()
         self.committer = AsyncCheckpointer(
-            self._commit, config.checkpoint.max_failed, tell, lambda s: not self._closing.wait(s)
+            self._commit,
+            config.checkpoint.max_failed,
+            self._tell,
+            lambda s: not self._closing.wait(s),
         )
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
         self.attempt, self._patient_until = 0, 0.0
 
-    def steps(self, outage_s: float = 0.0) -> list[int]:
-        """Those of all checkpoints.
+    def steps(self, outage_s: float = 0.0, copies: Collection[int] = ()) -> list[int]:
+        """Those of all checkpoints, and of the one that is being committed.
 
         Args:
             outage_s: how long the storage may fail here and in `begin` together.
+            copies: the steps of checkpoints of which another rank has a copy.
 
         Raises:
             OSError: the storage does not respond.
         """
         self._patient_until = max(self._patient_until, time.monotonic() + outage_s)
+        now = self.committer.step()  # first: it may become one of the others
+        if now is not None and self.committer.is_vital and now not in copies:
+            self.committer.wait()  # nobody could commit it if this rank died
         names = with_backoff(lambda _: self.store.names(), self._trying_again, self._patience_s)
-        return [name.step for name in names]
+        steps = [name.step for name in names]
+        return steps if now is None or now in steps else [*steps, now]
 
     def begin(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
         """The newest good checkpoint; from now on, earlier starts can commit nothing.
@@ -85,6 +96,7 @@ class Recorder:
             RunLockedError: another start is claiming the run.
             OSError: the storage does not respond or is full.
         """
+        self.committer.wait()  # one of the generation before
         host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._world.size}
 
         def found(_: int) -> Checkpoint | None:
@@ -164,6 +176,22 @@ class Recorder:
         self.committer.finish()
         self.log.finish()
 
+    def suspend(self) -> bool:
+        """Events are kept until `resume`; a commit goes on. Returns False if it cannot, as another
+        rank writes a part of it, or nothing has begun: `close` is to follow."""
+        if not self.attempt or self.committer.needs_others():
+            return False
+        with self._telling:
+            self._listener = self._unheard.append
+        return True
+
+    def resume(self, tell: Callable[[Event], None]) -> None:
+        """Continues after `suspend`."""
+        with self._telling:
+            self._listener = tell
+            while self._unheard:
+                tell(self._unheard.popleft())
+
     def close(self) -> None:
         """Waits for the current commit; it is not retried if it fails."""
         self._closing.set()
@@ -237,6 +265,10 @@ class Recorder:
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
         self._note(f"{self._run}: {error} Retrying in {wait_s:.1f} s.")
         return not self._closing.wait(wait_s)
+
+    def _tell(self, event: Event) -> None:
+        with self._telling:
+            self._listener(event)
 
     def _note(self, text: str) -> None:
         self._tell(events.Note(text))

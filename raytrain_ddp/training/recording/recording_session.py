@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -18,22 +16,18 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.events import Checkpoint as Checkpointed
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
 from raytrain_ddp.training.monitoring.rendezvous import Exchange
 from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
+from raytrain_ddp.training.recording.newest_state import NewestState
 from raytrain_ddp.training.recording.recorder import Best, Recorder
-from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
-from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S, with_backoff
 from raytrain_ddp.training.state.checkpoint_parts import PartWriter
-from raytrain_ddp.training.state.live_state import LiveState, most_advanced
-from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
-from raytrain_ddp.training.state.train_state import encode
+from raytrain_ddp.training.state.live_state import LiveState
 
 S = TypeVar("S", bound="RecordingSession")
 T = TypeVar("T")
@@ -49,9 +43,12 @@ class RecordingSession:
     Attributes:
         hosts: of all ranks; empty before `watch`.
         survived, kept: see Session.
+        is_continued: another generation follows.
+        suspended: the recorder that goes on in it, after `close`.
     """
 
-    only_main_asks = False
+    only_main_asks = is_continued = False
+    suspended: Recorder | None = None
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class RecordingSession:
         self.world = world
         self._show = show
         self._run, self._hang_s = run_storage(config), config.scaling.hang_s
-        self._storage = checkpoint_store(self._run).storage
+        self._store = checkpoint_store(self._run)
         self._watchdog: Watchdog | None = None
         self._clock: Clock | None = None
         self.hosts: list[str] = []
@@ -131,80 +128,18 @@ class RecordingSession:
         raise NotImplementedError
 
     def latest(self, existing: Existing | None = None) -> Checkpoint | None:
-        """From the storage, not from Ray's register: that lags behind by one poll, and may list a
-        damaged checkpoint.
-
-        Raises:
-            CheckpointError: there is none although there must be one, or the storage fails.
-            RunLockedError: another start is claiming the run.
-        """
-        relay = Relay(self.world, existing=existing)
-        # A state that survivors have must not be lost to an outage of the storage.
-        outage_s = OUTAGE_S * any(from_all_ranks(self.survived, self.world))
-        steps = self._of_main(lambda recorder: recorder.steps(outage_s), relay)
-        live = most_advanced(self._live, steps, self._storage, self.world, existing)
-        stored, now = self._find(relay, may_read=live is None)
-        if now != steps:  # a damaged one was set aside
-            before = live
-            live = most_advanced(self._live, now, self._storage, self.world, existing)
-            if before is not None and live is None:
-                stored, _ = self._find(relay, may_read=True)
-        missing = live.uncommitted.items() if live is not None else ()
-        if not all(self._commit_backup(*each) for each in missing):
-            live, (stored, _) = None, self._find(relay, may_read=True)
-        return live or stored
-
-    def _commit_backup(self, step: int, rank: int) -> bool:
-        """Commits the copy that `rank` has of a checkpoint that was lost with rank 0; returns
-        whether that succeeded. All ranks take part."""
-        done: Checkpointed | str = ""
-        if self.world.rank == rank and self._backup is not None:
-            backup, began = self._backup, time.monotonic()
-            manifest = replace(backup.manifest, attempt=self._attempt)
-
-            def commit(_: int) -> Checkpoint:
-                return checkpoint_store(self._run).commit(manifest, encode(backup))
-
-            try:
-                found = with_backoff(commit, self._trying_again, OUTAGE_S)
-                size_bytes, seconds = found.manifest.size_bytes, time.monotonic() - began
-                done = Checkpointed(step, str(found.name), seconds, size_bytes)
-            except (RaytrainError, OSError) as error:
-                done = str(error)
-        done = broadcast(done, self.world, rank)
-        lost = f"the checkpoint of step {step} was lost with rank 0: {done}"
-        self.tell(Note(lost) if isinstance(done, str) else done)
-        return not isinstance(done, str)
-
-    def _find(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
-        """The newest stored checkpoint, and the steps of all. Survivors that continue from their
-        own state do not read it."""
-
-        def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
-            newest = recorder.begin(relay.read_all if may_read else lambda _: None)
-            return newest and (newest.name, newest.manifest), recorder.steps(), recorder.attempt
-
-        found, steps, self._attempt = self._of_main(begin, relay)
-        if found is None:
-            return None, steps
-        place = self._storage.join(str(found[0]))
-        pause, world = self._trying_again, self.world
-        return SharedCheckpoint(found[0], found[1], place, pause, world, relay), steps
-
-    def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
-        """What rank 0's recorder answers, on all ranks; they receive what it reads."""
-        answer: Any = None
-        if self.recorder is not None:
-            try:
-                answer = ask(self.recorder)
-            except (RaytrainError, OSError) as error:
-                answer = error
-        answer = relay.agree(answer)
-        if isinstance(answer, RaytrainError):
-            raise answer
-        if isinstance(answer, OSError):
-            raise failing(self._storage, answer) from answer
-        return cast(T, answer)
+        search = NewestState(
+            self.world,
+            self._store,
+            self.recorder,
+            self._live,
+            self._backup,
+            self.tell,
+            self._trying_again,
+        )
+        found = search.find(existing)
+        self._attempt = search.attempt
+        return found
 
     def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         self._live, self._take_live, self.kept = None, take_live, kept
@@ -265,7 +200,7 @@ class RecordingSession:
             self.recorder.committer.submit(snapshot)
 
     def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        folder = self._storage.join(str(CheckpointName(step, self._attempt)))
+        folder = self._store.storage.join(str(CheckpointName(step, self._attempt)))
         self._parts.submit(folder, step, files)
 
     def back_up(self, snapshot: Snapshot) -> None:
@@ -302,19 +237,34 @@ class RecordingSession:
             self.recorder.finish()
 
     def close(self) -> None:
-        """Waits for the current commit; after an error, the others wait in the meantime."""
+        """Waits for the current commit, unless it goes on in the next generation."""
         self._closing.set()
         with self._doing("checkpoint"):
             self._parts.close()
             if self.recorder is not None:
-                self.recorder.close()
+                if self.is_continued and self.recorder.suspend():
+                    self.suspended = self.recorder
+                else:
+                    self.recorder.close()
         self._watch_no_more()
+
+    def take_over(self, recorder: Recorder | None) -> None:
+        """Continues with the recorder of the generation before, which this process has; or closes
+        it, if another process is rank 0 now and has claimed nothing yet."""
+        if recorder is not None and self.recorder is not None:
+            recorder.resume(self._show)
+            self.recorder, self._records = recorder, recorder.log.records
+        elif recorder is not None:
+            recorder.close()
+
+    def is_committing(self) -> bool:
+        return self.recorder is not None and self.recorder.committer.is_busy()
 
     def _watch_no_more(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
-        said = f"{self._storage} does not respond ({error})"
+        said = f"{self._store.storage} does not respond ({error})"
         self.tell(Note(f"{said}: retrying in {wait_s:.1f} s."))
         return not self._closing.wait(wait_s)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 _LEAVING_S = 0.3  # for gloo to see the ends of connections
+_EPOLL = "anon_inode:[eventpoll]"
 
 
 class Connections:
-    """Those of the process group that is made next: the ones opened while it starts. (Others
-    that a thread of Ray's may open in the same moment are renewed by Ray.)
+    """Those of the process group that is made next: the ones opened while it starts, and watched by
+    the epoll that gloo opens then. Threads of Ray's may open others in the same moment.
 
     Attributes:
         is_cut: whether `cut` was called; from then on, a collective of NCCL's that seems to be done
@@ -33,9 +34,9 @@ class Connections:
     def __init__(self) -> None:
         self.is_cut = self.is_broken = False
         self._cutting, self._cut_at = threading.Lock(), 0.0
-        self._before = _open_files("socket:")
+        self._before, self._epolls_before = _open_files("socket:"), {*_open_files(_EPOLL)}
         self._own: dict[int, str] = {}
-        self._ends = select.poll()
+        self._watched: list[int] = []
         self._of_gpus: Any = None  # NCCL's part of the process group
 
     def cut_s(self) -> float:
@@ -54,9 +55,17 @@ class Connections:
         """
         import torch
 
-        now, before = _open_files("socket:"), {*self._before.values()}
-        self._own = {number: name for number, name in now.items() if name not in before}
-        self._ends = self._watched()
+        before = {*self._before.values()}
+        new = {
+            number: name for number, name in _open_files("socket:").items() if name not in before
+        }
+        watched = {
+            number
+            for epoll in _open_files(_EPOLL).keys() - self._epolls_before
+            for number in _watched_by(epoll)
+        }
+        self._own = {number: name for number, name in new.items() if number in watched} or new
+        self._watched = [number for number, _ in self._connections()]
         if has_nccl:
             self._of_gpus = group._get_backend(torch.device("cuda"))
 
@@ -88,18 +97,10 @@ class Connections:
 
     def ends_within(self, limit_s: float) -> bool:
         """Waits until another rank ends a connection, at most `limit_s`; whether one has."""
-        return bool(self._watched().poll(limit_s * 1000))
-
-    def has_end(self) -> bool:
-        """Whether this or another rank has ended a connection; some 0.1 ms with 1,000 ranks."""
-        # A number may be another file's once gloo has closed a connection whose end it saw.
-        return self.is_cut or (bool(self._ends.poll(0)) and self.ends_within(0))
-
-    def _watched(self) -> select.poll:
         watched = select.poll()
-        for number, _ in self._connections():
+        for number in self._watched:  # also if gloo has seen the end, and has closed it
             watched.register(number, select.POLLRDHUP)
-        return watched
+        return bool(watched.poll(limit_s * 1000))
 
     def replace(self) -> None:
         """Makes gloo's next write to any of them fail.
@@ -111,7 +112,7 @@ class Connections:
         joins the same epoll, from which gloo will remove it, without any event. A read returns at
         once: gloo may be about to.
         """
-        watched = {epoll: _watched_by(epoll) for epoll in _open_files("anon_inode:[eventpoll]")}
+        watched = {epoll: _watched_by(epoll) for epoll in _open_files(_EPOLL)}
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as without_address:
             without_address.setblocking(False)
             for number, _ in self._connections():

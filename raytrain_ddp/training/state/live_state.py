@@ -57,15 +57,13 @@ class LiveState:
     ) -> LiveState:
         contents = encode(snapshot).items()
         files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
-        best_step = snapshot.documents["state.json"]["best_step"]
-        needed = {best_step, *snapshot.awaited} - {0}
         tensors = {f"{stem}.safetensors": t for stem, t in snapshot.tensors.items()}
         return LiveState(
             manifest=snapshot.manifest,
             files=files,
             tensors=tensors,
             records=len(snapshot.log),
-            needed=tuple(sorted(needed)),
+            needed=tuple(sorted(snapshot.needed)),
             kept=kept,
             backup=backup,
         )
@@ -90,6 +88,7 @@ class LiveCheckpoint(Checkpoint):
         own: the tensors of files that this rank had itself, given away once.
         stored_step: of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
+        timer_runs: rank 0's timer of checkpoints goes on.
         uncommitted: of the checkpoints that must exist, those that are not stored: step -> the rank
             that has a copy.
     """
@@ -99,6 +98,7 @@ class LiveCheckpoint(Checkpoint):
     stored_step: int
     newcomers: tuple[int, ...]
     uncommitted: Mapping[int, int]
+    timer_runs: bool = False
 
     def has(self, filename: str) -> bool:
         return filename in self.files or filename in self.own

@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 import torch
 from generation_runs import Run, W, log_of
-from tiny import STEPS_PER_EPOCH, TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
+from tiny import (
+    STEPS_PER_EPOCH,
+    TOTAL_STEPS,
+    TinyTask,
+    bits,
+    newest,
+    plain,
+    run_tiny,
+    tiny_config,
+)
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -39,7 +48,7 @@ from raytrain_ddp.training.membership.generations import (
 )
 from raytrain_ddp.training.membership.roster import Member, Seat
 from raytrain_ddp.training.prepare import prepare_alone
-from raytrain_ddp.training.recording import recording_session
+from raytrain_ddp.training.recording import newest_state
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
@@ -189,15 +198,41 @@ def test_a_copy_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSPC, "no space left on device")
 
     notes: list[Any] = []
-    session: Any = recording_session.RecordingSession.__new__(recording_session.RecordingSession)
-    session.world, session._attempt, session._run = World(0, 1, 0, torch.device("cpu"), 1), 1, None
-    session._backup = Snapshot(Manifest(10, 0, 1, 1, {}, ""), {}, {}, [])
-    session.tell = notes.append
-    store = SimpleNamespace(commit=full)
-    monkeypatch.setattr(recording_session, "checkpoint_store", lambda _: store)
-    monkeypatch.setattr(recording_session, "OUTAGE_S", 0.0)
-    assert not session._commit_backup(10, 0)
+    backup = Snapshot(Manifest(10, 0, 1, 1, {}, ""), {}, {}, [])
+    store: Any = SimpleNamespace(commit=full)
+    search = newest_state.NewestState(
+        ALONE, store, None, None, backup, notes.append, lambda *_: True, attempt=1
+    )
+    monkeypatch.setattr(newest_state, "OUTAGE_S", 0.0)
+    assert not search._commit_backup(10, 0)
     assert "step 10 was lost with rank 0: [Errno 28] no space left" in notes[0].text
+
+
+@pytest.mark.parametrize(
+    ("points", "waits"),
+    [
+        ("train.after_step:kill@rank=2,step=12", False),
+        ("train.after_step:kill@rank=2,step=12;checkpoint.manifest:eio@step=10", False),
+        ("train.after_step:kill@rank=1,step=12", True),  # which has the only copy
+        ("train.after_step:kill@rank=2,step=12;train.after_step:kill@rank=0,step=14", None),
+    ],
+)
+def test_fault_49_50_a_slow_commit_of_rank_0_goes_on_beside_the_next_steps(
+    forks: Any, undisturbed: TrainConfig, tmp_path: Path, points: str, waits: bool | None
+) -> None:
+    """It is that of the best weights so far."""
+    config = tiny_config(tmp_path, "run")
+    run = Run(forks, config, tmp_path / "fired", f"checkpoint.payload:sleep(2.5)@step=10;{points}")
+    notes = run.wait()
+    assert bits(config) == bits(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+    (told,) = [note["told"] for note in notes if ["Train", TOTAL_STEPS] in note["told"]]
+    assert told.count(["Checkpoint", 10]) == 1
+    if waits is None:
+        assert ["Train", 13] not in told  # another process of rank 0 was told the rest
+    else:
+        assert newest(config).name.attempt == 1
+        assert waits == (told.index(["Checkpoint", 10]) < told.index(["Train", 13]))
 
 
 def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
@@ -449,6 +484,10 @@ class _Progresses:
     def __exit__(self, *_: object) -> None: ...
 
     def live_state(self) -> None: ...
+
+    suspended = None
+
+    def take_over(self, _: None) -> None: ...
 
 
 class _ManyStarts(_ThreeStarts):
