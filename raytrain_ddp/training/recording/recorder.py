@@ -78,9 +78,9 @@ class Recorder:
             OSError: the storage does not respond.
         """
         self._patient_until = max(self._patient_until, time.monotonic() + outage_s)
-        now = self.committer.step()  # first: it may become one of the others
-        if now is not None and self.committer.is_vital and now not in copies:
+        if self.committer.is_vital and self.committer.step() not in copies:
             self.committer.wait()  # nobody could commit it if this rank died
+        now = self.committer.step()  # first: it may become one of the others
         names = with_backoff(lambda _: self.store.names(), self._trying_again, self._patience_s)
         steps = [name.step for name in names]
         return steps if now is None or now in steps else [*steps, now]
