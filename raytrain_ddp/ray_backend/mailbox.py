@@ -139,18 +139,20 @@ class Mailbox:
 class Outbox:
     """Rank 0's events, kept until the driver has them.
 
-    Args:
-        sender: a name that is unique to this start of the workers.
+    Attributes:
+        new: further ones, which any thread may append.
     """
 
-    def __init__(self, sender: str) -> None:
-        self._sender = sender
+    def __init__(self) -> None:
+        self.new: deque[Event] = deque()
+        self._sender = os.urandom(8).hex()
         self._kept: deque[Event] = deque()
         self._first = 0  # the number of the first event kept
         self._sent = 0  # the number of the first event not in the mailbox
         self._mailbox = ""
 
     def add(self, event: Event) -> None:
+        """To be called by one thread, as are the others."""
         self._kept.append(event)
 
     def letter(self) -> tuple[list[Event], str, int]:
@@ -172,7 +174,7 @@ class Outbox:
 
     def is_empty(self) -> bool:
         """Whether the driver has everything."""
-        return not self._kept
+        return not self._kept and not self.new
 
 
 class Inbox:

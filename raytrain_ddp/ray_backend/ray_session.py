@@ -6,7 +6,6 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.monitoring.rendezvous import Exchange
-from raytrain_ddp.training.recording.recorder import Best
+from raytrain_ddp.training.recording.recorder import Best, Recorder
 from raytrain_ddp.training.recording.recording_session import RecordingSession
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Requests
@@ -52,6 +51,7 @@ class RaySession(RecordingSession):
         start: an id shared by the workers of this start only; a generation has one.
         live: see RecordingSession.
         place: in the generations, if dead workers are replaced.
+        before: this process's session in the generation before: its last events are sent by this.
 
     Attributes:
         step: the current one; None before the first.
@@ -69,13 +69,14 @@ class RaySession(RecordingSession):
         start: str = "",
         live: LiveState | None = None,
         place: Place | None = None,
+        before: RaySession | None = None,
     ) -> None:
         seat = place.seat if place else None
         start = seat.generation if seat else start
-        self._outbox = Outbox(f"{start} {os.urandom(8).hex()}")
-        self._events: deque[Event] = deque()  # the committing thread adds to it, too
+        self._outbox: Outbox = before._outbox if before else Outbox()
+        self._events = self._outbox.new  # the committing thread adds to it, too
         alone = world.size if seat else 1  # others continue without those of some nodes
-        self._notice = Notice(look_every_s, self._events.append, alone)
+        self._notice = Notice(look_every_s, self.tell, alone)
         self._training = threading.current_thread()
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
@@ -88,13 +89,25 @@ class RaySession(RecordingSession):
         self._pushed_at, self._signal = 0.0, 0
 
     def __exit__(self, *_: object) -> None:
-        """Waits until the driver has received the last events."""
         self.close()
-        self.push(wait_s=_LAST_S / 2)
-        deadline = time.monotonic() + _LAST_S / 2
-        while self.world.is_main and not self._outbox.is_empty() and time.monotonic() < deadline:
+        if self.is_continued:
+            self.push()
+        else:
+            self.deliver()
+
+    def take_over(self, recorder: Recorder | None) -> None:
+        super().take_over(recorder)
+        if not self.world.is_main:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Waits until the driver has received the last events, of which only a process that is or
+        was rank 0 has some."""
+        deadline, wait_s = time.monotonic() + _LAST_S, _LAST_S / 2
+        while not self._outbox.is_empty() and time.monotonic() < deadline:
+            self.push(wait_s, to_say=False)
             time.sleep(_CONFIRM_EVERY_S)
-            self.push(wait_s=1, to_say=False)
+            wait_s = 1.0
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         if self._place:  # Ray Train may not know this worker, and counts others
@@ -248,7 +261,7 @@ class RaySession(RecordingSession):
 
         A mailbox that is restarting does not respond in the meantime; see mailbox.py.
         """
-        if not self.world.is_main:
+        if not self.world.is_main and self._outbox.is_empty():
             return
         if self._answer is not None:
             ready, _ = ray.wait([self._answer], timeout=wait_s)
@@ -259,6 +272,7 @@ class RaySession(RecordingSession):
             self._outbox.answered(answer)
         for _ in range(len(self._events)):
             self._outbox.add(self._events.popleft())
+        to_say = to_say and self.world.is_main
         if self.step is not None and to_say:  # shows where a silently killed worker was
             self._outbox.add(InProgress(self.step))
         self._answer = self._mailbox.push.remote(*self._outbox.letter())

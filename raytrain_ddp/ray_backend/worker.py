@@ -102,7 +102,11 @@ def train_as(given: WorkerSettings, rank: int) -> None:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
             apply_settings(given)
             with Tee(given.log_folder, rank):
-                _train(given, sessions, place)
+                try:
+                    _train(given, sessions, place)
+                finally:
+                    for session in sessions:  # if a further generation was to follow
+                        session.deliver()
     except BaseException as error:
         step = sessions[-1].step if sessions else None
         start = place.seat.generation if place else _start()
@@ -147,13 +151,13 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
             made, task, notes = _load(given, known, world, reads)
             loaded[:] = [(made, task)]
         made, task = loaded[0]
-        best = Best(task.monitor, task.goal)
+        best, before = Best(task.monitor, task.goal), next(iter(sessions), None)
         look_s = given.look_every_s
-        session = RaySession(made, world, given.mailbox, best, look_s, _start(), live, place)
+        session = RaySession(
+            made, world, given.mailbox, best, look_s, _start(), live, place, before
+        )
         session.kept = kept
         sessions[:] = [session]
-        if kept is None and world.is_main:
-            _write_settled(config, made)
         for text in notes:
             session.tell(Note(text))
         return session
@@ -186,7 +190,9 @@ def _load(
     Args:
         reads: see `load_task`.
     """
-    from raytrain_ddp.config.recipe import to_dict
+    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+    from raytrain_ddp.config.automatic import unsettled
+    from raytrain_ddp.config.recipe import dumps, publishable, to_dict
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.start.settling import as_begun, settled
 
@@ -194,16 +200,10 @@ def _load(
         config = dataclasses.replace(config, task=pickle.loads(given.task))
     made, notes = settled(as_begun(config), world)
     given.config.update(to_dict(made))
-    return made, load_task(made, reads), notes
-
-
-def _write_settled(config: TrainConfig, made: TrainConfig) -> None:
-    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
-    from raytrain_ddp.config.automatic import unsettled
-    from raytrain_ddp.config.recipe import dumps, publishable
-
-    if unsettled(config):
+    task = load_task(made, reads)
+    if world.is_main and unsettled(config):
         run_storage(made).write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
+    return made, task, notes
 
 
 def _prepared(

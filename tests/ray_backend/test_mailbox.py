@@ -21,7 +21,7 @@ def numbers(events: list[Any]) -> list[int]:
 def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
     """Pushes, answers and takes in any order, while the board dies again and again."""
     dice = random.Random(seed)
-    outbox, inbox, mailbox = Outbox("a start"), Inbox(), Mailbox()
+    outbox, inbox, mailbox = Outbox(), Inbox(), Mailbox()
     under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
     answer: list[Any] = []
     heard: list[Any] = []
@@ -82,7 +82,7 @@ def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
 
 
 def test_an_outbox_forgets_what_the_driver_has() -> None:
-    outbox, mailbox, inbox = Outbox("s"), Mailbox(), Inbox()
+    outbox, mailbox, inbox = Outbox(), Mailbox(), Inbox()
     for n in range(100):
         outbox.add({"n": n})
         outbox.answered(mailbox.push(*outbox.letter()))

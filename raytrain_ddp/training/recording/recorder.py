@@ -8,7 +8,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -51,8 +50,7 @@ class Recorder:
         self, config: TrainConfig, world: World, best: Best, tell: Callable[[Event], None]
     ) -> None:
         self._config, self._world, self._best = config, world, best
-        self._listener, self._unheard = tell, deque[Event]()
-        self._telling = threading.RLock()
+        self._listener = tell
         self._run = run_storage(config)
         self.store = checkpoint_store(self._run)
         self.log = MetricsLog(self._run, openers(config), self._tell)
@@ -176,21 +174,14 @@ class Recorder:
         self.committer.finish()
         self.log.finish()
 
-    def suspend(self) -> bool:
-        """Events are kept until `resume`; a commit goes on. Returns False if it cannot, as another
-        rank writes a part of it, or nothing has begun: `close` is to follow."""
-        if not self.attempt or self.committer.needs_others():
-            return False
-        with self._telling:
-            self._listener = self._unheard.append
-        return True
+    def may_go_on(self) -> bool:
+        """Whether a commit may go on in the next generation: not if another rank writes a part of
+        it, or nothing has begun; `close` is to follow then."""
+        return self.attempt > 0 and not self.committer.needs_others()
 
     def resume(self, tell: Callable[[Event], None]) -> None:
-        """Continues after `suspend`."""
-        with self._telling:
-            self._listener = tell
-            while self._unheard:
-                tell(self._unheard.popleft())
+        """Continues in the next generation; from now on, `tell` receives the events."""
+        self._listener = tell
 
     def close(self) -> None:
         """Waits for the current commit; it is not retried if it fails."""
@@ -267,8 +258,7 @@ class Recorder:
         return not self._closing.wait(wait_s)
 
     def _tell(self, event: Event) -> None:
-        with self._telling:
-            self._listener(event)
+        self._listener(event)
 
     def _note(self, text: str) -> None:
         self._tell(events.Note(text))

@@ -242,7 +242,7 @@ class RecordingSession:
         with self._doing("checkpoint"):
             self._parts.close()
             if self.recorder is not None:
-                if self.is_continued and self.recorder.suspend():
+                if self.is_continued and self.recorder.may_go_on():
                     self.suspended = self.recorder
                 else:
                     self.recorder.close()
