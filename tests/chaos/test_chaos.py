@@ -324,7 +324,7 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
 def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> ChaosOptions:
     config = tiny_config(storage, "undisturbed", task=TINY, epochs=epochs, seed=seed)
     config = replace(config, checkpoint=CheckpointConfig(every_steps=3, every_s=0.0))
-    return ChaosOptions(config, seed, kills, drivers, workers=3, local=True)
+    return ChaosOptions(config, kills, drivers, workers=3, local=True)
 
 
 def everywhere() -> list[Fault]:
@@ -447,7 +447,7 @@ def test_a_thousand_kills_and_equal_to_the_last_bit(tmp_path: Path):
 
 
 def digits_order(storage: Path, kills: int, drivers: int) -> ChaosOptions:
-    return ChaosOptions(TrainConfig(storage=str(storage), epochs=4), 0, kills, drivers, workers=3)
+    return ChaosOptions(TrainConfig(storage=str(storage), epochs=4), kills, drivers, workers=3)
 
 
 @pytest.mark.ray
