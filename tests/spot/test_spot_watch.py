@@ -29,6 +29,7 @@ from raytrain_ddp.spot.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, No
 
 Make = Callable[[Metadata], Cloud]
 CLOUDS: dict[str, Make] = {"aws": Aws, "azure": Azure, "gcp": lambda m: Gcp(m, has_gpu=True)}
+NO_SECONDS = ("-1", "nan", "inf", "soon")
 UNREADABLE = (OSError, ValueError, HTTPException)
 
 
@@ -339,6 +340,8 @@ def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
         (["gcp", "--metadata", "169.254.169.254", "--address", "a:1"], "want http://HOST"),
         (["gcp", "--metadata", "http://", "--address", "a:1"], "want http://HOST"),
         (["elsewhere", "--address", "a:1"], "invalid choice"),
+        *((["now", "--address", "a:1", f"--seconds={word}"], word) for word in NO_SECONDS),
+        *((["aws", "--address", "a:1", f"--every-s={word}"], word) for word in NO_SECONDS),
     ],
 )
 def test_a_watch_that_could_not_work_is_refused_at_once(
