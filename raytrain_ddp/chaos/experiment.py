@@ -111,7 +111,7 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
-        PreflightError: the storage is not a folder on this machine.
+        PreflightError: the storage is not a folder on this machine that can be written to.
         RaytrainError: the undisturbed run failed.
     """
     token = uuid.uuid4().hex
@@ -228,8 +228,12 @@ def _new_folder(storage: str) -> Path:
         shown = without_secrets(storage)
         raise PreflightError(f"storage = {shown}: chaos needs a folder on this machine.")
     parent = expanded(storage).absolute()
-    parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}"
+        raise PreflightError(f"storage = {storage}: {why}.") from None
 
 
 def _resolved_config(options: ChaosOptions, folder: Path) -> TrainConfig:

@@ -85,7 +85,9 @@ def draw_faults(
         else:
             of_steps.append(_taken(pools, kind))
     of_steps += [replace(_taken(pools, "step"), action="node") for _ in range(nodes)]
-    steps = _shuffled(random, list(range(2, shape.total_steps)))
+    steps = _shuffled(random, range(2, shape.total_steps))
+    if drivers > len(steps):
+        raise _too_short("drivers")
     of_steps += [Fault(DRIVER, step=step) for step in steps[:drivers]]
     plan = sorted(of_steps, key=lambda fault: fault.step or 0)
     for fault in at_once:
@@ -130,8 +132,12 @@ def _pairs(items: Sequence[T]) -> list[Sequence[T]]:
 def _taken(pools: Mapping[str, list[Fault]], kind: str) -> Fault:
     pool = pools[kind] or pools["step"]
     if not pool:
-        raise ConfigError("too many kills for so short a run: use more --epochs or fewer --kills.")
+        raise _too_short("kills")
     return pool.pop()
+
+
+def _too_short(what: str) -> ConfigError:
+    return ConfigError(f"too many {what} for so short a run: use more --epochs or fewer --{what}.")
 
 
 def _kind(random: Random) -> str:

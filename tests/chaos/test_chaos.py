@@ -115,8 +115,12 @@ def test_faults_without_a_step_wait_for_those_before_them():
 
 
 def test_more_kills_than_there_are_places_are_refused():
+    short = RunShape(total_steps=5, world_size=1, save_every=5)
     with pytest.raises(ConfigError, match="too many kills"):
-        draw_faults(0, RunShape(total_steps=5, world_size=1, save_every=5), kills=100)
+        draw_faults(0, short, kills=100)
+    assert len(draw_faults(0, short, kills=0, drivers=3)) == 3
+    with pytest.raises(ConfigError, match="too many drivers"):
+        draw_faults(0, short, kills=0, drivers=4)
 
 
 # ------------------------------------------------------------------ watching
@@ -563,11 +567,14 @@ def test_the_command_prints_the_faults_the_verdict_and_the_line_that_replays_it(
         (("--resize", "--exact"), "needs --local, or --nodes"),
         (("no-such-recipe",), "no-such-recipe"),
         (("--storage", "s3://key:hidden@bucket/runs", "--local"), "s3://bucket/runs"),
+        (("--storage", "a-file", "--local"), "a-file: cannot be written: File exists"),
+        (("--storage", "a-file/runs", "--local"), "cannot be written: Not a directory"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(
     argv: tuple[str, ...], words: str, tmp_path: Path
 ):
+    (tmp_path / "a-file").touch()
     answer = run_cli("chaos", *argv, cwd=tmp_path)
     assert answer.status in (ConfigError.exit_status, PreflightError.exit_status)
     assert words in answer.err
