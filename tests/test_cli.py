@@ -183,6 +183,9 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
         (("wrong.toml",), 2, ("wrong.toml", "epoch", "'epochs'")),
         (("latin1.toml",), 2, ("latin1.toml",)),
         (("nothere.toml",), 2, ("nothere.toml does not exist. Give a", "digits")),
+        (("deep.toml",), 2, ("deep.toml is not valid TOML", "recursion")),
+        (("long.toml",), 2, ("long.toml is not valid TOML", "4300 digits")),
+        ((f"{'a' * 300}.toml",), 2, ("aaa.toml cannot be read: File name too long",)),
         (("folder.toml",), 2, ("folder.toml is a folder. Give a", "digits")),
         (("--task", "no_such_module:Task"), 2, ("task", "no_such_module")),
         (("--task", "missing.py:Task"), 2, ("task", "missing.py")),
@@ -196,6 +199,8 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     (tmp_path / "bad.toml").write_text("epochs = [\n")
     (tmp_path / "wrong.toml").write_text("epoch = 3\n")
     (tmp_path / "latin1.toml").write_bytes("name = 'é'\n".encode("latin-1"))
+    (tmp_path / "deep.toml").write_text(f"seed = {'[' * 100000}\n")
+    (tmp_path / "long.toml").write_text(f"seed = {'9' * 5000}\n")
     (tmp_path / "mine.py").write_text("class Task: ...\n")
     (tmp_path / "folder.toml").mkdir()
     before = contents(tmp_path)
