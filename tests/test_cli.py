@@ -356,6 +356,23 @@ def test_evaluate_prints_the_figures_of_training(finished: Path):
     assert sum(int(support) for _, support in supports) == 360
 
 
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("none/figures.json", "--out none/figures.json: there is no folder none."),
+        (".", "--out .: is a folder: give the name of a file."),
+        ("s3://bucket/figures.json", "s3://bucket/figures.json: must be a path on this machine."),
+    ],
+)
+def test_evaluate_refuses_a_file_that_it_cannot_write_before_it_evaluates(
+    out: str, words: str, finished: Path
+):
+    answer = run_cli("evaluate", "small", "--out", out, cwd=finished)
+    assert answer.status == 2
+    assert words in answer.err
+    assert answer.heavy == []
+
+
 def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(
     finished: Path, monkeypatch: pytest.MonkeyPatch
 ):
