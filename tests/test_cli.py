@@ -155,6 +155,8 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
 
 # ------------------------------------------------------------------ exit statuses
 
+LONG = "a" * 300
+
 
 @pytest.mark.parametrize(
     ("argv", "status", "reported"),
@@ -185,7 +187,7 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
         (("nothere.toml",), 2, ("nothere.toml does not exist. Give a", "digits")),
         (("deep.toml",), 2, ("deep.toml is not valid TOML", "recursion")),
         (("long.toml",), 2, ("long.toml is not valid TOML", "4300 digits")),
-        ((f"{'a' * 300}.toml",), 2, ("aaa.toml cannot be read: File name too long",)),
+        ((f"{LONG}.toml",), 2, ("aaa.toml cannot be read: File name too long",)),
         (("folder.toml",), 2, ("folder.toml is a folder. Give a", "digits")),
         (("--task", "no_such_module:Task"), 2, ("task", "no_such_module")),
         (("--task", "missing.py:Task"), 2, ("task", "missing.py")),
@@ -211,6 +213,20 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     assert len(answer.err.splitlines()) <= 20
     assert answer.heavy == []
     assert contents(tmp_path) == before  # nothing is begun
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("run", "--num-workers", "1", LONG),
+        ("fit", "--dry-run", "--resume-from", LONG),
+        ("fit", "--dry-run", "--task", f"{LONG}.py:Task"),
+    ],
+)
+def test_what_is_too_long_for_a_path_is_one_line(argv: tuple[str, ...], tmp_path: Path):
+    answer = run_cli(*argv, cwd=tmp_path, warm=True)
+    assert answer.status == 2
+    assert re.fullmatch(rf"error: \S*{LONG}\S*: File name too long\.\n", answer.err)
 
 
 @pytest.mark.parametrize("place", ["nothing", "runs/nothing", "."])

@@ -104,6 +104,7 @@ def test_a_flag_without_effect_is_refused(line: str, field: str):
         "--local --exact --scaling.cpus-per-worker 2",
         "--task x.py:Y --model.dropout 0.1 --augment.scale 0.5 1",
         "imagenet-resnet50 --model.weights DEFAULT",
+        "digits --describe=true",
     ],
 )
 def test_a_flag_with_effect_is_taken(line: str):
