@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
-from raytrain_ddp.config.effects import given_flags, value_of
+from raytrain_ddp.config.effects import given_flags, require_effect, value_of
 from raytrain_ddp.config.validation import require, require_least
 
 _DECIDED = {
@@ -87,6 +87,9 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
     for name in sorted(given & _DECIDED):
         flag = f"--{name.replace('_', '-')}"
         require(False, flag, value_of(args.config, name), "chaos sets this itself")
+    use_gpu = args.config.scaling.use_gpu
+    require(not args.local or use_gpu is not True, "--scaling.use-gpu", True, "--local is on CPUs")
+    require_effect(argv, args.config, on_ray=not args.local)
     return args
 
 
