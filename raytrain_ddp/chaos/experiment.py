@@ -160,26 +160,22 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
 def _runners(options: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
     """Yields a function that makes a runner from a config, a plan and the folder of fired
     faults."""
+    if options.local:
+        with Zygote(environment) as zygote:
+            yield lambda config, plan, fired: LocalRunner(
+                zygote, config, plan, fired, _sizes(options, config)
+            )
+        return
     with ExitStack() as stack:
-        if options.local:
-            zygote = stack.enter_context(Zygote(environment))
-
-            def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
-                return LocalRunner(zygote, config, plan, fired, _sizes(options, config))
-
-            yield local
-            return
 
         def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
             if not plan:
                 return RayRunner(config, environment)
-            own = with_failpoints(environment, plan, fired)
-            if not options.nodes:
-                return RayRunner(config, own)
-            cpus = ceil(config.scaling.cpus_without_gpu)
-            return RayRunner(
-                config, own, stack.enter_context(KillableNodes(options.nodes, cpus, own))
-            )
+            own, nodes = with_failpoints(environment, plan, fired), None
+            if options.nodes:
+                cpus = ceil(config.scaling.cpus_without_gpu)
+                nodes = stack.enter_context(KillableNodes(options.nodes, cpus, own))
+            return RayRunner(config, own, nodes)
 
         yield on_ray
 
