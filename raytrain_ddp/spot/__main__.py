@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -140,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with lock:
         cloud = CLOUDS[options.cloud]
         url = options.metadata or cloud.URL
-        if not (url.startswith("http://") and url[7:].strip("/")):
+        if not re.fullmatch(r"http://[^/]+/?", url):
             command.error(f"--metadata {url}: want http://HOST")
         say(f"looks for notices of {options.cloud} at {url} every {options.every_s:g} s")
         notice = await_notice(cloud(Metadata(url)), options.every_s)
@@ -161,4 +163,7 @@ def _drain_now(seconds: float, address: str, node: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
