@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,6 +78,7 @@ COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
+    out = None if args.out is None else _place(args.out)
     from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded
     from raytrain_ddp.config.recipe import from_dict
 
@@ -117,10 +119,20 @@ def main(argv: Sequence[str]) -> int:
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
     require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
-    if args.out is not None:
-        _write(expanded(args.out), checkpoint, data.rows - skipped, values)
     _print(checkpoint, data.rows, skipped, task, values)
+    if out is not None:
+        _write(out, checkpoint, data.rows - skipped, values)
     return 0
+
+
+def _place(out: str) -> Path:
+    """The file to write. Raises ConfigError, before any work, if it cannot be there."""
+    path = expanded(out)
+    if not os.path.isdir(path.parent):
+        raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
+    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
+        raise ConfigError(f"--out {path}: is a folder: give the name of a file.")
+    return path
 
 
 def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:

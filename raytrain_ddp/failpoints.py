@@ -20,7 +20,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from raytrain_ddp.errors import ConfigError, did_you_mean
@@ -65,7 +65,7 @@ ACTIONS = frozenset(
     }
 )
 
-_ENTRY = re.compile(r"([\w.]+):(\w+)(?:\(([\d.]+)\))?(?:@([\w=,]+))?")
+_ENTRY = re.compile(r"([\w.]+):(\w+)(?:\((\d+\.?\d*|\.\d+)\))?(?:@([\w=,]+))?")
 _CONDITIONS = ("rank", "step", "from", "hit", "after")
 
 
@@ -78,7 +78,7 @@ class Failpoint:
     argument: float
     where: Mapping[str, int]
     marker: Path
-    seen: int = field(default=0)
+    seen: int = 0
 
     def due(self, rank: int, step: int) -> bool:
         """Whether it fires now. A marker file ensures that it fires only once in a run."""
@@ -175,7 +175,7 @@ def _parse(entry: str, marker: Path) -> Failpoint:
     where = {}
     for condition in filter(None, (conditions or "").split(",")):
         key, _, value = condition.partition("=")
-        if key not in _CONDITIONS or not value.isdigit():
+        if key not in _CONDITIONS or not value.isdecimal():
             raise ConfigError(
                 f"{VARIABLE}: {condition!r} in {entry!r}: use {', '.join(_CONDITIONS)} = a number."
             )

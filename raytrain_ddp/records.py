@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from datetime import datetime, timezone
 from types import UnionType
@@ -52,15 +52,13 @@ def log_records(records: Iterable[Mapping[str, Any]]) -> list[LogRecord]:
 
 def stored_events(records: Iterable[Mapping[str, Any]]) -> list[Timed]:
     """The events of an event log; others are left out, as by `log_records`."""
-    return [*_stored(records)]
-
-
-def _stored(records: Iterable[Mapping[str, Any]]) -> Iterator[Timed]:
+    events = []
     for record in records:
         event = _decoded(_STORED_KINDS.get(str(record.get("kind"))), record)
         if isinstance(event, STORED_EVENTS):
             time = str(record.get("time", ""))
-            yield Timed(event, time, _wall(time))
+            events.append(Timed(event, time, _wall(time)))
+    return events
 
 
 def _wall(time: str) -> float:

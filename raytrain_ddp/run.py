@@ -78,38 +78,38 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
 
     Raises:
         ConfigError: for a value, a missing script, or one of torchrun's flags that would start
-            something else here. SystemExit for --help and for a flag that is wrong.
+            something else here. SystemExit (0) for --help.
     """
     for word in argv:
         if not is_utf8(word):
             raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
-    given, command = split(argv)
-    flags = list(dict([*_defaults(environ or {}, dict(given)), *given]).items())  # the last wins
-    module = any(name == "m" and value != "0" for name, value in flags)
-    kept = [flag for flag in flags if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
+    own, command = split(argv)
+    given = dict(own)  # the last of a flag wins
+    flags = {**dict(_defaults(environ or {}, given)), **given}
+    module = flags.get("m", "0") != "0"
+    kept = [flag for flag in flags.items() if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
     translated = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * module, *command])
-    node_rank = dict(flags).get("node-rank") or "0"
+    node_rank = flags.get("node-rank") or "0"
     if node_rank != "0":
         raise ConfigError(
             f"--node-rank {node_rank}: one command starts the ranks of all nodes. Run this on one "
             f"machine only: {translated}"
         )
-    shown = [_as_show(flag) for flag in kept]
     try:
-        parsed = COMMAND.parse(_words(shown))
+        parsed = COMMAND.parse(_words(map(_as_show, kept)))
     except ConfigError as error:
         name = str(error).partition(" ")[0].removeprefix("--")
-        if name not in dict(flags) or name in dict(given):
+        if name not in flags or name in given:
             raise
         raise ConfigError(f"PET_{name.replace('-', '_').upper()}: {error}") from None
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
-    notes = _notes(flags, kept, translated)
-    if ("tee", "0") in kept:
+    notes = _notes(flags, translated)
+    if flags.get("tee") == "0":
         notes.append(
             "--tee 0 has torchrun's meaning, so all ranks are shown; use --show 0 for rank 0 only"
         )
-    notes += _behind(command, {name for name, _ in flags})
+    notes += _behind(command, {*flags})
     return RunOptions(parsed, command[0], tuple(command[1:]), module, tuple(notes))
 
 
@@ -165,13 +165,13 @@ def _as_show(flag: Flag) -> Flag:
     return ("show", value) if name == "tee" and words else flag
 
 
-def _notes(flags: Sequence[Flag], kept: Sequence[Flag], translated: str) -> list[str]:
-    without = [f for f in flags if f not in kept and _WITHOUT_EFFECT.get(f[0]) is not None]
-    if not without:
-        return []
+def _notes(flags: Mapping[str, str | None], translated: str) -> list[str]:
     why: dict[str, list[str]] = {}
-    for name, value in without:
-        why.setdefault(str(_WITHOUT_EFFECT[name]), []).append(shlex.join(_words([(name, value)])))
+    for flag in flags.items():
+        if reason := _WITHOUT_EFFECT.get(flag[0]):
+            why.setdefault(reason, []).append(shlex.join(_words([flag])))
+    if not why:
+        return []
     ignored = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())
     return [f"no effect here: {ignored}", f"equivalent command: {translated}"]
 

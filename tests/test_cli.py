@@ -155,6 +155,8 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
 
 # ------------------------------------------------------------------ exit statuses
 
+LONG = "a" * 300
+
 
 @pytest.mark.parametrize(
     ("argv", "status", "reported"),
@@ -183,6 +185,9 @@ def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.M
         (("wrong.toml",), 2, ("wrong.toml", "epoch", "'epochs'")),
         (("latin1.toml",), 2, ("latin1.toml",)),
         (("nothere.toml",), 2, ("nothere.toml does not exist. Give a", "digits")),
+        (("deep.toml",), 2, ("deep.toml is not valid TOML", "recursion")),
+        (("long.toml",), 2, ("long.toml is not valid TOML", "4300 digits")),
+        ((f"{LONG}.toml",), 2, ("aaa.toml cannot be read: File name too long",)),
         (("folder.toml",), 2, ("folder.toml is a folder. Give a", "digits")),
         (("--task", "no_such_module:Task"), 2, ("task", "no_such_module")),
         (("--task", "missing.py:Task"), 2, ("task", "missing.py")),
@@ -196,6 +201,8 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     (tmp_path / "bad.toml").write_text("epochs = [\n")
     (tmp_path / "wrong.toml").write_text("epoch = 3\n")
     (tmp_path / "latin1.toml").write_bytes("name = 'é'\n".encode("latin-1"))
+    (tmp_path / "deep.toml").write_text(f"seed = {'[' * 100000}\n")
+    (tmp_path / "long.toml").write_text(f"seed = {'9' * 5000}\n")
     (tmp_path / "mine.py").write_text("class Task: ...\n")
     (tmp_path / "folder.toml").mkdir()
     before = contents(tmp_path)
@@ -206,6 +213,20 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     assert len(answer.err.splitlines()) <= 20
     assert answer.heavy == []
     assert contents(tmp_path) == before  # nothing is begun
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("run", "--num-workers", "1", LONG),
+        ("fit", "--dry-run", "--resume-from", LONG),
+        ("fit", "--dry-run", "--task", f"{LONG}.py:Task"),
+    ],
+)
+def test_what_is_too_long_for_a_path_is_one_line(argv: tuple[str, ...], tmp_path: Path):
+    answer = run_cli(*argv, cwd=tmp_path, warm=True)
+    assert answer.status == 2
+    assert re.fullmatch(rf"error: \S*{LONG}\S*: File name too long\.\n", answer.err)
 
 
 @pytest.mark.parametrize("place", ["nothing", "runs/nothing", "."])
@@ -349,6 +370,23 @@ def test_evaluate_prints_the_figures_of_training(finished: Path):
     supports = re.findall(r"^ *(\d) +(\d+) +\d+ ", answer.out, re.MULTILINE)
     assert [name for name, _ in supports] == list("0123456789")
     assert sum(int(support) for _, support in supports) == 360
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("none/figures.json", "--out none/figures.json: there is no folder none."),
+        (".", "--out .: is a folder: give the name of a file."),
+        ("s3://bucket/figures.json", "s3://bucket/figures.json: must be a path on this machine."),
+    ],
+)
+def test_evaluate_refuses_a_file_that_it_cannot_write_before_it_evaluates(
+    out: str, words: str, finished: Path
+):
+    answer = run_cli("evaluate", "small", "--out", out, cwd=finished)
+    assert answer.status == 2
+    assert words in answer.err
+    assert answer.heavy == []
 
 
 def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(

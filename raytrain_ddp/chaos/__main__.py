@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
-from raytrain_ddp.config.effects import given_flags, value_of
+from raytrain_ddp.config.effects import given_flags, require_effect, value_of
 from raytrain_ddp.config.validation import require, require_least
 
 _DECIDED = {
@@ -51,14 +51,12 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0 if the runs are equal, else 1."""
     args = parse(argv)
     kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
-    kills = args.kills if args.kills is not None else kills
     from raytrain_ddp.chaos.experiment import ChaosOptions, chaos
     from raytrain_ddp.chaos.screen import ChaosDisplay
 
     order = ChaosOptions(
         config=args.config,
-        seed=args.config.seed,
-        kills=kills,
+        kills=kills if args.kills is None else args.kills,
         drivers=args.drivers,
         node_kills=int(args.nodes > 0) if args.node_kills is None else args.node_kills,
         workers=args.nodes or args.workers,
@@ -73,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> ChaosArgs:
-    """Raises ConfigError for a recipe or a number, SystemExit (2) for a flag that is wrong."""
+    """Raises ConfigError for a recipe, a flag or a value that is wrong."""
     args = parse_with_recipe(argv, COMMAND)
     require_least(args, kills=0, drivers=0, workers=1, nodes=0, node_kills=0)
     require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
@@ -84,15 +82,14 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         require(there, "--resize", True, "needs --local, or --nodes to add and remove workers")
     args.config.require_slots(args.nodes or args.workers)
     given = given_flags(argv)
-    require(
-        "workers" not in given or not args.nodes,
-        "--workers",
-        args.workers,
-        "--nodes already sets it",
-    )
+    once = "workers" not in given or not args.nodes
+    require(once, "--workers", args.workers, "--nodes already sets it")
     for name in sorted(given & _DECIDED):
         flag = f"--{name.replace('_', '-')}"
         require(False, flag, value_of(args.config, name), "chaos sets this itself")
+    use_gpu = args.config.scaling.use_gpu
+    require(not args.local or use_gpu is not True, "--scaling.use-gpu", True, "--local is on CPUs")
+    require_effect(argv, args.config, on_ray=not args.local)
     return args
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 
 from raytrain_ddp.chaos.comparison import RunResults, results_of
-from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults
+from raytrain_ddp.chaos.fault_plan import Fault, RunShape, draw_faults, one_of
 from raytrain_ddp.chaos.observation import (
     DriveResult,
     FaultMonitor,
@@ -71,7 +71,6 @@ class ChaosOptions:
     """
 
     config: TrainConfig
-    seed: int
     kills: int
     drivers: int = 0
     node_kills: int = 0
@@ -112,7 +111,7 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
     """Runs both and compares them.
 
     Raises:
-        PreflightError: the storage is not a folder on this machine.
+        PreflightError: the storage is not a folder on this machine that can be written to.
         RaytrainError: the undisturbed run failed.
     """
     token = uuid.uuid4().hex
@@ -130,7 +129,8 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
         if undisturbed.problem:
             raise RaytrainError(f"the undisturbed run: {undisturbed.problem} (see {folder}).")
         shape = _shape(plain_config, 1 if options.resize else options.workers)
-        plan = draw_faults(options.seed, shape, options.kills, options.drivers, options.node_kills)
+        counts = (options.kills, options.drivers, options.node_kills)
+        plan = draw_faults(options.config.seed, shape, *counts)
         if options.resize:  # any rank: a specific one may not exist
             plan = [replace(fault, rank=None) for fault in plan]
         watcher.phase("disturbed", len(plan), shape.total_steps)
@@ -160,26 +160,22 @@ def chaos(options: ChaosOptions, watcher: Watcher) -> ChaosOutcome:
 def _runners(options: ChaosOptions, environment: Mapping[str, str]) -> Iterator[Make]:
     """Yields a function that makes a runner from a config, a plan and the folder of fired
     faults."""
+    if options.local:
+        with Zygote(environment) as zygote:
+            yield lambda config, plan, fired: LocalRunner(
+                zygote, config, plan, fired, _sizes(options, config)
+            )
+        return
     with ExitStack() as stack:
-        if options.local:
-            zygote = stack.enter_context(Zygote(environment))
-
-            def local(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
-                return LocalRunner(zygote, config, plan, fired, _sizes(options, config))
-
-            yield local
-            return
 
         def on_ray(config: TrainConfig, plan: Sequence[Fault], fired: Path) -> Runner:
             if not plan:
                 return RayRunner(config, environment)
-            own = with_failpoints(environment, plan, fired)
-            if not options.nodes:
-                return RayRunner(config, own)
-            cpus = ceil(config.scaling.cpus_without_gpu)
-            return RayRunner(
-                config, own, stack.enter_context(KillableNodes(options.nodes, cpus, own))
-            )
+            own, nodes = with_failpoints(environment, plan, fired), None
+            if options.nodes:
+                cpus = ceil(config.scaling.cpus_without_gpu)
+                nodes = stack.enter_context(KillableNodes(options.nodes, cpus, own))
+            return RayRunner(config, own, nodes)
 
         yield on_ray
 
@@ -189,12 +185,12 @@ def _sizes(options: ChaosOptions, config: TrainConfig) -> Callable[[int], int]:
     most = config.scaling.worker_range()[1]
     if not options.resize:
         return lambda start: most
-    random, sizes = Random(options.seed), [0]
+    random, sizes = Random(options.config.seed), [0]
 
     def another(start: int) -> int:
         while len(sizes) <= start:
             others = [size for size in range(1, most + 1) if size != sizes[-1]] or [most]
-            sizes.append(others[int(random.random() * len(others))])
+            sizes.append(one_of(random, others))
         return sizes[start]
 
     return another
@@ -228,8 +224,12 @@ def _new_folder(storage: str) -> Path:
         shown = without_secrets(storage)
         raise PreflightError(f"storage = {shown}: chaos needs a folder on this machine.")
     parent = expanded(storage).absolute()
-    parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
+    except OSError as error:
+        why = f"cannot be written: {error.strerror}"
+        raise PreflightError(f"storage = {storage}: {why}.") from None
 
 
 def _resolved_config(options: ChaosOptions, folder: Path) -> TrainConfig:
@@ -274,25 +274,18 @@ def _compared(
     named = ("weights", "optimizer", "samples", "log")
     rows = [_equal_hashes(name, ours, theirs) for name in named]
     once = list(range(1, total_steps + 1))
-    once_each = ["each once" if list(left.steps) == once else "no" for left in (ours, theirs)]
-    each = theirs.steps == once
-    rows.append(
-        ComparisonRow(f"steps 1 to {total_steps} in the log", once_each[0], once_each[1], each)
-    )
+    our_steps, their_steps = ("each once" if r.steps == once else "no" for r in (ours, theirs))
+    what, right = f"steps 1 to {total_steps} in the log", theirs.steps == once
+    rows.append(ComparisonRow(what, our_steps, their_steps, right))
     rest = theirs.leftovers
-    rows.append(
-        ComparisonRow("leftover files", str(len(ours.leftovers)), _counted(rest), right=not rest)
-    )
+    counted = f"{len(rest)} {', '.join(rest[:3])}".strip()
+    rows.append(ComparisonRow("leftover files", str(len(ours.leftovers)), counted, right=not rest))
     return rows
 
 
 def _equal_hashes(name: str, ours: RunResults, theirs: RunResults) -> ComparisonRow:
     pair = getattr(ours, name), getattr(theirs, name)
     return ComparisonRow(f"{name} (sha256)", pair[0][:16], pair[1][:16], right=pair[0] == pair[1])
-
-
-def _counted(names: Sequence[str]) -> str:
-    return f"{len(names)} {', '.join(names[:3])}".strip()
 
 
 def _orphans(token: str) -> dict[int, str]:

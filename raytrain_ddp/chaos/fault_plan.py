@@ -43,15 +43,10 @@ class Fault:
 
     def __str__(self) -> str:
         """In the syntax of failpoints.py."""
-        names = ("rank", "step", "hit", "after")
-        values = {name: getattr(self, name) for name in names}
         step = "step" if self.rank is None else "from"
-        given = [
-            f"{step if name == 'step' else name}={value}"
-            for name, value in values.items()
-            if value is not None
-        ]
-        return f"{self.site}:{self.action}{'@' if given else ''}{','.join(given)}"
+        values = {"rank": self.rank, step: self.step, "hit": self.hit, "after": self.after}
+        given = ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
+        return f"{self.site}:{self.action}{'@' if given else ''}{given}"
 
 
 @dataclass(frozen=True)
@@ -83,15 +78,16 @@ def draw_faults(
     for _ in range(kills):
         kind = _kind(random)
         if kind == "start":
-            at_once.append(
-                Fault(_one_of(random, _OF_STARTS), int(random.random() * shape.world_size))
-            )
+            site = one_of(random, _OF_STARTS)
+            at_once.append(Fault(site, one_of(random, range(shape.world_size))))
         elif kind == "prune":
-            at_once.append(Fault(_one_of(random, _OF_PRUNING)))
+            at_once.append(Fault(one_of(random, _OF_PRUNING)))
         else:
             of_steps.append(_taken(pools, kind))
     of_steps += [replace(_taken(pools, "step"), action="node") for _ in range(nodes)]
-    steps = _shuffled(random, list(range(2, shape.total_steps)))
+    steps = _shuffled(random, range(2, shape.total_steps))
+    if drivers > len(steps):
+        raise _too_short("drivers")
     of_steps += [Fault(DRIVER, step=step) for step in steps[:drivers]]
     plan = sorted(of_steps, key=lambda fault: fault.step or 0)
     for fault in at_once:
@@ -136,8 +132,12 @@ def _pairs(items: Sequence[T]) -> list[Sequence[T]]:
 def _taken(pools: Mapping[str, list[Fault]], kind: str) -> Fault:
     pool = pools[kind] or pools["step"]
     if not pool:
-        raise ConfigError("too many kills for so short a run: use more --epochs or fewer --kills.")
+        raise _too_short("kills")
     return pool.pop()
+
+
+def _too_short(what: str) -> ConfigError:
+    return ConfigError(f"too many {what} for so short a run: use more --epochs or fewer --{what}.")
 
 
 def _kind(random: Random) -> str:
@@ -149,11 +149,12 @@ def _kind(random: Random) -> str:
     return "step"
 
 
-def _one_of(random: Random, items: Sequence[T]) -> T:
+def one_of(random: Random, items: Sequence[T]) -> T:
+    """Uses only `random.random`: other methods may change with Python's version."""
     return items[int(random.random() * len(items))]
 
 
 def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
-    """Uses only `random.random`: other methods may change with Python's version."""
+    """As `one_of`, uses only `random.random`."""
     keys = [random.random() for _ in items]
     return [items[place] for place in sorted(range(len(items)), key=keys.__getitem__)]

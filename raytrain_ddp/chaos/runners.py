@@ -84,7 +84,7 @@ class LocalRunner:
         fired: Path,
         size: Callable[[int], int],
     ) -> None:
-        self._zygote, self._fired, self._size = zygote, fired, size
+        self._zygote, self._size = zygote, size
         self._folder, self._name = Path(config.storage), config.name
         self.sizes: list[int] = []
         self._order = {

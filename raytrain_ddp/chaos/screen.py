@@ -59,11 +59,9 @@ class ChaosDisplay(Watcher):
         fault = fired.fault
         what = "driver" if fault.site == DRIVER else fault.action
         where = "log" if fault.site == DRIVER else fault.site
-        rank = _or_dash(fired.rank)
+        rank, step = _or_blank(fired.rank), _or_blank(fired.step)
         after = format_seconds(time.monotonic() - self._began)
-        self._console.print(
-            _ROW.format(fired.number, after, what, where, rank, _or_dash(fired.step))
-        )
+        self._console.print(_ROW.format(fired.number, after, what, where, rank, step))
         self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
 
     def verdict(self, outcome: ChaosOutcome, command: str) -> None:
@@ -99,5 +97,5 @@ class ChaosDisplay(Watcher):
         self._console.print(f"repeat      {command}", soft_wrap=True)
 
 
-def _or_dash(number: int | None) -> str:
+def _or_blank(number: int | None) -> str:
     return "" if number is None else str(number)

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raytrain_ddp.config.field_types import described, listed
 
-_BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+_BOOLS: dict[str, Any] = {"true": True, "yes": True, "false": False, "no": False}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _PAIRS = "pairs of KEY and VALUE, or KEY=VALUE, each key once"
 
@@ -195,11 +195,12 @@ def _converted(kind: Any, words: Sequence[str]) -> Any:
         return tuple(_converted(one, [word]) for one, word in zip(kinds, words, strict=True))
     (word,) = words
     if kind is bool:
-        word = word.lower()
-    known: Mapping[str, Any] = _BOOLS if kind is bool else {"None": None}
-    if origin is Literal:
+        known, word = _BOOLS, word.lower()
+    elif kind is NoneType:
+        known = {"None": None}
+    elif origin is Literal:
         known = dict(zip(_words(kind), args, strict=True))
-    elif kind not in (bool, NoneType):
+    else:
         value = kind(word)
         if kind is float and not math.isfinite(value):
             raise ValueError(word)

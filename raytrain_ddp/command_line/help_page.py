@@ -13,7 +13,7 @@ from dataclasses import MISSING, is_dataclass
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from textwrap import fill, wrap
+from textwrap import wrap
 from typing import Any
 
 from raytrain_ddp.command_line.flags import Flag
@@ -179,9 +179,9 @@ def _paragraphs(text: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return fill(
-        text, width, initial_indent=indent, subsequent_indent=indent or "", break_on_hyphens=False
-    ).split("\n")
+    return wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    ) or [""]
 
 
 def _bold(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import select
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
-from raytrain_ddp.errors import PreflightError, RaytrainError, status_of
+from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
 _PRINT_REMAINS = {"jaxlib", "onnx", "triton"}
@@ -20,9 +21,9 @@ _BROKEN_PIPE = 128 + signal.SIGPIPE
 def run_command(main: Callable[[Sequence[str]], int]) -> None:
     """Runs a command's main with the command line and exits with its status.
 
-    A RaytrainError prints its message on standard error, without a traceback, and so does a full
-    disk below standard output. If the reader of the output has exited (`| head`), the status is
-    141, as with other Unix tools.
+    A RaytrainError prints its message on standard error, without a traceback; so do a full disk
+    below standard output, and a word that is too long for the path that it should be. If the reader
+    of the output has exited (`| head`), the status is 141, as with other Unix tools.
     """
     _open_closed_streams()
     try:
@@ -32,9 +33,13 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
             raise
         status = _BROKEN_PIPE
     except OSError as error:
-        if error.filename is not None or _takes_output():
+        if error.errno == errno.ENAMETOOLONG:
+            print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
+            status = ConfigError.exit_status
+        elif error.filename is not None or _takes_output():
             raise
-        status = _lost(sys.stdout, error)
+        else:
+            status = _lost(sys.stdout, error)
     if _PRINT_REMAINS.isdisjoint(sys.modules):
         gc.freeze()  # or Python frees each object of all modules at its end: 0.8 s with torch
     sys.exit(_flushed(status))

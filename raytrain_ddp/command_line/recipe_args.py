@@ -86,7 +86,7 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     """Raises ConfigError for a recipe or a flag that is wrong, SystemExit (0) after --help."""
     args = parse_with_recipe(argv, FIT)
     _require_one_thing(args)
-    others = [word for word in argv if word.startswith("--") and word != "--describe"]
+    others = [word for word in argv if word[:2] == "--" and word.partition("=")[0] != "--describe"]
     if args.describe and others:
         raise ConfigError(f"{others[0]} has no effect with --describe: remove it.")
     log = args.config.log

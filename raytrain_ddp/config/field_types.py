@@ -159,10 +159,8 @@ def _is_finite(value: Any) -> bool:
 
 def _first_fitting(kinds: Iterable[Any], value: Any) -> Any:
     for kind in kinds:
-        try:
+        with suppress(ValueError):
             return _fitted(kind, value)
-        except ValueError:
-            continue
     raise ValueError
 
 

@@ -80,7 +80,13 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     shipped = shipped_recipes()
     if path.suffix != ".toml" and path_or_name in shipped:
         path = shipped[path_or_name]
-    if not path.is_file():
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else None
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    if values is None:
         wrong = f"no recipe {path_or_name!r}: give"
         if path.suffix == ".toml":
             why = "is a folder" if path.is_dir() else "does not exist"
@@ -89,12 +95,6 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
             f"{wrong} a .toml file or one of {', '.join(shipped)}."
             + did_you_mean(path_or_name, shipped)
         )
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     about = values.pop("recipe", {})
     if not isinstance(about, dict):
         raise ConfigError(f"{path}: recipe = {about!r}: must be a table [recipe].")

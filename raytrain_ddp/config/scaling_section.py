@@ -106,9 +106,10 @@ class ScalingConfig(Section, name="scaling"):
         if self.num_workers == "auto":
             return 0, 0
         low, _, high = str(self.num_workers).partition(":")
+        ends = (low, high or low)
         rule = "must be a number of 1 or more, MIN:MAX or auto"
-        self.require("num_workers", low.isdecimal() and (high or low).isdecimal(), rule)
-        least, most = int(low), int(high or low)
+        self.require("num_workers", all(e.isdecimal() and len(e) < 10 for e in ends), rule)
+        least, most = map(int, ends)
         self.require("num_workers", 1 <= least <= most, rule)
         return least, most
 

@@ -11,11 +11,7 @@ from typing import Literal
 
 from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
-from raytrain_ddp.config.validation import (
-    FREE,
-    group_rules,
-    scalar,
-)
+from raytrain_ddp.config.validation import FREE, group_rules, scalar
 
 
 @dataclass(frozen=True)

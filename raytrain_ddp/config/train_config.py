@@ -26,7 +26,7 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
     StopConfig,
 )
-from raytrain_ddp.config.validation import FREE, require, require_plain, seconds_of
+from raytrain_ddp.config.validation import FREE, require_plain, seconds_of
 from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,18 +151,17 @@ class TrainConfig(Section):
         self._require_micro_batch()
         rule = "needs each evaluation before the next step: remove it, or eval.asynchronous"
         late = self.eval.asynchronous and self.stop.patience > 0
-        require(not late, "stop.patience", self.stop.patience, rule)
+        self.stop.require("patience", not late, rule)
         unfreeze = self.model.unfreeze_epoch
         rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
-        require(bool(self.steps) or unfreeze < self.epochs, "model.unfreeze_epoch", unfreeze, rule)
-        static, rule = self.ddp.static_graph, "cannot be used with model.unfreeze_epoch"
-        one_graph = self.exact or not (unfreeze and static)  # exact uses no DDP
-        require(one_graph, "ddp.static_graph", static, rule)
+        self.model.require("unfreeze_epoch", self.steps or unfreeze < self.epochs, rule)
+        one_graph = self.exact or not (unfreeze and self.ddp.static_graph)  # exact uses no DDP
+        self.ddp.require("static_graph", one_graph, "cannot be used with model.unfreeze_epoch")
         if unfreeze:
             self.require_no_powersgd("model.unfreeze_epoch")
-        grow = self.data.grow_epochs
+        grows = self.steps or self.data.grow_epochs < self.epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
-        require(bool(self.steps) or grow < self.epochs, "data.grow_epochs", grow, rule)
+        self.data.require("grow_epochs", grows, rule)
         if self.task in _WITH_LOSS:
             self.require_loss()
         least, most = self.scaling.worker_range()
@@ -170,7 +169,7 @@ class TrainConfig(Section):
         self.require_synced(least, most, self.scaling.use_gpu is not False)
         resyncs = self.scaling.on_divergence == "resync"
         rule = "must be stop with ddp.shard_optimizer: no worker has another's optimizer state"
-        require(not (self.ddp.shard_optimizer and resyncs), "scaling.on_divergence", "resync", rule)
+        self.scaling.require("on_divergence", not (self.ddp.shard_optimizer and resyncs), rule)
         if self.exact:
             self._require_exact()
 
@@ -189,18 +188,18 @@ class TrainConfig(Section):
         rule = f"must be a multiple of micro_batch = {micro}; use {below} or {above}"
         self.require("batch_size", batch % micro == 0, rule)
         rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
-        require(not spread or repeats <= self.slots, "augment.repeats", repeats, rule)
+        self.augment.require("repeats", not spread or repeats <= self.slots, rule)
         repeats = 1 if spread else repeats  # in a micro-batch
         rule = f"must divide micro_batch = {micro}"
-        require(micro % repeats == 0, "augment.repeats", repeats, rule)
+        self.augment.require("repeats", micro % repeats == 0, rule)
         for kind in ("mixup", "cutmix"):
-            alpha = getattr(self.augment, kind)
             rule = (
                 f"mixes the images of a micro-batch, but each has only {micro // repeats} "
                 f"(micro_batch = {micro}, augment.repeats = {repeats}): set micro_batch to "
                 f"{2 * repeats} or more"
             )
-            require(not alpha or micro >= 2 * repeats, f"augment.{kind}", alpha, rule)
+            is_off = not getattr(self.augment, kind)
+            self.augment.require(kind, is_off or micro >= 2 * repeats, rule)
 
     def micro_batches(self, workers: int) -> list[int]:
         """The sizes that micro_batch = auto chooses from, from large to small."""
@@ -214,28 +213,28 @@ class TrainConfig(Section):
 
     def _require_exact(self) -> None:
         whole = "must be {} with exact = true, whose gradients are summed whole, slot by slot"
-        compression, synced = self.ddp.compression, self.ddp.sync_batchnorm
-        require(compression == "none", "ddp.compression", compression, whole.format("none"))
-        require(not synced, "ddp.sync_batchnorm", synced, whole.format("off"))
+        ddp, compute = self.ddp, self.compute
+        ddp.require("compression", ddp.compression == "none", whole.format("none"))
+        ddp.require("sync_batchnorm", not ddp.sync_batchnorm, whole.format("off"))
         rule = "must be off with exact = true: compiled code may depend on earlier inputs"
-        require(not self.compute.compile, "compute.compile", self.compute.compile, rule)
+        compute.require("compile", not compute.compile, rule)
         rule = "must be on with exact = true: other kernels may sum in a different order"
-        deterministic = self.compute.deterministic
-        require(deterministic, "compute.deterministic", deterministic, rule)
+        compute.require("deterministic", compute.deterministic, rule)
 
     def require_loss(self) -> None:
         """Raises ConfigError if the loss, or what goes with it, cannot use the kind of targets."""
-        name, weights, columns = self.loss.name, self.loss.class_weights, self.data.target_columns
+        name, columns = self.loss.name, self.data.target_columns
         of_numbers = name in ("mse", "l1", "huber")
         rule = "compares numbers: name their columns with --data.target-columns"
-        require(bool(columns) or not of_numbers, "loss.name", name, rule)
+        self.loss.require("name", columns or not of_numbers, rule)
         rule = "must be bce (labels), or mse, l1 or huber (numbers) with data.target_columns"
-        require(not columns or name == "bce" or of_numbers, "loss.name", name, rule)
+        self.loss.require("name", not columns or name == "bce" or of_numbers, rule)
         rule = "must be none with data.target_columns, which are not classes"
-        require(not columns or weights == "none", "loss.class_weights", weights, rule)
+        weighted = self.loss.class_weights != "none"
+        self.loss.require("class_weights", not (columns and weighted), rule)
+        rule = f"mixes labels, but loss.name = {name}"
         for kind in ("mixup", "cutmix") if of_numbers else ():
-            alpha, rule = getattr(self.augment, kind), f"mixes labels, but loss.name = {name}"
-            require(not alpha, f"augment.{kind}", alpha, rule)
+            self.augment.require(kind, not getattr(self.augment, kind), rule)
 
     @property
     def max_time_s(self) -> float:
@@ -278,8 +277,8 @@ class TrainConfig(Section):
     def require_no_powersgd(self, feature: str) -> None:
         """Raises ConfigError if gradients are compressed by PowerSGD, which `feature` does not
         allow."""
-        used, rule = self.ddp.compression == "powersgd", f"cannot be used with {feature}"
-        require(not used, "ddp.compression", "powersgd", rule)
+        used = self.ddp.compression == "powersgd"
+        self.ddp.require("compression", not used, f"cannot be used with {feature}")
 
     def require_synced(self, least: int, most: int, on_gpu: bool) -> None:
         """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the

@@ -54,10 +54,12 @@ def is_flag(word: str) -> bool:
 def scalar(value: str | bool | int | float) -> str | bool | int | float:
     """A word of a command line as what it looks like: an integer, a number, true, false, or
     text."""
-    if not isinstance(value, str) or value.lower() in ("true", "false"):
-        return value if not isinstance(value, str) else value.lower() == "true"
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
     for kind in (int, float):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             number = kind(value)
             return number if math.isfinite(number) else value
     return value

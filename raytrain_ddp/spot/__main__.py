@@ -12,8 +12,11 @@ drains nothing.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -104,22 +107,30 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("cloud", choices=[*CLOUDS, "now"], help="cloud to watch; now: drain now")
     parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="Ray address")
-    parser.add_argument("--seconds", type=float, help="now: seconds until the node ends")
-    parser.add_argument("--every-s", type=float, default=2.0, help="seconds between two checks")
+    parser.add_argument("--seconds", type=_seconds, help="now: seconds until the node ends")
+    parser.add_argument("--every-s", type=_seconds, default=2.0, help="seconds between two checks")
     parser.add_argument("--metadata", metavar="URL", help="URL of another metadata service")
     parser.add_argument("--node-id", help="in hex; default: this machine's only node")
     return parser
 
 
+def _seconds(word: str) -> float:
+    value = float(word)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 0 drained or already watched, 1 not drained, 2 called wrongly."""
-    options = parser().parse_args(words)
+    command = parser()
+    options = command.parse_args(words)
     if not options.address:
-        parser().error("give --address HOST:PORT of Ray's head, or set RAY_ADDRESS")
+        command.error("give --address HOST:PORT of Ray's head, or set RAY_ADDRESS")
     if (options.cloud == "now") != (options.seconds is not None):
-        parser().error("`now` needs --seconds; the clouds do not take it")
+        command.error("`now` needs --seconds; the clouds do not take it")
     if shutil.which("ray") is None:
-        parser().error("no `ray` on the PATH")
+        command.error("no `ray` on the PATH")
     if options.cloud == "now":
         return _drain_now(options.seconds, options.address, options.node_id)
     lock = socket.socket(socket.AF_UNIX)  # gone with this process
@@ -131,8 +142,8 @@ def main(words: Sequence[str] | None = None) -> int:
     with lock:
         cloud = CLOUDS[options.cloud]
         url = options.metadata or cloud.URL
-        if not (url.startswith("http://") and url[7:].strip("/")):
-            parser().error(f"--metadata {url}: want http://HOST")
+        if not re.fullmatch(r"http://[^/]+/?", url):
+            command.error(f"--metadata {url}: want http://HOST")
         say(f"looks for notices of {options.cloud} at {url} every {options.every_s:g} s")
         notice = await_notice(cloud(Metadata(url)), options.every_s)
         return 0 if drain(notice, options.address, options.node_id) else 1
@@ -152,4 +163,7 @@ def _drain_now(seconds: float, address: str, node: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -92,8 +92,8 @@ def inherit(given: dict[str, Any], files: list[int]) -> None:
     close_all_but({0, 1, 2})
     os.umask(given["mask"])
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if (number in given["ignored"]) != client.is_ignored(number):
-            ignored = number in given["ignored"]
+        ignored = number in given["ignored"]
+        if ignored != client.is_ignored(number):
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, given["blocked"])
     for number, limits in given["limits"]:

@@ -258,8 +258,8 @@ def own_state(command: list[str], spares: int) -> dict[str, Any]:
     mask = os.umask(0)
     os.umask(mask)
     # Python itself ignores SIGPIPE and, in places, SIGXFSZ.
-    ignored = [number for number in signal.valid_signals() if is_ignored(number)]
-    limits = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+    ignored = [int(number) for number in signal.valid_signals() if is_ignored(number)]
+    limits = {number for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
     with open("/proc/self/oom_score_adj", encoding="ascii") as file:
         oom_score = file.read()
     return {
@@ -268,9 +268,9 @@ def own_state(command: list[str], spares: int) -> dict[str, Any]:
         "environment": dict(os.environb),
         "folder": os.getcwd(),
         "mask": mask,
-        "ignored": [int(number) for number in ignored],
+        "ignored": ignored,
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
-        "limits": [(number, resource.getrlimit(number)) for number in set(limits)],
+        "limits": [(number, resource.getrlimit(number)) for number in limits],
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "cpus": list(os.sched_getaffinity(0)),
         "oom_score": oom_score,

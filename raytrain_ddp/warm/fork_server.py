@@ -152,7 +152,8 @@ def answer(
         child = spares.take(given, request, files) or os.fork()
         if child == 0:
             fork_child.become(given, files, variables)
-        connection.sendall(client.READY)
+        with suppress(OSError):  # the client has ended: the process is still one of ours
+            connection.sendall(client.READY)
         return child
     finally:
         fork_child.close(files)

@@ -115,8 +115,12 @@ def test_faults_without_a_step_wait_for_those_before_them():
 
 
 def test_more_kills_than_there_are_places_are_refused():
+    short = RunShape(total_steps=5, world_size=1, save_every=5)
     with pytest.raises(ConfigError, match="too many kills"):
-        draw_faults(0, RunShape(total_steps=5, world_size=1, save_every=5), kills=100)
+        draw_faults(0, short, kills=100)
+    assert len(draw_faults(0, short, kills=0, drivers=3)) == 3
+    with pytest.raises(ConfigError, match="too many drivers"):
+        draw_faults(0, short, kills=0, drivers=4)
 
 
 # ------------------------------------------------------------------ watching
@@ -324,7 +328,7 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
 def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> ChaosOptions:
     config = tiny_config(storage, "undisturbed", task=TINY, epochs=epochs, seed=seed)
     config = replace(config, checkpoint=CheckpointConfig(every_steps=3, every_s=0.0))
-    return ChaosOptions(config, seed, kills, drivers, workers=3, local=True)
+    return ChaosOptions(config, kills, drivers, workers=3, local=True)
 
 
 def everywhere() -> list[Fault]:
@@ -447,7 +451,7 @@ def test_a_thousand_kills_and_equal_to_the_last_bit(tmp_path: Path):
 
 
 def digits_order(storage: Path, kills: int, drivers: int) -> ChaosOptions:
-    return ChaosOptions(TrainConfig(storage=str(storage), epochs=4), 0, kills, drivers, workers=3)
+    return ChaosOptions(TrainConfig(storage=str(storage), epochs=4), kills, drivers, workers=3)
 
 
 @pytest.mark.ray
@@ -563,11 +567,14 @@ def test_the_command_prints_the_faults_the_verdict_and_the_line_that_replays_it(
         (("--resize", "--exact"), "needs --local, or --nodes"),
         (("no-such-recipe",), "no-such-recipe"),
         (("--storage", "s3://key:hidden@bucket/runs", "--local"), "s3://bucket/runs"),
+        (("--storage", "a-file", "--local"), "a-file: cannot be written: File exists"),
+        (("--storage", "a-file/runs", "--local"), "cannot be written: Not a directory"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(
     argv: tuple[str, ...], words: str, tmp_path: Path
 ):
+    (tmp_path / "a-file").touch()
     answer = run_cli("chaos", *argv, cwd=tmp_path)
     assert answer.status in (ConfigError.exit_status, PreflightError.exit_status)
     assert words in answer.err

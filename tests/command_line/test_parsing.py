@@ -106,6 +106,7 @@ def test_any_value_of_any_flag_gives_a_config_or_one_line(field: str, data: st.D
     words = data.draw(
         st.lists(
             st.sampled_from(["0", "-1", "0.5", "nan", "auto", "true", "None", "--", "-x", "a=b"])
+            | st.sampled_from(["9" * 400, "9" * 5000])  # more digits than a float, and int(), take
             | st.text(max_size=4),
             max_size=4,
         )

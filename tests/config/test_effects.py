@@ -104,6 +104,7 @@ def test_a_flag_without_effect_is_refused(line: str, field: str):
         "--local --exact --scaling.cpus-per-worker 2",
         "--task x.py:Y --model.dropout 0.1 --augment.scale 0.5 1",
         "imagenet-resnet50 --model.weights DEFAULT",
+        "digits --describe=true",
     ],
 )
 def test_a_flag_with_effect_is_taken(line: str):
@@ -141,6 +142,11 @@ def test_under_torchrun_what_is_rays_is_refused(monkeypatch: pytest.MonkeyPatch)
 def test_the_other_commands_refuse_flags_without_effect(tmp_path: Path):
     for argv in (["--nodes", "2", "--workers", "2"], ["--log.no-tensorboard"], ["--name", "x"]):
         with pytest.raises(ConfigError, match=r"already sets it|chaos sets this itself"):
+            parse_chaos(argv)
+    with pytest.raises(ConfigError, match=r"--scaling.use-gpu = True: --local is on CPUs"):
+        parse_chaos(["--local", "--scaling.use-gpu", "true"])
+    for argv in (["--optim.betas", "0.8", "0.9"], ["--local", "--scaling.placement", "SPREAD"]):
+        with pytest.raises(ConfigError, match=r"(optim\.betas|scaling\.placement) has no effect"):
             parse_chaos(argv)
     for argv in (["--run", "x", "--epochs", "3"], ["digits", "--run", "x"]):
         with pytest.raises(ConfigError, match="has no effect with --run"):

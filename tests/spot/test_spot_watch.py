@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from raytrain_ddp.spot.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, No
 
 Make = Callable[[Metadata], Cloud]
 CLOUDS: dict[str, Make] = {"aws": Aws, "azure": Azure, "gcp": lambda m: Gcp(m, has_gpu=True)}
+NO_SECONDS = ("-1", "nan", "inf", "soon")
 UNREADABLE = (OSError, ValueError, HTTPException)
 
 
@@ -330,6 +332,14 @@ def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
         process.communicate()
 
 
+def test_ctrl_c_ends_the_watch_without_a_traceback(ray: Path, server: Server):
+    watch = watcher("gcp", "--metadata", server.url, "--address", f"{server.url[7:]}-c")
+    assert "looks for notices" in said(watch)
+    watch.send_signal(signal.SIGINT)
+    out, _ = watch.communicate(timeout=30)
+    assert (watch.returncode, out) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -338,7 +348,10 @@ def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
         (["gcp", "--seconds", "5", "--address", "a:1"], "needs --seconds"),
         (["gcp", "--metadata", "169.254.169.254", "--address", "a:1"], "want http://HOST"),
         (["gcp", "--metadata", "http://", "--address", "a:1"], "want http://HOST"),
+        (["gcp", "--metadata", "http://h/x", "--address", "a:1"], "want http://HOST"),
         (["elsewhere", "--address", "a:1"], "invalid choice"),
+        *((["now", "--address", "a:1", f"--seconds={word}"], word) for word in NO_SECONDS),
+        *((["aws", "--address", "a:1", f"--every-s={word}"], word) for word in NO_SECONDS),
     ],
 )
 def test_a_watch_that_could_not_work_is_refused_at_once(

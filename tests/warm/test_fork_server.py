@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import select
 import shutil
@@ -404,6 +405,26 @@ def test_a_client_that_dies_half_way_leaves_nothing_behind(place: Place):
     assert place.run()["parent"] == server.pid
     wait_until(lambda: server.children() == [])  # the one that has just answered ends
     wait_until(lambda: server.num_fds() == 5)  # the first three, the owner's, the socket
+
+
+def test_a_process_whose_client_has_gone_ends_with_its_owner(
+    place: Place, owner: subprocess.Popen[bytes]
+):
+    place.run()
+    [server] = place.servers()
+    wait_until(lambda: server.children() == [])
+    command = [str(place.workers / "probe.py"), "wait"]
+    address = fork_client.address_of(owner.pid, 1, command[0])
+    connection = fork_client.connect(address)
+    assert connection is not None
+    with connection, open(os.devnull, "r+") as nothing:
+        assert connection.recv(1) == fork_client.READY
+        request = marshal.dumps(fork_client.own_state(command, 0))
+        fork_client.send_request(connection, request, [nothing.fileno()] * 3)
+    wait_until(server.children)
+    [child] = server.children()
+    owner.kill()
+    wait_until(lambda: ended(server.pid) and ended(child.pid))
 
 
 def test_with_another_python_or_modules_python_itself_is_started(place: Place, tmp_path: Path):
