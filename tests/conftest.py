@@ -51,13 +51,16 @@ def workers() -> Iterator[Group]:
 
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
-    *("test_emulated_gpu", "test_generations", "test_hang_diagnosis", "test_training"),
-    *("test_optimizer_shares", "test_chaos", "test_exact", "test_slurm", "test_run_local"),
-    *("test_convert", "test_recipes", "test_distributions", "test_nonfinite", "test_recorder"),
-    *("test_task_optimizer", "test_device_feed", "test_notebook", "test_own_datasets"),
-    *("test_initial_weights", "test_several_optimizers", "test_replica_check", "test_export"),
-    *("test_loader_processes", "test_s3_network", "test_param_groups", "test_settling"),
-    *("test_fork_server", "test_examples", "test_early_stop", "test_gradient_compression"),
+    *("test_generations", "test_chaos", "test_hang_diagnosis", "test_emulated_gpu", "test_exact"),
+    *("test_training", "test_convert", "test_slurm", "test_run_local", "test_own_datasets"),
+    *("test_loader_processes", "test_distributions", "test_recipes", "test_optimizer_shares"),
+    *("test_nonfinite", "test_config", "test_broken_inputs", "test_replaced_gpu_workers"),
+    *("test_snapshot", "test_s3_network", "test_help", "test_epoch_order", "test_task_state"),
+    *("test_gradient_compression", "test_task_optimizer", "test_export", "test_examples"),
+    *("test_lease", "test_run_naming", "test_evaluation", "test_cli", "test_several_optimizers"),
+    *("test_device_feed", "test_predict", "test_notebook", "test_faults", "test_tasks"),
+    *("test_branching", "test_python_tasks", "test_recorder", "test_settling", "test_early_stop"),
+    *("test_initial_weights", "test_replica_check", "test_param_groups", "test_fork_server"),
 )
 
 
@@ -86,13 +89,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         file = Path(path)
         before = json.loads(file.read_text()) if file.exists() else {}
-        now = {_without_group(name): seconds for name, seconds in _took.items()}
-        file.write_text(json.dumps({**before, **now}, indent=0))
-
-
-def _without_group(test: str) -> str:
-    """Its name without what xdist adds for --dist loadgroup."""
-    return test.removesuffix(f"@{Path(test.partition('::')[0]).name}")
+        file.write_text(json.dumps({**before, **_took}, indent=0))
 
 
 def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -114,15 +111,12 @@ def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist (``-n 2 --dist loadgroup --no-loadscope-reorder``), one process runs all tests of
+    """With xdist (``-n 2 --dist loadfile --no-loadscope-reorder``), one process runs all tests of
     a file, and the longest files come first."""
     _leave_out_long(config, items)
-    if config.getoption("dist", "no") == "no":
-        return
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.name))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -201,9 +202,7 @@ def step_notes(config: TrainConfig, steps_per_epoch: int) -> list[str]:
 
 
 def value_of(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
+    return attrgetter(name)(config)
 
 
 # ------------------------------------------------------------------ tasks of one's own
@@ -253,10 +252,11 @@ def unread_notes(
     """
     if reads is None or config.task == IMAGES:
         return []
+    default = TrainConfig()
     return [
         f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
         for name in (*_fields_of_tasks(config), *replaced)
-        if name not in reads and value_of(config, name) != value_of(TrainConfig(), name)
+        if name not in reads and value_of(config, name) != value_of(default, name)
     ]
 
 

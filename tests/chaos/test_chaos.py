@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import Group, run_cli
 from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
+from warm_python import WarmPython
 
 from raytrain_ddp.chaos.__main__ import parse
 from raytrain_ddp.chaos.comparison import results_of
@@ -325,6 +327,14 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
 # ------------------------------------------------------------------ the whole
 
 
+@pytest.fixture
+def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that forks the workers is itself forked from one that has loaded torch. What is
+    left of it could not be found: a fork keeps the environment in /proc."""
+    started = SimpleNamespace(Popen=WarmPython, PIPE=subprocess.PIPE)
+    monkeypatch.setattr("raytrain_ddp.chaos.runners.subprocess", started)
+
+
 def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> ChaosOptions:
     config = tiny_config(storage, "undisturbed", task=TINY, epochs=epochs, seed=seed)
     config = replace(config, checkpoint=CheckpointConfig(every_steps=3, every_s=0.0))
@@ -412,6 +422,7 @@ def resized(order: ChaosOptions, notes: Notes) -> ChaosOutcome:
     return outcome
 
 
+@pytest.mark.usefixtures("warm_zygote")
 def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
     notes = Notes()
     outcome = resized(tiny_order(tmp_path, kills=8, drivers=1, epochs=3, seed=2), notes)
@@ -533,6 +544,7 @@ class Meddling(Notes):
             log.write_text(log.read_text().replace('"loss": 1.', '"loss": 2.', 1))
 
 
+@pytest.mark.usefixtures("warm_zygote")
 def test_a_difference_is_reported_and_both_runs_are_kept(tmp_path: Path):
     outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), Meddling(tmp_path))
     assert not outcome.equal

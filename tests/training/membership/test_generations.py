@@ -36,6 +36,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import DdpConfig, EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading import loader_processes
 from raytrain_ddp.data.loading.sources import Data, MapSource
 from raytrain_ddp.events import Plan
 from raytrain_ddp.ray_backend.failure_causes import cause_of
@@ -60,6 +61,12 @@ from raytrain_ddp.training.state.live_state import LiveState
 @pytest.fixture(scope="module")
 def forks() -> Any:
     return generation_runs.forks()
+
+
+@pytest.fixture(scope="module")
+def standing() -> Any:
+    """The interpreter that loader processes are forked from stays for all tests."""
+    return loader_processes._server()
 
 
 @pytest.fixture(scope="module")
@@ -402,6 +409,7 @@ def test_with_exact_a_survivor_keeps_its_data_and_its_model(
     assert log_of(config) == log_of(exact_alone)
 
 
+@pytest.mark.usefixtures("standing")
 @pytest.mark.parametrize("changes", [{"exact": False}, {"exact": True}])
 def test_other_survivors_keep_nothing_but_their_state(
     tmp_path: Path, changes: dict[str, Any]
@@ -619,6 +627,7 @@ class _FromProcesses(TinyTask):
         return self._sets[1]
 
 
+@pytest.mark.usefixtures("standing")
 def test_data_that_loader_processes_copy_can_be_opened_before_joining(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", epochs=1, exact=True)
     _trained(whole, _FromProcesses(whole), None, 0)
