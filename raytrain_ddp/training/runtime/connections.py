@@ -170,6 +170,9 @@ def _open_files(kind: str, only: int | None = None) -> dict[int, str]:
 
 
 def _watched_by(epoll: int) -> set[int]:
-    """The file descriptors in an epoll of this process."""
-    lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    """The file descriptors in an epoll of this process; none if it has been closed meanwhile."""
+    try:
+        lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
+    except OSError:
+        return set()
     return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
