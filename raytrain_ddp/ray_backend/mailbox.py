@@ -137,14 +137,10 @@ class Mailbox:
 
 
 class Outbox:
-    """Rank 0's events, kept until the driver has them.
-
-    Attributes:
-        new: further ones, which any thread may append.
-    """
+    """Rank 0's events, kept until the driver has them. Any thread adds, one does the rest."""
 
     def __init__(self) -> None:
-        self.new: deque[Event] = deque()
+        self._new: deque[Event] = deque()
         self._sender = os.urandom(8).hex()
         self._kept: deque[Event] = deque()
         self._first = 0  # the number of the first event kept
@@ -152,11 +148,12 @@ class Outbox:
         self._mailbox = ""
 
     def add(self, event: Event) -> None:
-        """To be called by one thread, as are the others."""
-        self._kept.append(event)
+        self._new.append(event)
 
     def letter(self) -> tuple[list[Event], str, int]:
         """The events not in the mailbox yet, as arguments of `Mailbox.push`."""
+        for _ in range(len(self._new)):
+            self._kept.append(self._new.popleft())
         first = self._sent
         events = list(self._kept)[first - self._first :]
         self._sent += len(events)
@@ -174,7 +171,7 @@ class Outbox:
 
     def is_empty(self) -> bool:
         """Whether the driver has everything."""
-        return not self._kept and not self.new
+        return not self._kept and not self._new
 
 
 class Inbox:

@@ -74,7 +74,6 @@ class RaySession(RecordingSession):
         seat = place.seat if place else None
         start = seat.generation if seat else start
         self._outbox: Outbox = before._outbox if before else Outbox()
-        self._events = self._outbox.new  # the committing thread adds to it, too
         alone = world.size if seat else 1  # others continue without those of some nodes
         self._notice = Notice(look_every_s, self.tell, alone)
         self._training = threading.current_thread()
@@ -130,7 +129,7 @@ class RaySession(RecordingSession):
         self._words.take(event)
         if isinstance(event, Checkpoint):
             self._notice.committed(event.seconds or 0.0)
-        self._events.append(event)
+        self._outbox.add(event)
         if isinstance(event, Note) and threading.current_thread() is self._training:
             self.push()  # the caller may be about to block
 
@@ -270,8 +269,6 @@ class RaySession(RecordingSession):
             answer: Answer = ray.get(ready[0])
             self._signal, self._newcomer = answer.stop, answer.newcomer
             self._outbox.answered(answer)
-        for _ in range(len(self._events)):
-            self._outbox.add(self._events.popleft())
         to_say = to_say and self.world.is_main
         if self.step is not None and to_say:  # shows where a silently killed worker was
             self._outbox.add(InProgress(self.step))
