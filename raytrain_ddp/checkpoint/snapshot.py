@@ -50,7 +50,9 @@ class HostSnapshot:
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates the memory for `take`, if it is much, in a thread: the first pages of a GB
-        may take seconds. For one call."""
+        may take seconds. Further calls do nothing."""
+        if self.is_reserved:
+            return
         self.is_reserved = True
         if sum(each.nbytes for each in tensors.values()) >= _MUCH_BYTES:
             # Not a daemon: one that is in torch at Python's end aborts the process.

@@ -143,9 +143,11 @@ def test_take_uses_memory_that_was_reserved(monkeypatch: pytest.MonkeyPatch) -> 
     tensors["last"] = tensors["last"].to(memory_format=torch.channels_last)
     snapshot = HostSnapshot()
     snapshot.reserve(tensors)
-    snapshot.reserve(tensors)  # once is enough
-    assert snapshot._reserving is not None
-    snapshot._reserving.join()
+    reserving = snapshot._reserving
+    snapshot.reserve(tensors)  # a second thread would write into what the first one has allocated
+    assert snapshot._reserving is reserving
+    assert reserving is not None
+    reserving.join()
     places = {name: tensor.data_ptr() for name, tensor in snapshot._buffers.items()}
     copies = snapshot.take(tensors)
     assert {name: tensor.data_ptr() for name, tensor in copies.items()} == places
