@@ -61,6 +61,11 @@ class Section:
         `auto`."""
         self._require_each(fields, lambda value: value >= least, f"must be {least:g} or more")
 
+    def at_most(self, most: int, *fields: str) -> None:
+        """Requires that the fields are `most` or less: far more is a slip, and would take all
+        memory."""
+        self._require_each(fields, lambda value: value <= most, f"must be {most} or less")
+
     def above_zero(self, *fields: str) -> None:
         """Requires that the fields are above 0."""
         self._require_each(fields, lambda value: value > 0, "must be above 0")

@@ -107,6 +107,7 @@ class DataConfig(Section, name="data"):
         self.require("eval_crop", 0 < self.eval_crop <= 1, "must be above 0 and at most 1")
         sizes = ("image_size", "start_size", "grow_epochs", "eval_size")
         self.at_least(0, *sizes, "max_bad", "cache_gib", "workers")
+        self.at_most(2**14, *sizes, "workers")
         self.at_least(1, "prefetch", "prefetch_mib", "memory_mib", "shuffle_window")
         rule = f"must be below data.image_size = {self.image_size}"
         self.require("start_size", not self.start_size or self.start_size < self.image_size, rule)

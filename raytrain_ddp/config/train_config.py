@@ -138,6 +138,7 @@ class TrainConfig(Section):
         self.require("name", name_ok, "use letters, digits, '.', '_' and '-', at most 128")
         self.require("storage", self.storage, "must be a folder or URI, not empty")
         self.at_least(1, "epochs", "batch_size")
+        self.at_most(10**7, "batch_size")
         known = set(self.settled) <= set(AUTO_FIELDS)
         self.require("settled", known, f"can name {', '.join(AUTO_FIELDS)}")
         limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
@@ -88,7 +89,7 @@ def _as_torchrun(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
     use_gpu = flags.use_gpu or count_gpus or (asked != "cpu" and len(roomy) >= least)
     fit = [node for node in (roomy if use_gpu else usable) if node.get("CPU", 0)]
     shared = min(1.0, max((node["CPU"] for node in fit), default=1.0) / each)
-    cpus = flags.cpus_per_worker or math.floor(shared * 1000) / 1000
+    cpus = flags.cpus_per_worker or max(LEAST_OF_RESOURCE, math.floor(shared * 1000) / 1000)
     per_worker = {"CPU": float(cpus)} | ({"GPU": float(per_gpu)} if use_gpu else {})
     one = GroupedLayout(each, each, use_gpu, per_worker, "", each, True)
     count = each * max(least, min(most, sum(places(one, [node]) >= each for node in fit)))

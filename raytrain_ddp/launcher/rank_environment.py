@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from raytrain_ddp.launcher.run_options import RunFlags
@@ -73,7 +74,7 @@ class RankedGroup:
     run_id: str
     attempt: int = 0
 
-    @property
+    @cached_property
     def nodes(self) -> list[Worker]:
         """The first worker of each node."""
         return [worker for worker in self.workers if worker.local_rank == 0]

@@ -21,6 +21,7 @@ from raytrain_ddp.config.validation import (
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
+_TOO_MANY = 100_000  # processes or nodes: a slip, and their list would fill the memory
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class RunFlags:
 
     def __post_init__(self) -> None:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
+        count = self.num_workers
+        require((count or 1) < _TOO_MANY, "--num-workers", count, f"must be below {_TOO_MANY}")
         cpus = self.cpus_per_worker
         rule = f"must be {LEAST_OF_RESOURCE:g} or more"
         require(cpus is None or cpus >= LEAST_OF_RESOURCE, "--cpus-per-worker", cpus, rule)
@@ -135,11 +138,15 @@ class RunFlags:
         if self.standalone and self.address is not None:
             raise ConfigError("--standalone uses only this machine: remove it or --address.")
         nproc = self.nproc_per_node or "1"
-        known = nproc in ("auto", "cpu", "gpu") or (nproc.isdecimal() and int(nproc) > 0)
-        require(known, "--nproc-per-node", nproc, "must be 1 or more, auto, cpu or gpu")
+        known = nproc in ("auto", "cpu", "gpu") or _count(nproc) > 0
+        rule = f"must be 1 or more, below {_TOO_MANY}, auto, cpu or gpu"
+        require(known, "--nproc-per-node", nproc, rule)
         nodes = self.nnodes or "1"
-        ranged = re.fullmatch(r"\d+(:\d+)?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
-        require(bool(ranged), "--nnodes", nodes, "must be like 2, or like 1:4")
+        least, _, most = nodes.partition(":")
+        ranged = 0 < _count(least) <= _count(most if ":" in nodes else least)
+        require(ranged, "--nnodes", nodes, f"must be like 2, or like 1:4, and below {_TOO_MANY}")
+        rule = f"is too much with --nproc-per-node = {nproc}: together, below {_TOO_MANY}"
+        require(_count(least) * _count(nproc) < _TOO_MANY, "--nnodes", nodes, rule)
         port = self.master_port
         require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
         rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
@@ -275,10 +282,15 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
+def _count(text: str) -> int:
+    """-1: not a number below `_TOO_MANY`."""
+    return int(text) if text.isdecimal() and len(text) < len(str(_TOO_MANY)) else -1
+
+
 def _ranks(text: str) -> set[int] | None:
     """``0,2,5`` as a set; None for anything else."""
-    words = [word.strip() for word in text.split(",")]
-    return {int(word) for word in words} if all(word.isdecimal() for word in words) else None
+    ranks = {_count(word.strip()) for word in text.split(",")}
+    return None if -1 in ranks else ranks
 
 
 def _chosen(text: str, rank: int) -> bool:

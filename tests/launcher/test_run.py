@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from processes import run_cli
 
+from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher import code_shipping, worker_group
 from raytrain_ddp.launcher import script_launch as launching
@@ -81,6 +82,11 @@ def test_two_dashes_end_our_flags():
         (["--standalone", "--address", "auto", "train.py"], "--address"),
         (["--signals-to-handle", "SIGKILL", "train.py"], "SIGKILL"),
         (["--num-workers", "0", "train.py"], "must be 1 or more"),
+        (["--num-workers", "9" * 20, "train.py"], "must be below 100000"),
+        (["--nproc-per-node", "9" * 5000, "train.py"], "below 100000"),
+        (["--nnodes", "1:" + "9" * 5000, "train.py"], "below 100000"),
+        (["--nnodes", "9999", "--nproc-per-node", "9999", "train.py"], "together, below 100000"),
+        (["--num-workers", "2", "--show", "9" * 5000, "train.py"], "0,2,5"),
         (["--gpus-per-worker", "2", "train.py"], "--use-gpu"),
         (["--tee", "first", "train.py"], "0:1,1:3"),
         (["--show", "first", "train.py"], "0,2,5"),
@@ -570,6 +576,8 @@ def test_what_lacks_is_said_with_have_and_want():
     assert missing_capacity(layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
     assert "want 3, have 2" in missing_capacity(layout, [{"CPU": 3.0}, {"CPU": 3.0}])
     assert missing_capacity(layout, [{"CPU": 4.0}, {"CPU": 3.0}]) == ""
+    many = layout_for(RunFlags(nproc_per_node="5000"), [{"CPU": 2.0}])  # no share is 0
+    assert many.per_worker == {"CPU": LEAST_OF_RESOURCE}
     flags = RunFlags(num_workers=2, per="node", cpus_per_worker=1)
     assert "want 2, have 1" in missing_capacity(layout_for(flags, []), [{"CPU": 4.0}])
 
