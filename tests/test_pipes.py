@@ -54,7 +54,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_command_whose_output_nobody_reads_ends_with_141_and_no_word(call: str, tmp_path: Path):
+def test_fault_58_a_command_whose_output_nobody_reads_ends_with_141_and_no_word(
+    call: str, tmp_path: Path
+):
     assert ended(tmp_path, run_cli(*CALLS[call]), "stdout") == (141, "")
 
 

@@ -381,7 +381,7 @@ def test_each_bad_record_is_reported_once_and_in_words(
 
 
 @pytest.mark.parametrize("scaling", [True, False])
-def test_fault_20_an_enormous_jpeg_is_refused_by_its_header(
+def test_fault_20_61_an_enormous_image_is_refused_by_its_header(
     scaling: bool, monkeypatch: pytest.MonkeyPatch
 ):
     import simplejpeg

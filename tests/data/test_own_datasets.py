@@ -166,7 +166,7 @@ def test_collate_runs_in_the_process_seeded_for_its_batch(pictures: str):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
+def test_fault_56_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
     pictures: str, count: int
 ):
     """Its iterators, read in turns, would take each other's items."""
@@ -192,7 +192,7 @@ class Where:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_threads_load_only_what_says_that_they_may_share_it(shared: bool):
+def test_fault_56_threads_load_only_what_says_that_they_may_share_it(shared: bool):
     data = Data(MapSource(Where(), shared=shared))
     batches = list(eval_batches(data, 4, range(20), LoaderThreads(2)))
     data.close()
@@ -221,7 +221,7 @@ def audit_of(config: TrainConfig) -> list[str]:
     return [record["sha256"] for record in records]
 
 
-def test_fault_37_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp_path: Path):
+def test_fault_37_56_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp_path: Path):
     """It keeps a file open, is trained and evaluated on, and has random transforms. 1, 2 and 3
     ranks with 0, 1 and 2 loader processes, and a run whose loader process is killed, that is
     stopped and resized: all end with the same bits."""

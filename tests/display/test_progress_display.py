@@ -673,7 +673,7 @@ def test_a_narrower_terminal_leaves_no_pieces_of_the_block(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_terminal_that_is_closed_ends_nothing(live: bool) -> None:
+def test_fault_58_a_terminal_that_is_closed_ends_nothing(live: bool) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w", buffering=1) as terminal:
         display = Display(Console(file=terminal, force_terminal=True), live=live)

@@ -151,7 +151,7 @@ def test_fault_33_a_worker_stopped_on_another_host_in_an_evaluation_is_named_soo
 @pytest.mark.lab
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", ["3 --exact", "2:3 --scaling.wait-s 150"])
-def test_fault_04_two_hosts_are_powered_off_in_the_same_second_and_the_rest_goes_on(
+def test_fault_04_63_two_hosts_are_powered_off_in_the_same_second_and_the_rest_goes_on(
     lan: Cluster, workers: str
 ):
     """Ray Train's controller would end all. With 2:3, the one that is left waits for another one,

@@ -62,7 +62,9 @@ def test_where_ray_is_imported_already_its_token_is_for_its_user_alone(
 
 @pytest.mark.parametrize("bits", [0o644, 0o640, 0o604, 0o660, 0o666, 0o777])
 @pytest.mark.parametrize("embedded", [True, False])
-def test_a_token_that_others_can_read_is_closed_and_said(home: Path, bits: int, embedded: bool):
+def test_fault_62_a_token_that_others_can_read_is_closed_and_reported(
+    home: Path, bits: int, embedded: bool
+):
     file = written(home / ".ray" / "auth_token", bits, folder=0o777)
     reported: list[str] = []
     use_token(embedded, reported.append)
@@ -81,7 +83,7 @@ def test_a_token_at_another_path_is_looked_at_too(home: Path, monkeypatch: pytes
     assert not (home / ".ray").exists()
 
 
-def test_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_fault_62_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch):
     file = written(home / ".ray" / "auth_token", 0o600)
     if file.stat().st_uid == 0:
         os.chown(file, 12345, 12345)
@@ -92,7 +94,7 @@ def test_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.Monk
         use_token(embedded=True)
 
 
-def test_a_mode_that_cannot_be_changed_is_refused_for_a_ray_of_our_own(
+def test_fault_62_a_mode_that_cannot_be_changed_is_refused_for_a_ray_of_our_own(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """That of a mounted secret is as the cluster has it."""

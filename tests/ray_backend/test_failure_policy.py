@@ -618,7 +618,7 @@ def test_a_stopped_worker_of_ray_is_found_by_its_title():
             worker.kill()
 
 
-def test_time_in_which_a_process_is_stopped_does_not_count():
+def test_fault_54_time_in_which_a_process_is_stopped_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
         "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"

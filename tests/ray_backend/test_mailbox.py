@@ -18,7 +18,7 @@ def numbers(events: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
+def test_fault_52_a_killed_mailbox_loses_no_event_and_doubles_none(seed: int) -> None:
     """Pushes, answers and takes in any order, while the board dies again and again."""
     dice = random.Random(seed)
     outbox, inbox, mailbox = Outbox(), Inbox(), Mailbox()
@@ -61,7 +61,7 @@ def test_a_killed_board_costs_no_event_and_doubles_none(seed: int) -> None:
     assert numbers(heard) == list(range(reported))
 
 
-def test_a_board_that_begins_anew_hears_the_drivers_wish_again() -> None:
+def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> None:
     mailbox = Mailbox()
     assert mailbox.push([]).stop == 0
     mailbox.take({}, stop=15)

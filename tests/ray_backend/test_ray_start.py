@@ -72,7 +72,9 @@ class OfSomeLibrary(Exception): ...
 
 
 @pytest.mark.parametrize("kind", [Exception, RuntimeError, TimeoutError, OSError, OfSomeLibrary])
-def test_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(ray: Any, kind: Any) -> None:
+def test_fault_53_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(
+    ray: Any, kind: Any
+) -> None:
     ray.to_raise = [kind("The current node timed out during startup.")] * 3
     reported: list[str] = []
     join(reported.append)
@@ -82,7 +84,7 @@ def test_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(ray: Any, 
     assert ray.ended == 4  # after each failed try, and at the end
 
 
-def test_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_3(
+def test_fault_53_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_3(
     ray: Any, clock: list[float]
 ) -> None:
     def slow(**_: Any) -> None:
@@ -184,7 +186,7 @@ def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path)
             process.wait()
 
 
-def test_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
+def test_fault_55_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
     """A terminal that closes sends it to each process of its group."""
     hung_up: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _: hung_up.append(number))

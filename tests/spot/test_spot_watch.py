@@ -76,7 +76,7 @@ def test_a_token_of_aws_that_has_expired_is_replaced(server: Server):
 
 
 @pytest.mark.parametrize(("in_s", "left_s"), [(-7200, 1), (7200, 120)])
-def test_a_clock_that_is_wrong_does_not_move_the_end_far(
+def test_fault_60_a_clock_that_is_wrong_does_not_move_the_end_far(
     server: Server, in_s: float, left_s: float
 ):
     server.texts[ACTION] = aws_action(in_s=in_s)
@@ -268,7 +268,7 @@ def test_a_node_is_drained_as_preempted_by_rays_command(ray: Path):
     assert asked(ray)[-1][-4:-2] == ["--node-id", "0af5"]
 
 
-def test_a_drain_that_fails_is_asked_again_until_the_machine_has_ended(
+def test_fault_60_a_drain_that_fails_is_tried_again_until_the_machine_has_ended(
     ray: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("FAKE_FAILURES", "1")
@@ -313,7 +313,7 @@ def resident_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
+def test_fault_60_one_small_process_per_node_drains_it_once(ray: Path, server: Server):
     words = ("gcp", "--metadata", server.url, "--address", f"{server.url[7:]}", "--every-s", "0.1")
     first = watcher(*words)
     assert "looks for notices of gcp" in said(first)

@@ -379,7 +379,9 @@ def test_a_spare_that_cannot_load_ray_is_not_started_again_and_again(
     assert place.run()["forked"]
 
 
-def test_processes_outlive_a_server_that_is_killed(place: Place, owner: subprocess.Popen[bytes]):
+def test_fault_59_processes_outlive_a_server_that_is_killed(
+    place: Place, owner: subprocess.Popen[bytes]
+):
     waiting = place.run("wait")
     [server] = place.servers()
     server.kill()
@@ -427,7 +429,9 @@ def test_a_process_whose_client_has_gone_ends_with_its_owner(
     wait_until(lambda: ended(server.pid) and ended(child.pid))
 
 
-def test_with_another_python_or_modules_python_itself_is_started(place: Place, tmp_path: Path):
+def test_fault_59_with_another_python_or_modules_python_itself_is_started(
+    place: Place, tmp_path: Path
+):
     assert place.run()["forked"]
     assert not place.run(env={**os.environ, "PYTHONHASHSEED": "0"})["forked"]
     for name in ("numpy", "sitecustomize.py"):
@@ -462,7 +466,7 @@ def test_after_an_installation_or_with_other_variables_another_server_is_started
         ("_BOUND_WITHIN_S = 10.0", "_BOUND_WITHIN_S = 0.0"),  # or is slow
     ],
 )
-def test_python_itself_is_started_where_a_fork_is_not_possible(
+def test_fault_59_python_itself_is_started_where_a_fork_is_not_possible(
     tmp_path: Path, owner: subprocess.Popen[bytes], word: str, instead: str
 ):
     said = Place(tmp_path, owner.pid, **{word: instead}).run("x")

@@ -394,7 +394,7 @@ def test_the_failpoints_of_training_fire_at_their_step_and_once(workers: Group, 
     assert done == TOTAL_STEPS
 
 
-def test_a_terminal_that_closes_hangs_up_twice_and_the_checkpoint_is_made(
+def test_fault_55_a_terminal_that_closes_hangs_up_twice_and_the_checkpoint_is_made(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "closed", epochs=1)
