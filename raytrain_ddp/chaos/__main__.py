@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     )
     with ChaosDisplay() as screen:
         outcome = chaos(order, screen)
-    screen.verdict(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
+    screen.outcome(outcome, f"python -m raytrain_ddp.chaos {shlex.join(argv)}".strip())
     return 0 if outcome.equal else 1
 
 

@@ -1,4 +1,4 @@
-"""Shows each fault as it fires, a progress bar, and the verdict."""
+"""Shows each fault as it fires, a progress bar, and the outcome."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ChaosDisplay(Watcher):
         self._console.print(_ROW.format(fired.number, after, what, where, rank, step))
         self._bar.update(self._task, description=f"fault {fired.number} of {self._planned}")
 
-    def verdict(self, outcome: ChaosOutcome, command: str) -> None:
+    def outcome(self, outcome: ChaosOutcome, command: str) -> None:
         table = Table("", "undisturbed", "disturbed", "", box=None, pad_edge=False)
         for row in outcome.rows:
             mark = "equal" if row.right and row.undisturbed == row.disturbed else ""

@@ -153,7 +153,7 @@ class Conductor:
             trial.evaluations = [*evaluation.evaluations]
             # One that is reported again, after a resumption, matters only to a pause.
             if trial.until or known != [evaluation.evaluations[-1].step]:
-                trial.message = trial.message or policy.verdict(self.sweep, trial)
+                trial.message = trial.message or policy.stop_reason(self.sweep, trial)
             if trial.message or time.monotonic() - self._saved_at > _SAVE_EVERY_S:
                 self._save()
             return trial.message

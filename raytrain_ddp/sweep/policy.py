@@ -38,7 +38,7 @@ def begin(settings: Settings, trial: Trial) -> None:
         trial.until = next(iter(rungs(settings)), 0)
 
 
-def verdict(sweep: Sweep, trial: Trial) -> str:
+def stop_reason(sweep: Sweep, trial: Trial) -> str:
     """Why a trial is to stop after its newest evaluation; "" if it continues."""
     newest = trial.evaluations[-1]
     if sweep.settings.scheduler in ("halving", "pbt"):

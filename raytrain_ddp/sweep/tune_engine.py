@@ -49,7 +49,7 @@ _POLL_S = 0.1
 _ANSWER_S = 10.0
 
 
-class StopBoard:
+class StopRequests:
     """An actor that trials ask whether they are to stop; an answer comes when they are."""
 
     def __init__(self) -> None:
@@ -99,14 +99,14 @@ def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: i
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     lasting = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 10_000}
-    board = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(StopBoard).remote()
+    stops = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(StopRequests).remote()
     raised: list[BaseException] = []
     folder = tempfile.mkdtemp(prefix="raytrain-sweep-")
 
     def work() -> None:
         try:
             with applied_settings(SETTINGS):
-                _tuner(conductor, board, resources, parallel, folder, raised).fit()
+                _tuner(conductor, stops, resources, parallel, folder, raised).fit()
         except BaseException as error:
             raised.append(error)
 
@@ -125,11 +125,11 @@ def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: i
                     raise KeyboardInterrupt(signals[-1])
                 if signals and not conductor.stopping:
                     conductor.stopping = signals[0]
-                    board.stop_all.remote(StopOrder(signals[0], "Ctrl-C, or a signal"))
+                    stops.stop_all.remote(StopOrder(signals[0], "Ctrl-C, or a signal"))
                 time.sleep(_POLL_S)
     finally:
         with suppress(Exception):  # Ray may be lost
-            ray.kill(board)
+            ray.kill(stops)
         shutil.rmtree(folder, ignore_errors=True)
     for error in raised[:1]:
         if isinstance(error, RaytrainError):
@@ -142,7 +142,7 @@ def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: i
 
 def _tuner(
     conductor: Conductor,
-    board: Any,
+    stops: Any,
     resources: Mapping[str, float],
     parallel: int,
     folder: str,
@@ -151,14 +151,14 @@ def _tuner(
     here = Here(str(Path.cwd()), import_paths(conductor.base), holder(conductor.folder))
 
     def train(order: dict[str, Any]) -> None:
-        _train(board, order, here)
+        _train(stops, order, here)
 
     amounts = {name.lower(): amount for name, amount in resources.items()}
     return tune.Tuner(
         tune.with_resources(train, amounts),
         tune_config=tune.TuneConfig(
             search_alg=_Points(conductor, parallel, raised),
-            scheduler=_Results(conductor, board, raised),
+            scheduler=_Results(conductor, stops, raised),
             num_samples=-1,
             reuse_actors=True,  # torch is loaded once
         ),
@@ -196,7 +196,7 @@ def _bind_to_raylet() -> None:
     end_with_raylet()  # once in a process, which trains several trials
 
 
-def _train(board: Any, order: Mapping[str, Any], here: Here) -> None:
+def _train(stops: Any, order: Mapping[str, Any], here: Here) -> None:
     """Trains a trial, in a process of Ray Tune."""
     _bind_to_raylet()
     missing = here.missing(order["config"]["storage"])
@@ -204,7 +204,7 @@ def _train(board: Any, order: Mapping[str, Any], here: Here) -> None:
         tune.report({"said": Ended("lost", missing)})
         raise RuntimeError(missing)
     number, start = order["trial"], order["start"]
-    stop = board.wait.remote(number, start)
+    stop = stops.wait.remote(number, start)
 
     def asked() -> StopOrder | None:
         ready, _ = ray.wait([stop], timeout=0)
@@ -213,7 +213,7 @@ def _train(board: Any, order: Mapping[str, Any], here: Here) -> None:
     def tell(evaluation: Any) -> StopOrder | None:
         tune.report({"said": evaluation})  # returns when the conductor has decided
         # Not left to `asked`, which may know only a step later: a copy would start from there.
-        order: StopOrder | None = ray.get(board.given.remote(number, start))
+        order: StopOrder | None = ray.get(stops.given.remote(number, start))
         return order
 
     end = train_trial(from_dict(order["config"]), Ties(tell, asked))
@@ -260,9 +260,9 @@ class _Points(_Stateless, Searcher):  # type: ignore[misc]
 class _Results(_Stateless, FIFOScheduler):  # type: ignore[misc]
     """Passes on what the trials say, and their deaths."""
 
-    def __init__(self, conductor: Conductor, board: Any, raised: list[BaseException]) -> None:
+    def __init__(self, conductor: Conductor, stops: Any, raised: list[BaseException]) -> None:
         super().__init__()
-        self._conductor, self._board, self._raised = conductor, board, raised
+        self._conductor, self._stops, self._raised = conductor, stops, raised
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         number, start = trial.config["trial"], trial.config["start"]
@@ -274,7 +274,7 @@ class _Results(_Stateless, FIFOScheduler):  # type: ignore[misc]
                     why = self._conductor.evaluated(number, evaluation)
                     if why:
                         order = StopOrder(signal.SIGTERM, why)
-                        ray.get(self._board.stop.remote(number, start, order), timeout=_ANSWER_S)
+                        ray.get(self._stops.stop.remote(number, start, order), timeout=_ANSWER_S)
         except BaseException as error:
             self._raised.append(error)
             return str(TrialScheduler.STOP)

@@ -28,7 +28,7 @@ def sweep_of(trials: int, epochs: int = 9, **settings: Any) -> Sweep:
 def evaluate(sweep: Sweep, trial: Trial, value: float) -> str:
     epoch = len(trial.evaluations) + 1
     trial.evaluations.append(Evaluated(STEPS * epoch, float(epoch), value))
-    return policy.verdict(sweep, trial)
+    return policy.stop_reason(sweep, trial)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_asha_compares_the_first_evaluation_after_a_rung():
     first, second = sweep.trials
     for epochs, value in ((4.0, 0.4), (8.0, 0.9)):
         first.evaluations.append(Evaluated(1, epochs, value))
-        assert policy.verdict(sweep, first) == ""
+        assert policy.stop_reason(sweep, first) == ""
     second.evaluations.append(Evaluated(1, 4.0, 0.5))
-    assert policy.verdict(sweep, second) == ""  # better than 0.4, which the first had there
+    assert policy.stop_reason(sweep, second) == ""  # better than 0.4, which the first had there
     second.evaluations.append(Evaluated(2, 8.0, 0.8))
-    assert "after epoch 8" in policy.verdict(sweep, second)
+    assert "after epoch 8" in policy.stop_reason(sweep, second)
 
 
 def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():

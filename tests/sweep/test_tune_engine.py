@@ -34,18 +34,18 @@ def conductor_of(folder: Path, trials: int = 2) -> Conductor:
 
 def test_a_stop_reaches_the_start_of_the_trial_that_it_is_for():
     async def scenario() -> None:
-        board = engine.StopBoard()
-        first, again = (asyncio.ensure_future(board.wait(7, start)) for start in (1, 2))
-        other = asyncio.ensure_future(board.wait(8, 1))
-        await board.stop(7, 1, StopOrder(15, "not among the best"))
-        await board.stop(7, 1, StopOrder(15, "said twice"))
+        stops = engine.StopRequests()
+        first, again = (asyncio.ensure_future(stops.wait(7, start)) for start in (1, 2))
+        other = asyncio.ensure_future(stops.wait(8, 1))
+        await stops.stop(7, 1, StopOrder(15, "not among the best"))
+        await stops.stop(7, 1, StopOrder(15, "said twice"))
         assert (await first).why == "not among the best"
         await asyncio.sleep(0)
         assert not again.done()
         assert not other.done()
-        await board.stop_all(StopOrder(2, "Ctrl-C"))
+        await stops.stop_all(StopOrder(2, "Ctrl-C"))
         assert [(await each).signal for each in (again, other)] == [2, 2]
-        late = await asyncio.wait_for(board.wait(9, 1), 1)  # began in the meantime
+        late = await asyncio.wait_for(stops.wait(9, 1), 1)  # began in the meantime
         assert late.signal == 2
 
     asyncio.run(scenario())
@@ -55,7 +55,7 @@ def test_an_evaluation_is_answered_with_the_order_that_followed_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Not a step later, when a poll has noticed it: others start from the state of that step."""
-    board, loop = engine.StopBoard(), asyncio.new_event_loop()
+    stops, loop = engine.StopRequests(), asyncio.new_event_loop()
 
     def remote(method: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -65,16 +65,16 @@ def test_an_evaluation_is_answered_with_the_order_that_followed_it(
 
         return SimpleNamespace(remote=call)
 
-    actor = SimpleNamespace(given=remote(board.given), wait=remote(board.wait))
+    actor = SimpleNamespace(given=remote(stops.given), wait=remote(stops.wait))
 
     def report(said: Any) -> None:
         if isinstance(said["said"], Evaluation):
-            loop.run_until_complete(board.stop(0, 1, StopOrder(15, "waits")))
+            loop.run_until_complete(stops.stop(0, 1, StopOrder(15, "waits")))
 
     answers = []
 
     def train(config: TrainConfig, ties: Any) -> Ended:
-        answers.append(loop.run_until_complete(board.given(0, 1)))
+        answers.append(loop.run_until_complete(stops.given(0, 1)))
         answers.append(ties.tell(Evaluation("top1", "max", [Evaluated(10, 1.0, 0.5)])))
         answers.append(ties.asked())
         return Ended("interrupted")
