@@ -30,6 +30,7 @@ _MOST_BYTES = 32 * 2**20
 _OWN, _PACKAGE = __name__.partition(".")[0], Path(__file__).parent
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _OF_PYTHON = {"__main__", "__mp_main__", "sitecustomize", "usercustomize"}
+_not_users: set[str] = set()  # imported modules that are not the user's: not looked at again
 
 
 @dataclass(frozen=True)
@@ -234,15 +235,16 @@ def _imported() -> dict[str, tuple[str, bytes]]:
     python = sysconfig.get_path("stdlib")
     # By their text, as there are thousands. (A warm process has loaded files of ours alone.)
     others = tuple(f"{folder}/" for folder in (_PACKAGE, python, os.path.realpath(python)))
-    for name, module in [*sys.modules.items()]:
+    for name, module in [item for item in [*sys.modules.items()] if item[0] not in _not_users]:
         place = getattr(module, "__file__", None)
-        if not isinstance(place, str) or not place.endswith(".py") or place.startswith(others):
+        if not isinstance(place, str) or not place.endswith(".py"):
             continue
-        if name in _OF_PYTHON or name.partition(".")[0] == _OWN:
+        is_ours = name in _OF_PYTHON or name.partition(".")[0] == _OWN
+        if is_ours or place.startswith(others) or any(part in place for part in _INSTALLED):
+            _not_users.add(name)
             continue
-        if not any(folder in place for folder in _INSTALLED):
-            with suppress(OSError):  # the file has been removed, or is in a zip
-                found[name] = _finder.sources.get(name) or (place, Path(place).read_bytes())
+        with suppress(OSError):  # the file has been removed, or is in a zip
+            found[name] = _finder.sources.get(name) or (place, Path(place).read_bytes())
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,10 +26,10 @@ def cause_of(error: BaseException) -> Cause:
     """
     import torch
     import torch.distributed as dist
-    from ray.exceptions import RayError
 
+    of_ray = getattr(sys.modules.get("ray.exceptions"), "RayError", ())  # none without Ray
     text = str(error)
-    if isinstance(error, (RayError, dist.DistError)) or not isinstance(error, Exception):
+    if isinstance(error, (of_ray, dist.DistError)) or not isinstance(error, Exception):
         # Ray's collectives, torch's, or shut down from outside.
         return "error" if is_own_exit(error) else "peer"
     if _is_of_collectives(error):
