@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -188,10 +189,11 @@ class MLflow:
         """The metrics of a record that MLflow does not have yet and can store."""
         from mlflow.entities import Metric
 
-        step = record.step
-        new = [pair for pair in tracker_scalars(record) if step > self._had.get(pair[0], -1)]
-        now_ms = int(1000 * time.time())
-        return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
+        step, now_ms = record.step, int(1000 * time.time())
+        # It refuses other characters, as in acc@1.
+        named = ((re.sub(r"[^\w.: /-]", "_", n), v) for n, v in tracker_scalars(record))
+        new = [(n, v) for n, v in named if step > self._had.get(n, -1) and math.isfinite(v)]
+        return [Metric(name, value, now_ms, step) for name, value in new]
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
