@@ -137,11 +137,14 @@ class WeightAverage:
                 torch._foreach_copy_([*now.values()], [own[name] for name in now])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Also by the names of tied weights."""
+        """Also by the names of tied weights, and with extra states as they are now."""
         stored = self._model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self._parameters}
         names |= {id(place.found()): place.name for place in self._buffers}
-        return {name: self.values[names[id(tensor)]] for name, tensor in stored.items()}
+        return {
+            name: self.values[names[id(each)]] if id(each) in names else each.detach()
+            for name, each in stored.items()
+        }
 
 
 Average = OptimizerAverage | WeightAverage
