@@ -103,11 +103,11 @@ def _configured(
 def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -> None:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if not {*held} <= named.keys():
+        raise _unfit(function, optimizer, "has parameters that are not the model's")
     for key, count in Counter(held).items():
         if count > 1:
             raise _unfit(function, optimizer, f"has {named[key]} twice")
-    if not {*held} <= named.keys():
-        raise _unfit(function, optimizer, "has parameters that are not the model's")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     lacking = [name for key, name in named.items() if key in trained - {*held}]
     if lacking:
