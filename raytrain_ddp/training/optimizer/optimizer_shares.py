@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.gradients.tree_sum import start_gather
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
 from raytrain_ddp.training.runtime.world import World, broadcast_tensor
 
@@ -181,11 +182,6 @@ _BYTE = torch.uint8
 def shares_of(config: TrainConfig, optimizer: Optimizer, world: World) -> Shares:
     """The shares of the ranks, or one of all if the config does not divide the state."""
     return Shares(optimizer, world if config.ddp.shard_optimizer else None)
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of a `state_dict()`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -17,7 +17,7 @@ from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean, first_
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.optimizer.lr_schedule import allocate_momentum, build_optimizer
-from raytrain_ddp.training.optimizer.optimizer_state import averages, skips_on_device
+from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.optimizer_trial import problem_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
 
@@ -102,7 +102,7 @@ def _configured(
 
 def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -> None:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    held = [*map(id, parameters_of(optimizer))]
     if not {*held} <= named.keys():
         raise _unfit(function, optimizer, "has parameters that are not the model's")
     for key, count in Counter(held).items():

@@ -14,7 +14,7 @@ from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, flat, spread
-from raytrain_ddp.training.optimizer.optimizer_state import averages
+from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of
 
 
 class OptimizerAverage:
@@ -38,18 +38,17 @@ class OptimizerAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has the averaged weights; afterward, its own again, to the bit."""
-        groups = self._optimizer.param_groups
-        parameters = [parameter.data for group in groups for parameter in group["params"]]
-        own = [parameter.clone() for parameter in parameters]
+        parameters = parameters_of(self._optimizer)
+        homes = [parameter.data for parameter in parameters]
+        own = [home.clone() for home in homes]
         self._optimizer.eval()
         try:
             yield
         finally:
             self._optimizer.train()
-            torch._foreach_copy_(parameters, own)  # train() would round
-            pairs = zip((p for group in groups for p in group["params"]), parameters, strict=True)
-            for parameter, data in pairs:
-                parameter.data = data
+            torch._foreach_copy_(homes, own)  # train() would round
+            for parameter, home in zip(parameters, homes, strict=True):
+                parameter.data = home
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged weights, by all names of the model's `state_dict()`."""

@@ -23,6 +23,7 @@ from raytrain_ddp.training.gradients.gradient_compression import compress
 from raytrain_ddp.training.gradients.reduction import ddp_options, model_tensors
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.session import Session, WarmUp
 from raytrain_ddp.training.state.train_state import TrainState
@@ -263,7 +264,7 @@ def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stages: dict[str, tuple[Optimizer, Alone]] = {}
     for name, each in optimizer.named.items():
-        own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        own = {*map(id, parameters_of(each))}
         others = [parameter for parameter in trained if id(parameter) not in own]
         stages[name] = each, partial(frozen_meanwhile, others)
     return stages
