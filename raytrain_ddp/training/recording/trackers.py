@@ -154,7 +154,10 @@ class MLflow:
                 raise
             raise OSError(f"set MLFLOW_TRACKING_URI, as http://HOST:5000; {error}") from error
         identity = _identity(run_storage(config))
-        experiment = self._experiment(config.log.project)
+        there = self._client.get_experiment_by_name(config.log.project)
+        experiment = (
+            there.experiment_id if there else self._client.create_experiment(config.log.project)
+        )
         found = self._client.search_runs([experiment], f"tags.raytrain_run = '{identity}'")
         if found:
             self._id = found[0].info.run_id
@@ -172,10 +175,6 @@ class MLflow:
         self._had = {name: self._last_step(name) for name in metrics}
         for part in _parts([metric for record in records for metric in self._new(record)], 1000):
             self._client.log_batch(self._id, metrics=part)
-
-    def _experiment(self, name: str) -> str:
-        there = self._client.get_experiment_by_name(name)
-        return str(there.experiment_id if there else self._client.create_experiment(name))
 
     def _last_step(self, name: str) -> int:
         return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
