@@ -169,20 +169,17 @@ class MLflow:
             self._id = made.info.run_id
             settings = _flat(to_dict(publishable(config)))
             params = [Param(name, str(value)) for name, value in settings]
-            for part in _parts(params, 100):
-                self._client.log_batch(self._id, params=part)
+            self._client.log_batch(self._id, params=params)  # in as many requests as it needs
         metrics = found[0].data.metrics if found else {}
         self._had = {name: self._last_step(name) for name in metrics}
-        for part in _parts([metric for record in records for metric in self._new(record)], 1000):
-            self._client.log_batch(self._id, metrics=part)
+        new = [metric for record in records for metric in self._new(record)]
+        self._client.log_batch(self._id, metrics=new)
 
     def _last_step(self, name: str) -> int:
         return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
 
     def add(self, record: LogRecord) -> None:
-        metrics = self._new(record)
-        if metrics:
-            self._client.log_batch(self._id, metrics=metrics)
+        self._client.log_batch(self._id, metrics=self._new(record))
 
     def _new(self, record: LogRecord) -> list[Any]:
         """The metrics of a record that MLflow does not have yet and can store."""
@@ -196,11 +193,6 @@ class MLflow:
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
-
-
-def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Batches of at most `most` items: MLflow limits the size of a request."""
-    return (items[n : n + most] for n in range(0, len(items), most))
 
 
 def _identity(run: Storage) -> str:
