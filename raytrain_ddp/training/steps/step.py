@@ -60,7 +60,7 @@ class Stepper:
         logs: Callable[[int], bool],
         clock: Clock,
         replica_check: ReplicaCheck,
-        fixes_trained: bool = False,
+        fixes_trained: bool,
     ) -> None:
         self.replica_check, self._logs = replica_check, logs
         self.shares: Tensor | None = None
@@ -131,7 +131,7 @@ class Stepper:
             turn.guard.settle()
 
     def warm_up(
-        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
+        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None
     ) -> dict[str, WarmUp]:
         """Warms up each turn; returns what it finds, by name. See `Turn.warm_up`."""
         found = {}

@@ -86,8 +86,8 @@ class Turn:
         slots: list[Slot],
         samples: int,
         rates: Sequence[float],
-        number: int = 0,
-        gathers: bool = False,
+        number: int,
+        gathers: bool,
     ) -> tuple[Tensor, Tensor]:
         """Takes the turn; all ranks take part. One that is not finite changes nothing.
 
@@ -186,9 +186,7 @@ class Turn:
         if not refused:
             self._state.shares.step(self._optimizer, self._clock.mark)
 
-    def warm_up(
-        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
-    ) -> WarmUp:
+    def warm_up(self, batch: Batch, samples: int, smallest: Batch, single: Batch | None) -> WarmUp:
         """See `warm_up`; all ranks take part."""
         require = partial(self._reduction.require_all, self._state.model)
         return warm_up(self._forward, require, batch, samples, smallest, single)
