@@ -228,9 +228,16 @@ class TrainState:
         The optimizer's state is finite, as no gradient with an overflowing norm is applied. Norms
         read the weights once, several times as fast as `isfinite` on a CPU.
         """
-        weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
-        norms = torch._foreach_norm([w for w in weights if w.dtype in REALS or w.is_complex()])
-        finite = [norm.isfinite() for norm in norms]
+        groups: dict[torch.dtype | None, list[Tensor]] = {}  # by the dtype of their norms
+        for weight in self.model.parameters():
+            if weight.dtype in REALS or weight.is_complex():  # frozen ones may be quantized
+                wide = torch.float32 if weight.dtype is torch.float16 else None  # up to 65,504
+                groups.setdefault(wide, []).append(weight.detach())
+        finite = [
+            norm.isfinite()
+            for dtype, weights in groups.items()
+            for norm in torch._foreach_norm(weights, dtype=dtype)
+        ]
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
 
