@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -69,8 +71,13 @@ def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) ->
             "has a learning rate scheduler, which would be ignored. Remove it, and set "
             "--schedule.name or define schedule(step)",
         )
-    if any(group.get("lr") is None for group in optimizer.param_groups):
-        raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")
+    for rate in (group.get("lr") for group in optimizer.param_groups):
+        if rate is None:
+            problem = "has no learning rate: give it lr, which schedules need"
+            raise _unfit(function, optimizer, problem)
+        if not isinstance(rate, Real | Tensor) or not 0 <= float(rate) < math.inf:
+            problem = f"has the learning rate {rate!r} for a group: give a number of 0 or more"
+            raise _unfit(function, optimizer, problem)
     if isinstance(optimizer, torch.optim.SGD) and skips_on_device(optimizer):
         for group in optimizer.param_groups:
             allocate_momentum(optimizer, group["params"] if group["momentum"] else ())
