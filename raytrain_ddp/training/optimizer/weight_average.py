@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.gradients.buffer_sync import buffers_of, flat, spread
+from raytrain_ddp.training.gradients.buffer_sync import REALS, buffers_of, flat, spread
 from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of
 
 
@@ -57,10 +57,10 @@ class OptimizerAverage:
 
 
 class WeightAverage:
-    """The average of parameters and floating-point buffers over the applied steps. Other buffers,
-    such as counters, are copied from the newest step. So are values that are not finite now or in
-    the average, as in masks. (Polyak averaging; timm's ModelEmaV3 is the same, but moves in refused
-    steps, too, and averages of inf are nan.)
+    """The average of parameters and floating-point buffers over the applied steps. Others, such as
+    counters and float8, which has no arithmetic, are copied from the newest step. So are values
+    that are not finite now or in the average, as in masks. (Polyak averaging; timm's ModelEmaV3 is
+    the same, but moves in refused steps, too, and averages of inf are nan.)
 
     Raises:
         ConfigError: a trained weight has too few bits for averages.
@@ -89,7 +89,7 @@ class WeightAverage:
         now = self._tensors()
         self.values = {name: tensor.clone() for name, tensor in now.items()}
         buffers = {place.name for place in self._buffers}
-        real = [name for name, tensor in now.items() if tensor.is_floating_point()]
+        real = [name for name, tensor in now.items() if tensor.dtype in REALS]
         self._moving = [name for name in real if name not in buffers]
         self._newest = [name for name in now if name not in {*real}]
         self._by_type: dict[torch.dtype, list[str]] = {}

@@ -115,6 +115,21 @@ def test_tied_weights_and_what_is_not_stored_are_averaged_once_or_not():
     assert {*average.state_dict()} == {"0.weight", "1.weight"}
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_float8_is_copied_as_it_has_no_arithmetic(on_device: bool):
+    model = nn.Linear(2, 2)
+    one, two = (torch.full((3,), value).to(torch.float8_e4m3fn) for value in (1.0, 2.0))
+    model.register_parameter("frozen", nn.Parameter(one.clone(), requires_grad=False))
+    model.register_buffer("scales", one.clone())
+    average = WeightAverage(model, EMA)
+    average.on_device = on_device
+    for tensor in (model.frozen, model.scales):
+        tensor.data.copy_(two)
+    average.follow(NO, 1)
+    for name in ("frozen", "scales"):
+        assert torch.equal(average.state_dict()[name], two)
+
+
 class WithState(TinyNet):
     """Has a tensor in its checkpoints that is neither a parameter nor a buffer."""
 
