@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,7 +138,7 @@ def flat_values(task: Task, name: str, value: Any) -> dict[str, Tensor]:
     """A metric's value as tensors on the CPU; ``name/part`` for each part of a dict or sequence."""
     if isinstance(value, Tensor):
         return {name: value.detach().cpu()}
-    if isinstance(value, bool | int | float):
+    if isinstance(value, Real):  # also numpy's
         return {name: torch.tensor(value)}
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
