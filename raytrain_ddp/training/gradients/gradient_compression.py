@@ -45,11 +45,7 @@ class Compression:
 
 
 def compress(
-    net: nn.Module,
-    config: TrainConfig,
-    scaler: torch.amp.GradScaler,
-    world: World,
-    clock: Clock,
+    net: nn.Module, config: TrainConfig, scaler: torch.amp.GradScaler, world: World, clock: Clock
 ) -> Compression:
     """Makes DDP, if `net` is wrapped in it, send gradients as the config says.
 

@@ -121,11 +121,8 @@ def _is_dividable(
     halves = trained[::2], trained[1::2]
     take(trained)
     state = optimizer.state_dict()
-    if (
-        averages(optimizer)
-        or len(state) != 2
-        or not all(isinstance(k, int) for k in state["state"])
-    ):
+    by_parameter = len(state) == 2 and all(isinstance(key, int) for key in state["state"])
+    if averages(optimizer) or not by_parameter:
         return False
     whole = [_part_of(optimizer, half) for half in halves]
     for half, before in zip(halves, whole, strict=True):

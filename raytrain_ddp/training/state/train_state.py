@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import (
-    ALL_OPTIONS,
-    BRANCHED_AT,
-    RENEWED,
-    Manifest,
-)
+from raytrain_ddp.checkpoint.manifest import ALL_OPTIONS, BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -99,6 +94,11 @@ class TrainState:
         """Whether each rank keeps another state, so that none could continue without another."""
         return self.compression.is_own or self.shares.is_divided
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the evaluation of this state is the best so far, or is yet to be done."""
+        return self.step in (self.best_step, *self.awaited)
+
     def gather(self) -> Gathered:
         """All ranks take part; see `snapshot`."""
         return Gathered(self.compression.gather(), self.shares.whole(self.optimizer))
@@ -157,9 +157,7 @@ class TrainState:
     def is_backed_up(self, files: Sequence[Names]) -> bool:
         """Whether a second rank keeps a copy of the checkpoint of this step until the next one: it
         is needed even if rank 0 dies before it is committed. A large state is not copied."""
-        return (
-            self.step in (self.best_step, *self.awaited) and not self.is_own and not any(files[1:])
-        )
+        return self.is_needed and not self.is_own and not any(files[1:])
 
     def reserve(self, world: World, hosts: Sequence[str]) -> None:
         """Allocates the memory for `snapshot` or `part` in the background; to be called once the

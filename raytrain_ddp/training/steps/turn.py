@@ -82,12 +82,7 @@ class Turn:
         self._is_updating = False
 
     def __call__(
-        self,
-        slots: list[Slot],
-        samples: int,
-        rates: Sequence[float],
-        number: int,
-        gathers: bool,
+        self, slots: list[Slot], samples: int, rates: Sequence[float], number: int, gathers: bool
     ) -> tuple[Tensor, Tensor]:
         """Takes the turn; all ranks take part. One that is not finite changes nothing.
 
