@@ -156,10 +156,10 @@ def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in values.items() if value.numel() == 1}
 
 
-def tables(values: Mapping[str, Tensor], most: int = MOST_NUMBERS) -> dict[str, Any]:
-    """The other values, as nested lists; for those with more than `most` numbers only the shape."""
+def tables(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The other values, as nested lists; of those with more than MOST_NUMBERS, only the shape."""
     return {
-        name: value.tolist() if value.numel() <= most else {"shape": list(value.shape)}
+        name: value.tolist() if value.numel() <= MOST_NUMBERS else {"shape": list(value.shape)}
         for name, value in values.items()
         if value.numel() != 1
     }
