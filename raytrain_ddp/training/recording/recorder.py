@@ -175,9 +175,9 @@ class Recorder:
         it, or nothing has begun; `close` is to follow then."""
         return self.attempt > 0 and not self.committer.needs_others()
 
-    def resume(self, tell: Callable[[Event], None]) -> None:
+    def resume(self, world: World, tell: Callable[[Event], None]) -> None:
         """Continues in the next generation; from now on, `tell` receives the events."""
-        self._listener = tell
+        self._world, self._listener = world, tell
 
     def close(self) -> None:
         """Waits for the current commit; it is not retried if it fails."""
