@@ -251,7 +251,14 @@ def test_fault_16_a_commit_that_hangs_is_reported_at_the_end_of_a_session_too(
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.05)
     store.free.clear()
-    threading.Timer(0.1, store.free.set).start()
+
+    def end_when_reported() -> None:
+        until_s = time.monotonic() + 30
+        while not reported and time.monotonic() < until_s:
+            time.sleep(0.01)
+        store.free.set()
+
+    threading.Thread(target=end_when_reported).start()
     commits.submit(snapshot(9))
     commits.close()
     assert store.done == [9]
