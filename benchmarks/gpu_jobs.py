@@ -105,7 +105,7 @@ def ours(options: Mapping[str, Any]) -> dict[str, Any]:
     """`train`: images/s, MFU, the split of a step, peak memory, checkpoints."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     config = config_of(options, size)
-    world = join_world(config.scaling, threads(size))
+    world = join_world(config.scaling)
     task = ImageClassification(config) if options.get("jpegs") else InMemory(config)
     events: list[Any] = []
     with LocalSession(config, world, Best("loss", "min"), events.append) as session:
@@ -140,7 +140,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     them. Its batch is in pinned memory, or comes from a DataLoader."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     config = config_of(options, size)
-    world = join_world(config.scaling, threads(size))
+    world = join_world(config.scaling)
     torch.backends.cudnn.benchmark = True
     layout = torch.channels_last if config.compute.channels_last else torch.contiguous_format
     model = InMemory(config).model().to(world.device, memory_format=layout).train()

@@ -285,7 +285,8 @@ class TrainConfig(Section):
         """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the
         same forward passes, in each of which ddp.sync_batchnorm communicates."""
         counts = {*range(max(2, least), most + 1)}
-        slots = counts if self.micro_batch == "auto" and len(counts) == 1 else {self.slots}
+        auto = self.micro_batch == "auto" and len(counts) == 1  # it is the batch of a worker
+        slots = {n for n in counts if self.batch_size % n == 0} if auto else {self.slots}
         if self.ddp.sync_batchnorm and counts and not (on_gpu and counts == slots):
             workers = f"{least} to {most}" if least < most else f"{most}"
             raise ConfigError(

@@ -28,6 +28,7 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.training.metrics.evaluation import evaluation_of
 from raytrain_ddp.training.runtime.world import World, broadcast
+from raytrain_ddp.training.start.initial_model import placed
 from raytrain_ddp.training.state.shared_checkpoint import load_model
 from raytrain_ddp.training.steps.step_decisions import Ballot
 
@@ -71,11 +72,7 @@ def stored_model(
     """The model of a checkpoint, as the evaluation of the run has it."""
     model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
-    if config.compute.channels_last is True:
-        model = model.to(memory_format=torch.channels_last)
-    if config.compute.compile:
-        model.compile()
-    return model.to(device)
+    return placed(config, model, device)
 
 
 def leave_evaluation(run: PreparedRun) -> None:

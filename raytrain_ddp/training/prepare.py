@@ -21,10 +21,7 @@ from raytrain_ddp.events import LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
-from raytrain_ddp.training.gradients.reduction import (
-    ExactReduction,
-    broadcast_model,
-)
+from raytrain_ddp.training.gradients.reduction import ExactReduction, broadcast_model
 from raytrain_ddp.training.membership.generations import NoStateLeft
 from raytrain_ddp.training.membership.same_nodes import Node, require_same_nodes
 from raytrain_ddp.training.monitoring.phase_clock import Clock

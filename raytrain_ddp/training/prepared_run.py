@@ -218,10 +218,7 @@ class PreparedRun:
         """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
         by time and their timer has started anew."""
         state = self.state
-        best = state.evaluated_step == state.step and state.step in (
-            state.best_step,
-            *state.awaited,
-        )
+        best = state.evaluated_step == state.step and state.is_needed
         timed = self.config.checkpoint.every_s and not (self.live and self.live.timer_runs)
         return state.step > 0 and bool(last or best or timed or self.cadence.saves(state.step))
 

@@ -69,6 +69,7 @@ def test_a_worker_has_the_share_of_the_nodes_cpus_that_goes_with_its_gpu(
         (128, {}, ""),  # 8 slots for 8 GPUs
         ("auto", {}, ""),  # chosen for them
         ("auto", {"num_workers": 4}, ""),
+        ("auto", {"num_workers": 3}, "3 workers, and micro_batch = auto of batch_size = 1024"),
         (1024, {"num_workers": 1, "use_gpu": False}, ""),
         (64, {}, "8 workers, and micro_batch = 64 of"),
         (128, {"num_workers": 4}, "4 workers, and micro_batch = 128 of"),

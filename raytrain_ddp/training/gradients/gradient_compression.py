@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.sample_rng import hash64
+from raytrain_ddp.training.gradients.buffer_sync import flat
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.world import World
 
@@ -43,11 +45,7 @@ class Compression:
 
 
 def compress(
-    net: nn.Module,
-    config: TrainConfig,
-    scaler: torch.amp.GradScaler,
-    world: World,
-    clock: Clock,
+    net: nn.Module, config: TrainConfig, scaler: torch.amp.GradScaler, world: World, clock: Clock
 ) -> Compression:
     """Makes DDP, if `net` is wrapped in it, send gradients as the config says.
 
@@ -57,10 +55,10 @@ def compress(
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     way = config.ddp.compression
+    compression: Compression
     is_ddp = isinstance(net, DistributedDataParallel)
     if not is_ddp or (way == "none" and not scaler.is_enabled()):
         return Compression()
-    compression: Compression
     if way == "none":  # fp16: without a hook DDP would divide by the world size
         net.register_comm_hook(None, _summed_bucket)  # type: ignore[operator]
         return Compression()
@@ -68,12 +66,8 @@ def compress(
         power = PowerSgd(net, config.ddp.powersgd_rank, config.seed, scaler, world, clock)
         compression, send = power, power.exchange
     else:
-        hooks = {
-            "bf16": default_hooks.bf16_compress_hook,
-            "fp16": default_hooks.fp16_compress_hook,
-        }
-        compression = Compression()
-        send = partial(hooks[way], None)  # type: ignore[arg-type]  # None: all ranks
+        hook_of_torch: Any = getattr(default_hooks, f"{way}_compress_hook")
+        compression, send = Compression(), partial(hook_of_torch, None)  # None: all ranks
 
     # No annotations: DDP checks them by identity and refuses strings. It also refuses the bf16
     # hook's name in a torch without CUDA, where bf16 does work over gloo.
@@ -220,15 +214,17 @@ class PowerSgd(Compression):
         self._residual.copy_(residuals[self._world.rank] if own else residuals.mean(0))
         self._right.copy_(saved["right"])
 
-    def _matrices(self, flat: Tensor) -> list[Tensor]:
-        shapes = self._shapes.values()
-        pieces = flat.split([n * m for n, m, _ in shapes])
-        return [piece.view(n, m) for piece, (n, m, _) in zip(pieces, shapes, strict=True)]
+    def _matrices(self, whole: Tensor) -> list[Tensor]:
+        return _cut(whole, [(n, m) for n, m, _ in self._shapes.values()])
 
-    def _rights(self, flat: Tensor) -> list[Tensor]:
-        shapes = self._shapes.values()
-        pieces = flat.split([m * r for _, m, r in shapes])
-        return [piece.view(m, r) for piece, (_, m, r) in zip(pieces, shapes, strict=True)]
+    def _rights(self, whole: Tensor) -> list[Tensor]:
+        return _cut(whole, [(m, rank) for _, m, rank in self._shapes.values()])
+
+
+def _cut(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Views of the parts of a vector."""
+    pieces = whole.split([math.prod(shape) for shape in shapes])
+    return [piece.view(*shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _matrix(gradient: Tensor) -> Tensor:
@@ -249,7 +245,7 @@ def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The sums over all workers, in one collective."""
     if not tensors:
         return []
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [p.view_as(t).to(t.dtype) for p, t in zip(pieces, tensors, strict=True)]
+    whole = flat(tensors)
+    dist.all_reduce(whole)
+    parts = _cut(whole, [tensor.shape for tensor in tensors])
+    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

@@ -87,8 +87,10 @@ class TreeSum:
 
     def take(self) -> Tensor:
         """A zeroed vector to be filled and passed to `add`, shape (length,)."""
-        buffer = self._free.pop().zero_() if self._free else self._empty().zero_()
-        return buffer[: self._length]
+        if self._free:
+            return self._free.pop().zero_()[: self._length]
+        size = self._part * self._world.size
+        return torch.zeros(size, dtype=self._dtype, device=self._world.device)[: self._length]
 
     def add(self, slot: int, vector: Tensor) -> None:
         """Adds the vector of this worker's next slot; skipped slots have none."""
@@ -166,10 +168,6 @@ class TreeSum:
         self._sums.append(whole)
         self._next += 1
         self._free += join(self._spans, self._sums, self._slots)
-
-    def _empty(self) -> Tensor:
-        length = self._part * self._world.size
-        return torch.empty(length, dtype=self._dtype, device=self._world.device)
 
 
 def start_gather(parts: Tensor, own: Tensor, world: World) -> list[Any]:

@@ -21,11 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.training.membership.generation_store import open_store
 from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
-from raytrain_ddp.training.runtime.connections import (
-    Connections,
-    let_go,
-    write_to_all,
-)
+from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.recorder import Recorder

@@ -123,7 +123,7 @@ def evaluate(
     return {**values, "skipped": torch.tensor(skipped)} if skipped else values
 
 
-def chunks_of(rows: int, batch_size: int, limit: int = 0) -> Sequence[int]:
+def chunks_of(rows: int, batch_size: int, limit: int) -> Sequence[int]:
     """The chunks of an evaluation: all, or `limit` of them, spread evenly."""
     count = -(-rows // batch_size)
     if not 0 < limit < count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,7 +138,7 @@ def flat_values(task: Task, name: str, value: Any) -> dict[str, Tensor]:
     """A metric's value as tensors on the CPU; ``name/part`` for each part of a dict or sequence."""
     if isinstance(value, Tensor):
         return {name: value.detach().cpu()}
-    if isinstance(value, bool | int | float):
+    if isinstance(value, Real):  # also numpy's
         return {name: torch.tensor(value)}
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
@@ -155,10 +156,10 @@ def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in values.items() if value.numel() == 1}
 
 
-def tables(values: Mapping[str, Tensor], most: int = MOST_NUMBERS) -> dict[str, Any]:
-    """The other values, as nested lists; for those with more than `most` numbers only the shape."""
+def tables(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The other values, as nested lists; of those with more than MOST_NUMBERS, only the shape."""
     return {
-        name: value.tolist() if value.numel() <= most else {"shape": list(value.shape)}
+        name: value.tolist() if value.numel() <= MOST_NUMBERS else {"shape": list(value.shape)}
         for name, value in values.items()
         if value.numel() != 1
     }

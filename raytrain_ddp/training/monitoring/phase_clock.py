@@ -88,9 +88,7 @@ class Clock:
         try:
             yield
         finally:
-            self.doing = (
-                "other"  # also after an error, as the watchdog waits longer for some phases
-            )
+            self.doing = "other"  # also after an error: the watchdog waits longer for some phases
         self.mark(phase)
         self.beat()
 

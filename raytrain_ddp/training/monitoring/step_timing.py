@@ -30,6 +30,7 @@ from raytrain_ddp.training.runtime.world import World
 # name that is among the words of a GPU's name applies.
 _PEAKS = {
     "B200": 2250e12,
+    "H200 NVL": 835.5e12,
     "H200": 989.4e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835.5e12,
@@ -151,7 +152,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     """Of a GPU in fp16 or bf16; None if unknown, and for fp32, which is partly TF32."""
-    name = next((n for n in _PEAKS if re.search(rf"\b{n}\b", device_name)), None)
+    other = "(?! Ti| D| Laptop)"  # whose peak is another one
+    name = next((n for n in _PEAKS if re.search(rf"\b{n}\b{other}", device_name)), None)
     if name is None or precision == "fp32" or (precision == "bf16" and name in _FP16_ONLY):
         return None
     return _PEAKS[name]

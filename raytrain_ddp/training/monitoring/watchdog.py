@@ -171,9 +171,7 @@ class Watchdog:
                 statuses = self._receive(self._ask(status))
                 complete = len(statuses) == len(self._owners)
                 waited = time.monotonic() - called_s >= self._grace_s
-                answering = {
-                    rank: status for rank, status in statuses.items() if self._is_new(rank)
-                }
+                answering = {r: status for r, status in statuses.items() if self._is_new(r)}
                 stopped = self._find_stopped(answering, waited)
                 lost = is_hang(statuses) or bool(stopped)
                 if lost and (complete or waited) and clock.moved_s == moved_s:
@@ -196,10 +194,9 @@ class Watchdog:
         for rank, status in statuses.items():
             if rank not in self._received or self._received[rank][0] != status:
                 self._received[rank] = status, now_s
-        since_s = {rank: now_s - self._received[rank][1] for rank in statuses}
         return {
-            r: replace(status, still_s=status.still_s + since_s[r])
-            for r, status in statuses.items()
+            rank: replace(status, still_s=status.still_s + now_s - self._received[rank][1])
+            for rank, status in statuses.items()
         }
 
     def _is_new(self, rank: int) -> bool:

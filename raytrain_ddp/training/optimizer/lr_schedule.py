@@ -100,11 +100,7 @@ class LearningRates:
     """
 
     def __init__(
-        self,
-        task: Task,
-        optimizer: Optimizer,
-        config: TrainConfig,
-        steps_per_epoch: int,
+        self, task: Task, optimizer: Optimizer, config: TrainConfig, steps_per_epoch: int
     ) -> None:
         total_steps = config.total_steps(steps_per_epoch)
         self._config, self._steps_per_epoch = config, steps_per_epoch

@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.gradients.tree_sum import start_gather
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
 from raytrain_ddp.training.runtime.world import World, broadcast_tensor
 
 _ROUND_BYTES, _LEAST_BYTES = 1 << 26, 1 << 20  # of all ranks, and of one at least
 _MESSAGE_BYTES = 1 << 26  # on the way to rank 0; one tensor may be larger
+_BYTE = torch.uint8
 _ALIGNED = 16  # bytes
 _MOST_EXCHANGES = 8  # of other parameters, or in other memory; each keeps memory for a round
 
@@ -175,17 +177,9 @@ class Shares:
         return found
 
 
-_BYTE = torch.uint8
-
-
 def shares_of(config: TrainConfig, optimizer: Optimizer, world: World) -> Shares:
     """The shares of the ranks, or one of all if the config does not divide the state."""
     return Shares(optimizer, world if config.ddp.shard_optimizer else None)
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """In the order of a `state_dict()`."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -251,17 +245,18 @@ class _Exchange:
         for start in range(0, longest, max(1, piece)):
             length = min(piece, longest - start)
             rows = memory[: size * length].view(size, length)
-            found = [s.copies(row, start) for s, row in zip(streams, rows, strict=True)]
-            theirs = [copies for rank, copies in enumerate(found) if rank != world.rank]
-            self._rounds.append((rows, found[world.rank], _joined(theirs)))
+            own, theirs = _Copies([], []), _Copies([], [])
+            for rank, (stream, row) in enumerate(zip(streams, rows, strict=True)):
+                stream.find(row, start, own if rank == world.rank else theirs)
+            self._rounds.append((rows, own, theirs))
 
     @torch.no_grad()
     def __call__(self) -> None:
         for rows, own, theirs in self._rounds:
-            own.into_row()
+            _copy(own.pieces, own.places)
             for work in start_gather(rows, rows[self._world.rank], self._world):
                 work.wait()
-            theirs.from_row()
+            _copy(theirs.places, theirs.pieces)
         for parameter, owner in self._others:
             broadcast_tensor(parameter, owner)
 
@@ -272,17 +267,10 @@ class _Copies(NamedTuple):
     pieces: list[Tensor]
     places: list[Tensor]
 
-    def into_row(self) -> None:
-        if self.pieces:
-            torch._foreach_copy_(self.places, self.pieces)
 
-    def from_row(self) -> None:
-        if self.pieces:
-            torch._foreach_copy_(self.pieces, self.places)
-
-
-def _joined(parts: Sequence[_Copies]) -> _Copies:
-    return _Copies([p for each in parts for p in each.pieces], [p for e in parts for p in e.places])
+def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+    if source:
+        torch._foreach_copy_(target, source)
 
 
 class _Stream:
@@ -296,15 +284,13 @@ class _Stream:
             self._parts.append((self.size_bytes, flat))
             self.size_bytes += -(-len(flat) // _ALIGNED) * _ALIGNED
 
-    def copies(self, row: Tensor, start: int) -> _Copies:
-        """What lies in `row`, which begins at byte `start` of the stream."""
-        found = _Copies([], [])
+    def find(self, row: Tensor, start: int, found: _Copies) -> None:
+        """Adds what lies in `row`, which begins at byte `start` of the stream."""
         for first, flat in self._parts:
             low, high = max(first, start), min(first + len(flat), start + len(row))
             if low < high:
                 found.pieces.append(flat[low - first : high - first])
                 found.places.append(row[low - start : high - start])
-        return found
 
 
 def _is_dense(parameter: Tensor) -> bool:

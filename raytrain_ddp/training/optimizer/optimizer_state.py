@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
 
 _KERNELS = ("fused", "foreach", "capturable", "differentiable")  # options that are not state
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """In the order of a `state_dict()`."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -76,8 +81,7 @@ def load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             "optimizer, or start a new run."
         ) from error
     keys = (key for group in saved["param_groups"] for key in group["params"])
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    for key, parameter in zip(keys, parameters, strict=True):
+    for key, parameter in zip(keys, parameters_of(optimizer), strict=True):
         if key in saved["state"]:
             loaded = optimizer.state[parameter]
             optimizer.state[parameter] = _as_saved(loaded, saved["state"][key])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.checkpoint.snapshot import flatten_state, unflatten_state
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.optimizer.optimizer_state import averages, load_optimizer
+from raytrain_ddp.training.optimizer.optimizer_state import averages, load_optimizer, parameters_of
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 
 
@@ -49,7 +49,7 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, config: TrainConfig) -> None:
         groups = optimizer.param_groups
         self._optimizer, self._config = optimizer, config
-        self.parameters = [each for group in groups for each in group["params"]]
+        self.parameters = parameters_of(optimizer)
         self.trained = [each for each in self.parameters if each.requires_grad]
         self._homes = [each.data for each in self.parameters]
         self._initial, self._blank = _copies(self._homes), _stored(optimizer)
@@ -121,11 +121,8 @@ def _is_dividable(
     halves = trained[::2], trained[1::2]
     take(trained)
     state = optimizer.state_dict()
-    if (
-        averages(optimizer)
-        or len(state) != 2
-        or not all(isinstance(k, int) for k in state["state"])
-    ):
+    by_parameter = len(state) == 2 and all(isinstance(key, int) for key in state["state"])
+    if averages(optimizer) or not by_parameter:
         return False
     whole = [_part_of(optimizer, half) for half in halves]
     for half, before in zip(halves, whole, strict=True):

@@ -93,12 +93,13 @@ def turns_of(
 
     def checked(step: int) -> Sequence[str]:
         given = turns(step)
-        if not isinstance(given, list | tuple) or not given or not {*given} <= {*names}:
-            unknown = [each for each in given if each not in names] if given else []
+        listed = given if isinstance(given, list | tuple) else []
+        unknown = [each for each in listed if each not in names]
+        if unknown or not listed:
             hint = did_you_mean(str(unknown[0]), names) if unknown else ""
             at = f" For step {step}: {given!r}.{hint}"
             raise refused(turns, given, f"a list of some of {', '.join(names)}", at)
-        return [*given]
+        return [*listed]
 
     return unchanging(turns, checked, steps)
 

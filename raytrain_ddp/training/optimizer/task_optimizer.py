@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -17,7 +19,7 @@ from raytrain_ddp.errors import CheckpointError, TaskError, did_you_mean, first_
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.optimizer.lr_schedule import allocate_momentum, build_optimizer
-from raytrain_ddp.training.optimizer.optimizer_state import averages, skips_on_device
+from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.optimizer_trial import problem_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers
 
@@ -69,8 +71,13 @@ def _checked(function: Any, made: Any, model: nn.Module, config: TrainConfig) ->
             "has a learning rate scheduler, which would be ignored. Remove it, and set "
             "--schedule.name or define schedule(step)",
         )
-    if any(group.get("lr") is None for group in optimizer.param_groups):
-        raise _unfit(function, optimizer, "has no learning rate: give it lr, which schedules need")
+    for rate in (group.get("lr") for group in optimizer.param_groups):
+        if rate is None:
+            problem = "has no learning rate: give it lr, which schedules need"
+            raise _unfit(function, optimizer, problem)
+        if not isinstance(rate, Real | Tensor) or not 0 <= float(rate) < math.inf:
+            problem = f"has the learning rate {rate!r} for a group: give a number of 0 or more"
+            raise _unfit(function, optimizer, problem)
     if isinstance(optimizer, torch.optim.SGD) and skips_on_device(optimizer):
         for group in optimizer.param_groups:
             allocate_momentum(optimizer, group["params"] if group["momentum"] else ())
@@ -102,12 +109,12 @@ def _configured(
 
 def _require_parameters(function: Any, optimizer: Optimizer, model: nn.Module) -> None:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    held = [*map(id, parameters_of(optimizer))]
+    if not {*held} <= named.keys():
+        raise _unfit(function, optimizer, "has parameters that are not the model's")
     for key, count in Counter(held).items():
         if count > 1:
             raise _unfit(function, optimizer, f"has {named[key]} twice")
-    if not {*held} <= named.keys():
-        raise _unfit(function, optimizer, "has parameters that are not the model's")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     lacking = [name for key, name in named.items() if key in trained - {*held}]
     if lacking:

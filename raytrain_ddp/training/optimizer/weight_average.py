@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from raytrain_ddp.config.sections import EmaConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.training.gradients.buffer_sync import buffers_of, flat, spread
-from raytrain_ddp.training.optimizer.optimizer_state import averages
+from raytrain_ddp.training.gradients.buffer_sync import REALS, buffers_of, flat, spread
+from raytrain_ddp.training.optimizer.optimizer_state import averages, parameters_of
 
 
 class OptimizerAverage:
@@ -38,18 +38,17 @@ class OptimizerAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has the averaged weights; afterward, its own again, to the bit."""
-        groups = self._optimizer.param_groups
-        parameters = [parameter.data for group in groups for parameter in group["params"]]
-        own = [parameter.clone() for parameter in parameters]
+        parameters = parameters_of(self._optimizer)
+        homes = [parameter.data for parameter in parameters]
+        own = [home.clone() for home in homes]
         self._optimizer.eval()
         try:
             yield
         finally:
             self._optimizer.train()
-            torch._foreach_copy_(parameters, own)  # train() would round
-            pairs = zip((p for group in groups for p in group["params"]), parameters, strict=True)
-            for parameter, data in pairs:
-                parameter.data = data
+            torch._foreach_copy_(homes, own)  # train() would round
+            for parameter, home in zip(parameters, homes, strict=True):
+                parameter.data = home
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averaged weights, by all names of the model's `state_dict()`."""
@@ -58,10 +57,10 @@ class OptimizerAverage:
 
 
 class WeightAverage:
-    """The average of parameters and floating-point buffers over the applied steps. Other buffers,
-    such as counters, are copied from the newest step. So are values that are not finite now or in
-    the average, as in masks. (Polyak averaging; timm's ModelEmaV3 is the same, but moves in refused
-    steps, too, and averages of inf are nan.)
+    """The average of parameters and floating-point buffers over the applied steps. Others, such as
+    counters and float8, which has no arithmetic, are copied from the newest step. So are values
+    that are not finite now or in the average, as in masks. (Polyak averaging; timm's ModelEmaV3 is
+    the same, but moves in refused steps, too, and averages of inf are nan.)
 
     Raises:
         ConfigError: a trained weight has too few bits for averages.
@@ -90,7 +89,7 @@ class WeightAverage:
         now = self._tensors()
         self.values = {name: tensor.clone() for name, tensor in now.items()}
         buffers = {place.name for place in self._buffers}
-        real = [name for name, tensor in now.items() if tensor.is_floating_point()]
+        real = [name for name, tensor in now.items() if tensor.dtype in REALS]
         self._moving = [name for name in real if name not in buffers]
         self._newest = [name for name in now if name not in {*real}]
         self._by_type: dict[torch.dtype, list[str]] = {}
@@ -137,11 +136,14 @@ class WeightAverage:
                 torch._foreach_copy_([*now.values()], [own[name] for name in now])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Also by the names of tied weights."""
+        """Also by the names of tied weights, and with extra states as they are now."""
         stored = self._model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self._parameters}
         names |= {id(place.found()): place.name for place in self._buffers}
-        return {name: self.values[names[id(tensor)]] for name, tensor in stored.items()}
+        return {
+            name: self.values[names[id(each)]] if id(each) in names else each.detach()
+            for name, each in stored.items()
+        }
 
 
 Average = OptimizerAverage | WeightAverage

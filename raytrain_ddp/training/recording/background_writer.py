@@ -39,11 +39,7 @@ class BackgroundWriter:
     """
 
     def __init__(
-        self,
-        name: str,
-        opened: Open,
-        records: Sequence[LogRecord],
-        tell: Callable[[Event], None],
+        self, name: str, opened: Open, records: Sequence[LogRecord], tell: Callable[[Event], None]
     ) -> None:
         self._name, self._open, self._records, self._tell = name, opened, records, tell
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()

@@ -55,12 +55,8 @@ class Recorder:
         self.store = checkpoint_store(self._run)
         self.log = MetricsLog(self._run, openers(config), self._tell)
         self._closing = threading.Event()
-        self.committer = AsyncCheckpointer(
-            self._commit,
-            config.checkpoint.max_failed,
-            self._tell,
-            lambda s: not self._closing.wait(s),
-        )
+        max_failed = config.checkpoint.max_failed
+        self.committer = AsyncCheckpointer(self._commit, max_failed, self._tell, self._wait)
         self._awaited: Collection[int] = ()
         self._asked_at = -math.inf
         self.attempt, self._patient_until = 0, 0.0
@@ -179,9 +175,9 @@ class Recorder:
         it, or nothing has begun; `close` is to follow then."""
         return self.attempt > 0 and not self.committer.needs_others()
 
-    def resume(self, tell: Callable[[Event], None]) -> None:
+    def resume(self, world: World, tell: Callable[[Event], None]) -> None:
         """Continues in the next generation; from now on, `tell` receives the events."""
-        self._listener = tell
+        self._world, self._listener = world, tell
 
     def close(self) -> None:
         """Waits for the current commit; it is not retried if it fails."""
@@ -223,8 +219,7 @@ class Recorder:
 
             def others(folder: Storage) -> Mapping[str, FileEntry]:
                 own_s = time.monotonic() - started
-                stems, step = snapshot.elsewhere, manifest.step
-                return sealed(folder, stems, step, lambda s: not self._closing.wait(s), own_s)
+                return sealed(folder, snapshot.elsewhere, manifest.step, self._wait, own_s)
 
             checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
         self._awaited = snapshot.awaited
@@ -255,7 +250,11 @@ class Recorder:
 
     def _trying_again(self, wait_s: float, error: OSError) -> bool:
         self._note(f"{self._run}: {error} Retrying in {wait_s:.1f} s.")
-        return not self._closing.wait(wait_s)
+        return self._wait(wait_s)
+
+    def _wait(self, seconds: float) -> bool:
+        """Returns whether to go on: `close` was not called."""
+        return not self._closing.wait(seconds)
 
     def _tell(self, event: Event) -> None:
         self._listener(event)

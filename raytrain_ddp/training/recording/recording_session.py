@@ -252,7 +252,7 @@ class RecordingSession:
         """Continues with the recorder of the generation before, which this process has; or closes
         it, if another process is rank 0 now and has claimed nothing yet."""
         if recorder is not None and self.recorder is not None:
-            recorder.resume(self._show)
+            recorder.resume(self.world, self._show)
             self.recorder, self._records = recorder, recorder.log.records
         elif recorder is not None:
             recorder.close()

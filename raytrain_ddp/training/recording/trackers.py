@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +154,10 @@ class MLflow:
                 raise
             raise OSError(f"set MLFLOW_TRACKING_URI, as http://HOST:5000; {error}") from error
         identity = _identity(run_storage(config))
-        experiment = self._experiment(config.log.project)
+        there = self._client.get_experiment_by_name(config.log.project)
+        experiment = (
+            there.experiment_id if there else self._client.create_experiment(config.log.project)
+        )
         found = self._client.search_runs([experiment], f"tags.raytrain_run = '{identity}'")
         if found:
             self._id = found[0].info.run_id
@@ -165,41 +169,30 @@ class MLflow:
             self._id = made.info.run_id
             settings = _flat(to_dict(publishable(config)))
             params = [Param(name, str(value)) for name, value in settings]
-            for part in _parts(params, 100):
-                self._client.log_batch(self._id, params=part)
+            self._client.log_batch(self._id, params=params)  # in as many requests as it needs
         metrics = found[0].data.metrics if found else {}
         self._had = {name: self._last_step(name) for name in metrics}
-        for part in _parts([metric for record in records for metric in self._new(record)], 1000):
-            self._client.log_batch(self._id, metrics=part)
-
-    def _experiment(self, name: str) -> str:
-        there = self._client.get_experiment_by_name(name)
-        return str(there.experiment_id if there else self._client.create_experiment(name))
+        new = [metric for record in records for metric in self._new(record)]
+        self._client.log_batch(self._id, metrics=new)
 
     def _last_step(self, name: str) -> int:
         return max(int(each.step) for each in self._client.get_metric_history(self._id, name))
 
     def add(self, record: LogRecord) -> None:
-        metrics = self._new(record)
-        if metrics:
-            self._client.log_batch(self._id, metrics=metrics)
+        self._client.log_batch(self._id, metrics=self._new(record))
 
     def _new(self, record: LogRecord) -> list[Any]:
         """The metrics of a record that MLflow does not have yet and can store."""
         from mlflow.entities import Metric
 
-        step = record.step
-        new = [pair for pair in tracker_scalars(record) if step > self._had.get(pair[0], -1)]
-        now_ms = int(1000 * time.time())
-        return [Metric(n, v, now_ms, step) for n, v in new if math.isfinite(v)]
+        step, now_ms = record.step, int(1000 * time.time())
+        # It refuses other characters, as in acc@1.
+        named = ((re.sub(r"[^\w.: /-]", "_", n), v) for n, v in tracker_scalars(record))
+        new = [(n, v) for n, v in named if step > self._had.get(n, -1) and math.isfinite(v)]
+        return [Metric(name, value, now_ms, step) for name, value in new]
 
     def close(self, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
-
-
-def _parts(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Batches of at most `most` items: MLflow limits the size of a request."""
-    return (items[n : n + most] for n in range(0, len(items), most))
 
 
 def _identity(run: Storage) -> str:

@@ -127,9 +127,7 @@ class Connections:
         for number, name in self._own.items():
             with suppress(OSError):
                 copy = os.dup(number)
-                if (
-                    _open_files("socket:", copy).get(copy) != name
-                ):  # the number is another file's now
+                if _open_files("socket:", copy).get(copy) != name:  # it is another file's now
                     os.close(copy)
                     continue
                 with socket.socket(fileno=copy) as connection:

@@ -27,7 +27,7 @@ def all_gather(parts: Tensor, own: Tensor, async_op: bool = False) -> Any:
     return _all_gather(parts.view(-1), own.view(-1), async_op=async_op)
 
 
-def end_group(is_aborted: bool = False) -> None:
+def end_group(is_aborted: bool) -> None:
     """Ends the default process group, also one whose start has failed: without a group, torch keeps
     counting them, and ranks with other counts would never meet.
 

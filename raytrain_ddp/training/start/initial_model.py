@@ -62,14 +62,20 @@ def initial_model(
         require_dense(task, model)  # else the gradients are dense, or the task's optimizer decides
     begin_training(model)
     own_memory(model)
-    if config.compute.channels_last is True:
-        model = model.to(memory_format=torch.channels_last)
     if config.ddp.sync_batchnorm and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = model.to(world.device)
-    if config.compute.compile:
-        model.compile()
+    model = placed(config, model, world.device)
     require_same_model(model, world)
     if getattr(task, "optimizer", None) is not None:
         broadcast_model(model, world, is_loaded=False)
+    return model
+
+
+def placed(config: TrainConfig, model: nn.Module, device: torch.device) -> nn.Module:
+    """The model on a device, in the layout and the form of the config."""
+    if config.compute.channels_last is True:
+        model = model.to(memory_format=torch.channels_last)
+    model = model.to(device)
+    if config.compute.compile:
+        model.compile()
     return model

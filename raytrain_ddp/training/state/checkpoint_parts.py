@@ -163,11 +163,7 @@ def _seal_of(folder: Storage, stem: str) -> dict[str, Any]:
 
 
 def sealed(
-    folder: Storage,
-    stems: Collection[str],
-    step: int,
-    wait: Callable[[float], bool],
-    own_s: float,
+    folder: Storage, stems: Collection[str], step: int, wait: Callable[[float], bool], own_s: float
 ) -> dict[str, FileEntry]:
     """The files that other ranks write into the folder of a checkpoint, once all are sealed.
 

@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import (
-    ALL_OPTIONS,
-    BRANCHED_AT,
-    RENEWED,
-    Manifest,
-)
+from raytrain_ddp.checkpoint.manifest import ALL_OPTIONS, BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -99,6 +94,11 @@ class TrainState:
         """Whether each rank keeps another state, so that none could continue without another."""
         return self.compression.is_own or self.shares.is_divided
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the evaluation of this state is the best so far, or is yet to be done."""
+        return self.step in (self.best_step, *self.awaited)
+
     def gather(self) -> Gathered:
         """All ranks take part; see `snapshot`."""
         return Gathered(self.compression.gather(), self.shares.whole(self.optimizer))
@@ -157,9 +157,7 @@ class TrainState:
     def is_backed_up(self, files: Sequence[Names]) -> bool:
         """Whether a second rank keeps a copy of the checkpoint of this step until the next one: it
         is needed even if rank 0 dies before it is committed. A large state is not copied."""
-        return (
-            self.step in (self.best_step, *self.awaited) and not self.is_own and not any(files[1:])
-        )
+        return self.is_needed and not self.is_own and not any(files[1:])
 
     def reserve(self, world: World, hosts: Sequence[str]) -> None:
         """Allocates the memory for `snapshot` or `part` in the background; to be called once the
@@ -228,9 +226,16 @@ class TrainState:
         The optimizer's state is finite, as no gradient with an overflowing norm is applied. Norms
         read the weights once, several times as fast as `isfinite` on a CPU.
         """
-        weights = [w.detach() for w in self.model.parameters()]  # frozen ones may be quantized
-        norms = torch._foreach_norm([w for w in weights if w.dtype in REALS or w.is_complex()])
-        finite = [norm.isfinite() for norm in norms]
+        groups: dict[torch.dtype | None, list[Tensor]] = {}  # by the dtype of their norms
+        for weight in self.model.parameters():
+            if weight.dtype in REALS or weight.is_complex():  # frozen ones may be quantized
+                wide = torch.float32 if weight.dtype is torch.float16 else None  # up to 65,504
+                groups.setdefault(wide, []).append(weight.detach())
+        finite = [
+            norm.isfinite()
+            for dtype, weights in groups.items()
+            for norm in torch._foreach_norm(weights, dtype=dtype)
+        ]
         finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
         return bool(torch.stack(finite).all())
 

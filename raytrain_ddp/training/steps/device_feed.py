@@ -160,9 +160,8 @@ def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> T
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
     """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
-    auto = config.workers == "auto"
-    most = cpus if config.workers == "auto" else config.workers
-    return LoaderThreads(most, 1 if auto else None, config.prefetch, config.prefetch_mib * 2**20)
+    most, first = (cpus, 1) if config.workers == "auto" else (config.workers, None)
+    return LoaderThreads(most, first, config.prefetch, config.prefetch_mib * 2**20)
 
 
 class Feed:

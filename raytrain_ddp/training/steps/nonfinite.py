@@ -139,13 +139,11 @@ class NonfiniteGuard:
 
     def follow(self) -> None:
         """Judges the steps that are `lag` or more behind; all ranks take part."""
-        self._settle(self._lag)
+        self.settle(self._lag)
 
-    def settle(self) -> None:
-        """Judges all steps; the host waits for the device. All ranks take part."""
-        self._settle(0)
-
-    def _settle(self, lag: int) -> None:
+    def settle(self, lag: int = 0) -> None:
+        """Judges all steps, but for the last `lag` ones; the host waits for the device. All ranks
+        take part."""
         while len(self._open) > lag:
             trace, refused = self._open[0]
             if refused():

@@ -17,6 +17,7 @@ from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.events import Note, Resync
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import broadcast_tensor
@@ -124,7 +125,6 @@ class ReplicaCheck:
 def _all(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """These tensors and the optimizer's, in the same order on all ranks."""
     yield from tensors
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))
+    for parameter in parameters_of(optimizer):
+        state = optimizer.state.get(parameter, {})
+        yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -23,16 +23,16 @@ from raytrain_ddp.training.gradients.gradient_compression import compress
 from raytrain_ddp.training.gradients.reduction import ddp_options, model_tensors
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.session import Session, WarmUp
 from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.nonfinite import StepTrace, make_guard
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence
-from raytrain_ddp.training.steps.turn import Turn, frozen_meanwhile
+from raytrain_ddp.training.steps.turn import Alone, Turn, frozen_meanwhile
 
 _FIRST = 100  # steps whose turns are counted for the operations of a step
-Alone = Callable[[], AbstractContextManager[None]]
 FROZEN = "frozen"
 """The turn of the only optimizer while some parameters are still frozen (model.unfreeze_epoch)."""
 
@@ -41,7 +41,7 @@ class Stepper:
     """Takes steps: one turn, or those of several optimizers one after another.
 
     Args:
-        turns: by name; each with the context in which only its parameters are trained.
+        turns: by name.
         due: the names of the turns in a step, from 0.
         logs: whether a step, from 1, is logged: all ranks then get the losses of all.
         fixes_trained: whether parameters trained at the start must stay trained, because their
@@ -55,12 +55,12 @@ class Stepper:
         self,
         task: Task,
         state: TrainState,
-        turns: Mapping[str, tuple[Turn, Alone]],
+        turns: Mapping[str, Turn],
         due: Callable[[int], Sequence[str]],
         logs: Callable[[int], bool],
         clock: Clock,
         replica_check: ReplicaCheck,
-        fixes_trained: bool = False,
+        fixes_trained: bool,
     ) -> None:
         self.replica_check, self._logs = replica_check, logs
         self.shares: Tensor | None = None
@@ -97,10 +97,10 @@ class Stepper:
         shares: dict[str, Tensor] = {}
         refusals: list[Tensor] = []
         for number, name in enumerate(self._due(state.step)):
-            turn, alone = self._turns[name]
+            turn = self._turns[name]
             if number:
                 self._clock.mark("optimizer")
-            with alone():
+            with turn.alone():
                 own_rates = rates[self._groups[name]]
                 shares[name], this = turn(slots, samples, own_rates, number, gathers)
             self._is_changing = True
@@ -110,7 +110,7 @@ class Stepper:
         self.shares = self._side_by_side(shares)
         state.step += 1
         self._is_changing = False
-        for turn, _ in self._turns.values():
+        for turn in self._turns.values():
             turn.guard.follow()
         self.replica_check.follow()
         return self.shares
@@ -119,7 +119,7 @@ class Stepper:
         """Restores the state after the last complete step; returns whether it could: not after
         one of several updates, or an error in what follows an update."""
         changing = self._is_changing or self.replica_check.is_resyncing
-        return not changing and all(t.roll_back() for t, _ in self._turns.values())
+        return not changing and all(turn.roll_back() for turn in self._turns.values())
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was finite; all ranks take part.
@@ -127,23 +127,23 @@ class Stepper:
         Raises:
             DivergedError: it was not, and the config says to stop.
         """
-        for turn, _ in self._turns.values():
+        for turn in self._turns.values():
             turn.guard.settle()
 
     def warm_up(
-        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
+        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None
     ) -> dict[str, WarmUp]:
         """Warms up each turn; returns what it finds, by name. See `Turn.warm_up`."""
         found = {}
-        for name, (turn, alone) in self._turns.items():
-            with alone():
+        for name, turn in self._turns.items():
+            with turn.alone():
                 found[name] = turn.warm_up(batch, samples, smallest, single)
         return found
 
     def adopt(self, found: Mapping[str, WarmUp]) -> float:
         """Applies what a warm-up has found; returns the operations of a sample: the mean over the
         first steps."""
-        for name, (turn, _) in self._turns.items():
+        for name, turn in self._turns.items():
             turn.adopt(found[name])
         named = self._state.model.named_parameters() if self._is_one else ()
         flags = ((name, parameter, parameter.requires_grad) for name, parameter in named)
@@ -156,11 +156,10 @@ class Stepper:
         """Of the scalars that are logged with the loss; known after `adopt`. With several
         optimizers: the loss of each, and its scalars."""
         if self._is_one:
-            turn, _ = next(iter(self._turns.values()))
-            return turn.scalar_names
+            return next(iter(self._turns.values())).scalar_names
         return tuple(
             each
-            for name, (turn, _) in self._turns.items()
+            for name, turn in self._turns.items()
             for each in (name, *(f"{name}/{scalar}" for scalar in turn.scalar_names))
         )
 
@@ -172,7 +171,7 @@ class Stepper:
         total = torch.stack([share[:, :1] for share in shares.values()]).sum(0)
         columns = [
             shares.get(name, total.new_full((len(total), 1 + len(turn.scalar_names)), math.nan))
-            for name, (turn, _) in self._turns.items()
+            for name, turn in self._turns.items()
         ]
         return torch.cat([total, *columns], dim=1)
 
@@ -232,7 +231,7 @@ def make_stepper(
         def due(step: int) -> Sequence[str]:
             return (FROZEN,) if step < unfreeze else ("",)
 
-    turns: dict[str, tuple[Turn, Alone]] = {}
+    turns: dict[str, Turn] = {}
     for name, (optimizer, alone) in _stages(task, state).items():
         with alone():
             net = model  # exact mode sums gradients itself and needs no DDP
@@ -241,8 +240,9 @@ def make_stepper(
             state.compression = compress(net, config, state.scaler, world, clock)
             guard = make_guard(state, refuse, world.device)
             of_loss = name if isinstance(state.optimizer, Optimizers) else ""
-            turn = Turn(config, task, state, net, session, guard, clock, optimizer, of_loss)
-        turns[name] = turn, alone
+            turns[name] = Turn(
+                config, task, state, net, session, guard, clock, optimizer, alone, of_loss
+            )
     logs = Cadence(config, steps_per_epoch).logs
     replica_check = ReplicaCheck(config.scaling, state, session)
     fixes = world.size > 1 or config.exact
@@ -263,7 +263,7 @@ def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stages: dict[str, tuple[Optimizer, Alone]] = {}
     for name, each in optimizer.named.items():
-        own = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+        own = {*map(id, parameters_of(each))}
         others = [parameter for parameter in trained if id(parameter) not in own]
         stages[name] = each, partial(frozen_meanwhile, others)
     return stages

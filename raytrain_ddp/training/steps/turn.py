@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -28,6 +28,8 @@ from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard
 from raytrain_ddp.training.steps.warm_up import Forward, warm_up
 
+Alone = Callable[[], AbstractContextManager[None]]
+
 
 class Turn:
     """What one optimizer does in a step; the only one, unless a task returns several.
@@ -36,8 +38,9 @@ class Turn:
     last step are exact.
 
     Args:
-        name: of the optimizer, for the task's loss; "" if it is the only one.
         optimizer: steps over the parameters that are trained now, whose gradients `net` sums.
+        alone: the context in which only these are trained; also of calls and warm-ups.
+        name: of the optimizer, for the task's loss; "" if it is the only one.
 
     Attributes:
         scalar_names: of the scalars that the task logs with the loss; set by `adopt`.
@@ -53,9 +56,10 @@ class Turn:
         guard: NonfiniteGuard,
         clock: Clock,
         optimizer: Optimizer,
-        name: str = "",
+        alone: Alone,
+        name: str,
     ) -> None:
-        self.guard, world = guard, session.world
+        self.guard, self.alone, world = guard, alone, session.world
         self._config, self._task, self._state, self._net = config, task, state, net
         self._forward = Forward(config, task, state.model, net, world, name)
         self._clock, self._optimizer = clock, optimizer
@@ -78,12 +82,7 @@ class Turn:
         self._is_updating = False
 
     def __call__(
-        self,
-        slots: list[Slot],
-        samples: int,
-        rates: Sequence[float],
-        number: int = 0,
-        gathers: bool = False,
+        self, slots: list[Slot], samples: int, rates: Sequence[float], number: int, gathers: bool
     ) -> tuple[Tensor, Tensor]:
         """Takes the turn; all ranks take part. One that is not finite changes nothing.
 
@@ -182,9 +181,7 @@ class Turn:
         if not refused:
             self._state.shares.step(self._optimizer, self._clock.mark)
 
-    def warm_up(
-        self, batch: Batch, samples: int, smallest: Batch, single: Batch | None = None
-    ) -> WarmUp:
+    def warm_up(self, batch: Batch, samples: int, smallest: Batch, single: Batch | None) -> WarmUp:
         """See `warm_up`; all ranks take part."""
         require = partial(self._reduction.require_all, self._state.model)
         return warm_up(self._forward, require, batch, samples, smallest, single)

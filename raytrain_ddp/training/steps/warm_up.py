@@ -63,7 +63,7 @@ def warm_up(
     batch: Batch,
     samples: int,
     smallest: Batch,
-    single: Batch | None = None,
+    single: Batch | None,
 ) -> WarmUp:
     """Makes a pass without side effects, and a second one for static graphs; all ranks take part if
     the model is wrapped.

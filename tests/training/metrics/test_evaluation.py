@@ -30,7 +30,13 @@ from raytrain_ddp.report.history import history_of
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.report.tables import full_metrics
 from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, tables
+from raytrain_ddp.training.metrics.metric_states import (
+    MOST_NUMBERS,
+    TreeMetrics,
+    flat_values,
+    scalars,
+    tables,
+)
 from raytrain_ddp.training.runtime.world import World, choose_device
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
@@ -220,6 +226,12 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
     assert "<h3>confusion <small>at step " in page
     best = next(r for r in reversed(found) if r["best"])
     assert all(f">{max(row)}<" in page for row in best["tables"]["confusion"])
+
+
+def test_numbers_of_numpy_are_values_of_metrics():
+    task = TinyTask(TrainConfig())
+    values = flat_values(task, "scores", {"one": np.float32(1.5), "two": np.int64(3)})
+    assert scalars(values) == {"scores/one": 1.5, "scores/two": 3}
 
 
 def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):

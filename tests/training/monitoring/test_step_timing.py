@@ -148,7 +148,12 @@ def test_one_rank_alone_is_not_the_slowest():
 
 def test_utilization_is_reported_where_the_gpus_peak_is_known_and_nowhere_else():
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert peak_flops_per_s("NVIDIA H200", "bf16") == 989.4e12
+    assert peak_flops_per_s("NVIDIA H200 NVL", "bf16") == 835.5e12
     assert peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert peak_flops_per_s("NVIDIA GeForce RTX 4090", "bf16") == 165.2e12
+    assert peak_flops_per_s("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16") is None
+    assert peak_flops_per_s("NVIDIA GeForce RTX 3090 Ti", "bf16") is None
     assert peak_flops_per_s("NVIDIA L40S", "bf16") == 362e12
     assert peak_flops_per_s("NVIDIA A10G", "bf16") == 70e12
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp32") is None  # some of it runs in TF32

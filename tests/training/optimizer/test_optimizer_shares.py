@@ -36,7 +36,8 @@ from raytrain_ddp.config.sections import (
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.training.optimizer import optimizer_shares
-from raytrain_ddp.training.optimizer.optimizer_shares import Shares, deal, parameters_of
+from raytrain_ddp.training.optimizer.optimizer_shares import Shares, deal
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 from raytrain_ddp.training.runtime.world import World
 

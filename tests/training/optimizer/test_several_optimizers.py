@@ -228,6 +228,10 @@ Adam = torch.optim.Adam
             "dict of optimizers has generator.0.weight twice",
         ),
         (
+            lambda m: dict.fromkeys(("one", "two"), Adam(GAN(4).parameters())),
+            "dict of optimizers has parameters that are not the model's",
+        ),
+        (
             lambda m: {"one": Adam(m.generator.parameters()), "two": "adam"},
             "returned a str, 'adam'; expected a torch.optim.Optimizer",
         ),
@@ -249,6 +253,8 @@ def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
         ([], "expected a list of some of discriminator, generator"),
         (["generater"], "Did you mean 'generator'"),
         ("generator", "expected a list"),
+        (True, "expected a list"),
+        ([["generator"]], "expected a list"),
     ):
         task.turns = lambda step, given=given: given if step == 3 else ["generator"]  # type: ignore
         with pytest.raises(TaskError, match="For step 3") as raised:

@@ -242,6 +242,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "knows no 'lrr'. Did you mean 'lr'",
     ),
     "no lr": (lambda m: Lion(m.parameters(), lr=None), "has no learning rate"),  # type: ignore
+    "negative": (
+        lambda m: [{"params": [*m.parameters()], "lr": -0.1}],
+        "the SGD has the learning rate -0.1 for a group",
+    ),
+    "text": (lambda m: [{"params": [*m.parameters()], "lr": "0.1"}], "the learning rate '0.1'"),
     "forgetful": (lambda m: Forgetful(m.parameters()), "outside its state_dict()"),
     "coded": (lambda m: Coded(m.parameters()), "a state that cannot be stored"),
 }

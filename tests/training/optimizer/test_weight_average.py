@@ -115,6 +115,46 @@ def test_tied_weights_and_what_is_not_stored_are_averaged_once_or_not():
     assert {*average.state_dict()} == {"0.weight", "1.weight"}
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_float8_is_copied_as_it_has_no_arithmetic(on_device: bool):
+    model = nn.Linear(2, 2)
+    one, two = (torch.full((3,), value).to(torch.float8_e4m3fn) for value in (1.0, 2.0))
+    model.register_parameter("frozen", nn.Parameter(one.clone(), requires_grad=False))
+    model.register_buffer("scales", one.clone())
+    average = WeightAverage(model, EMA)
+    average.on_device = on_device
+    for tensor in (model.frozen, model.scales):
+        tensor.data.copy_(two)
+    average.follow(NO, 1)
+    for name in ("frozen", "scales"):
+        assert torch.equal(average.state_dict()[name], two)
+
+
+class WithState(TinyNet):
+    """Has a tensor in its checkpoints that is neither a parameter nor a buffer."""
+
+    extra = torch.zeros(2)
+
+    def get_extra_state(self) -> Tensor:
+        return self.extra + 1
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.extra = state - 1
+
+
+class WithStateTask(TinyTask):
+    def model(self) -> nn.Module:
+        self.made = WithState()
+        return self.made
+
+
+def test_a_model_with_an_extra_state_is_averaged_and_stored(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "extra", epochs=1, ema=EMA)
+    workers(3, run_tiny, plain(config), {}, 0, 0, None, WithStateTask)
+    for stored in (weights(config), trained(config)):
+        assert torch.equal(stored["_extra_state"], torch.ones(2))
+
+
 def test_weights_that_are_too_coarse_are_refused():
     with pytest.raises(ConfigError, match=r"weight is torch.bfloat16, too coarse"):
         WeightAverage(nn.Linear(2, 2, dtype=torch.bfloat16), EMA)

@@ -53,6 +53,7 @@ from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.errors import CheckpointError, RunLockedError
+from raytrain_ddp.report.run_files import claims_in
 from raytrain_ddp.training.recording import recorder as recorder_module
 from raytrain_ddp.training.recording import recording_session
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -250,7 +251,14 @@ def test_fault_16_a_commit_that_hangs_is_reported_at_the_end_of_a_session_too(
 ):
     monkeypatch.setattr(async_checkpoint, "_HANGS_S", 0.05)
     store.free.clear()
-    threading.Timer(0.1, store.free.set).start()
+
+    def end_when_reported() -> None:
+        until_s = time.monotonic() + 30
+        while not reported and time.monotonic() < until_s:
+            time.sleep(0.01)
+        store.free.set()
+
+    threading.Thread(target=end_when_reported).start()
     commits.submit(snapshot(9))
     commits.close()
     assert store.done == [9]
@@ -410,6 +418,16 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
 
 def recorder(config: TrainConfig, reported: list[Record]) -> Recorder:
     return Recorder(config, ALONE, Best("loss", "min"), to(reported))
+
+
+def test_each_start_says_how_many_workers_it_has_also_if_the_recorder_goes_on(tmp_path: Path):
+    made = recorder(tiny_config(tmp_path, "run"), [])
+    made.begin()
+    made.resume(replace(ALONE, size=3), lambda _: None)
+    made.begin()
+    made.close()
+    claims = claims_in(open_storage(str(tmp_path)).join("run"))
+    assert [(attempt, claim["workers"]) for attempt, claim in claims] == [(1, 1), (2, 3)]
 
 
 class Weather(Faults):

@@ -288,6 +288,22 @@ def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pyte
     assert losses.read_text().split()[1:] == ["0.5", "2"]
 
 
+def test_metrics_have_names_that_mlflow_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    made, named = config(tmp_path, mlflow=True), replace(EVALUATION, metrics={"acc@1": 0.5})
+    assert logged(made, [], train(1, 1.0), named) == []
+    assert logged(made, [train(1, 1.0), named], train(3, 0.5)) == []
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("raytrain_ddp")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/acc_1")] == [2]
+    assert run.data.metrics["train/loss"] == 0.5
+
+
 def test_mlflow_without_a_place_says_how_to_name_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -629,6 +629,11 @@ def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_
             with torch.no_grad():
                 tensor.copy_(kept)
     assert state.is_finite()
+    table = nn.Parameter(torch.full((700, 100), 250.0, dtype=torch.float16), requires_grad=False)
+    state.model.register_parameter("table", table)
+    assert state.is_finite()  # though the norm of its values is larger than any fp16 number
+    table.data[0, 0] = math.inf
+    assert not state.is_finite()
 
 
 def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fused_kernels():
