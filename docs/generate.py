@@ -33,9 +33,11 @@ BLOCK = re.compile(r"(<!-- begin (\w+)([^>]*?) -->\n)(.*?)(<!-- end -->)", re.DO
 
 
 def cell(text: str) -> str:
-    """As the cell of a table: one line, in which nothing is taken for markup."""
-    text = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
-    return text.replace("<", "&lt;").replace("*", "\\*")
+    """As the cell of a table: one line, in which nothing but code in backticks is markup."""
+    markup = str.maketrans({"\\": "\\\\", "<": "&lt;", "*": "\\*"})
+    parts = " ".join(text.split()).split("`")
+    parts[::2] = (part.translate(markup) for part in parts[::2])
+    return "`".join(parts).replace("|", "\\|")
 
 
 def flags_of(command: str) -> list[Flag]:

@@ -115,6 +115,12 @@ def test_what_follows_from_the_code_is_up_to_date():
     assert not old, "run: python docs/generate.py"
 
 
+def test_a_cell_escapes_markup_except_in_code():
+    assert generate.cell("a < b *c* `<run>/*.json` | d") == (
+        "a &lt; b \\*c\\* `<run>/*.json` \\| d"
+    )
+
+
 def test_the_generator_writes_and_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.md").write_text("# A\n\n<!-- begin statuses -->\nold\n<!-- end -->\nrest\n")
     monkeypatch.setattr(generate, "DOCS", tmp_path)

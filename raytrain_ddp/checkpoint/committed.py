@@ -64,13 +64,13 @@ class Checkpoint:
         return bytes(self.view(filename))
 
     def view(self, filename: str) -> memoryview:
-        """As `read`, in memory that is the caller's, who may write to it."""
+        """As `read`, in memory that belongs to the caller, who may write to it."""
         data = new_memory(self._entry(filename).size_bytes)
         self.read_into(filename, [data])
         return data
 
     def tensors(self, filename: str) -> dict[str, Tensor]:
-        """Those of a file, in the memory that it was read into."""
+        """The tensors of a file, in the memory that the file was read into."""
         from raytrain_ddp.checkpoint.tensor_places import view_tensors  # imports torch
 
         return view_tensors(self.view(filename))
@@ -86,8 +86,7 @@ class Checkpoint:
         self._compare(filename, entry, self.storage.read_into(filename, views, on_chunk))
 
     def head(self, filename: str, most_bytes: int = 2**26) -> bytes:
-        """The part of a file of tensors that says what they are; not verified, and empty if the
-        file cannot be one."""
+        """The header of a file of tensors, not verified; empty if the file cannot be one."""
         size_bytes = min(self._entry(filename).size_bytes, most_bytes)
         head_bytes = 8 + int.from_bytes(self.storage.read_part(filename, 0, 8), "little")
         if head_bytes > size_bytes:

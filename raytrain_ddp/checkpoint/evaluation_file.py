@@ -1,6 +1,6 @@
 """The evaluation of a checkpoint that was committed without one: a file in its folder.
 
-It is no part of the checkpoint: whoever evaluates may write it again, with the same metrics.
+It is not part of the checkpoint: any evaluation may write it again, with the same metrics.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class GrowingFile:
 
     @property
     def pieces(self) -> int:
-        """Of about how many pieces the new lines are."""
+        """About how many pieces the new lines make up."""
         return 1 + ((self._stamp[0] if self._stamp else 0) - self._offset) // PIECE_BYTES
 
     def lines(self) -> Iterator[Sequence[bytes]]:

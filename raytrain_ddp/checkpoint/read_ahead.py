@@ -1,7 +1,7 @@
 """Reads several chunks of a large file at once, and passes them on in order.
 
 A connection to an object store has a part of the network's bandwidth, and each request waits for
-its answer: so ranges of a file are asked for over several connections.
+its answer: so ranges of a file are requested over several connections.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReadAhead:
         fetch: reads the chunk at an offset, fewer bytes only at the end of the file. Also gets a
             chunk of before that is no longer in use, or an empty one. Called from the threads.
         chunk_bytes: the size of a chunk.
-        ahead: this many are read before they are asked for.
+        ahead: this many are read before they are needed.
     """
 
     def __init__(

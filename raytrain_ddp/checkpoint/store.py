@@ -146,8 +146,7 @@ class CheckpointStore:
         return Checkpoint(name, manifest, folder)
 
     def names(self) -> list[CheckpointName]:
-        """The committed checkpoints that are not fenced off, newest first, without a look at their
-        files."""
+        """The committed checkpoints that are not fenced off, newest first. Reads no file."""
         return self._list().names()
 
     def open(self, name: CheckpointName) -> Checkpoint:

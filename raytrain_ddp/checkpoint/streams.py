@@ -92,7 +92,7 @@ def read_hashed(
 
 
 def new_memory(size_bytes: int) -> memoryview:
-    """Zeroed by the kernel only: where new pages are slow, once more takes as long as reading.
+    """Memory zeroed only by the kernel: zeroing slow new pages again takes as long as reading.
 
     Not in huge pages: where a virtual machine gives free memory back, these are what it has to ask
     for again, for 2.7 s per GB instead of 0.6.

@@ -1,4 +1,4 @@
-"""Memory for a file of tensors that is read: that of tensors that exist, or new memory."""
+"""Memory to read a file of tensors into: that of existing tensors, or new memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TensorPlaces:
 
 
 def view_tensors(data: memoryview) -> dict[str, Tensor]:
-    """The inverse of `encode_tensors`, of a file that was verified; it shares its memory.
+    """The inverse of `encode_tensors`, for a verified file; the tensors share its memory.
 
     Raises:
         CheckpointError: this is not a file in the safetensors format. No code in it is run.

@@ -46,8 +46,8 @@ class FitArgs(RecipeArgs):
     dry_run: bool = False
     """Print batches, steps, workers, sizes; start nothing."""
     emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
-    """Print a Slurm, KubeRay, or `ray up` file, and exit. It starts this run on a cluster; command:
-    print the command line of this run."""
+    """Print a Slurm, KubeRay, or `ray up` file, and exit. The file starts this run on a cluster.
+    command: print the command line of this run."""
     audit: bool = False
     """Log a hash of the sample ids and pixels of each step, to compare runs. See --log.audit."""
     profile: bool = False

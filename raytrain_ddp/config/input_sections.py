@@ -49,7 +49,7 @@ class DataConfig(Section, name="data"):
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
     """Class names, in order. Default: the classes of the training set, sorted."""
     holdout: float = 0.0
-    """Fraction of the training set to evaluate on, such as 0.1. The rest is trained on. The
+    """Fraction of the training set to evaluate on, such as 0.1. The run trains on the rest. The
     fraction is the same for each class. Replaces the evaluation split."""
     holdout_seed: int = 0
     """Random seed that selects the held-out rows. They do not depend on seed."""

@@ -64,7 +64,7 @@ class OptimConfig(Section, name="optim"):
     """Coefficients of AdamW's running averages of the gradient and its square."""
     weight_decay: float = 5e-4
     """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
-    and positional embeddings."""
+    or positional embeddings."""
     decay_norms: bool = False
     """Also decay the weights of normalization layers."""
     decay_bias: bool = False

@@ -101,8 +101,8 @@ class TrainConfig(Section):
     """Micro-batches of each evaluation, spread evenly over its data, to try things. 0: all. The
     command evaluate always takes all."""
     overfit_batches: int = 0
-    """Train on the same this many steps of data in each epoch, to see whether the model can learn
-    them. 0: off."""
+    """Train on this many steps of data, the same ones in each epoch, to see whether the model can
+    learn them. 0: off."""
     batch_size: int = 64
     """Global batch size: samples per optimizer step. It is the total over all workers."""
     micro_batch: int | Literal["auto"] = 16

@@ -51,7 +51,7 @@ def _as_array(name: str, array: Any) -> Any:
     try:
         found = array.detach().numpy() if hasattr(array, "detach") else np.asanyarray(array)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{name} cannot be an array of NumPy: {error}") from error
+        raise DataError(f"{name} cannot be converted to a NumPy array: {error}") from error
     if not found.ndim:
         kind = type(array).__name__
         raise DataError(f"{name} ({kind}) has no rows: give an array of shape (rows, ...).")

@@ -142,7 +142,7 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
     """Opens the data that `config` refers to, or that was already `found`.
 
     Args:
-        binary: the targets are labels, which a row has or has not.
+        binary: the targets are labels, which a row has or does not have.
 
     The classes are `config.classes` if set, or else those of the training set.
 

@@ -164,7 +164,7 @@ class CapacityWatch:
             if has_none and now - self._since > _STARTED_WITHIN_S:
                 raise PreflightError(
                     f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
-                    "cluster has room: is it busy (`ray status`), or does their start fail (logs/)?"
+                    "cluster has room: is it busy (`ray status`), or do its workers fail (logs/)?"
                 )
             return
         lack = f"for {wanted}, each with {dict(self._layout.per_worker)}, there is room for {has}"

@@ -117,7 +117,7 @@ def ray_connection(
 
 @contextmanager
 def only_one() -> Iterator[None]:
-    """Raises PreflightError if this process already is in this context."""
+    """Raises PreflightError if this process is already in this context."""
     if not _in_use.acquire(blocking=False):
         raise PreflightError(
             "This process is already training on Ray, in another thread or around this call. It "
@@ -175,10 +175,10 @@ def cluster(
 
 
 def start_warm_server(config: TrainConfig, address: str | None) -> None:
-    """Starts the server of warm processes already, if `cluster` will start a Ray here; else
-    announces a job to this machine's.
+    """Starts the server of warm processes early if `cluster` will start a Ray here; otherwise
+    announces a job to this machine's server.
 
-    It takes seconds to load modules, in which the caller can do something else.
+    Loading its modules takes seconds, in which the caller can do something else.
     """
     if starts_ray(address):
         _warm(config, os.getpid())

@@ -27,7 +27,7 @@ def listed_in_dashboard(tell: Callable[[Note], None]) -> Iterator[None]:
     """Lists the trainings started in this context in the dashboard, if any; reports its address.
 
     The open-source dashboard shows them as a job with its workers and their logs. Name, state
-    and attempts are only in its API, `/api/train/v2/runs/v1`; the page for them is not open.
+    and attempts are only in its API, `/api/train/v2/runs/v1`; the page for them is not open source.
 
     Args:
         tell: receives a note.

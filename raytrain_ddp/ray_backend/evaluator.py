@@ -50,8 +50,8 @@ class Evaluator:
         if not self._group.wait(max(1.0, wait_s)):
             self.close()
             raise PreflightError(
-                f"eval.asynchronous: there is no room for a worker with {wanted} that evaluates, "
-                "besides those that train: use fewer with --scaling.num-workers."
+                f"eval.asynchronous: there is no room for an evaluation worker with {wanted} "
+                "besides the training workers: use fewer of them with --scaling.num-workers."
             )
         self._actor = ray.remote(
             num_cpus=wanted.get("CPU", 0),
@@ -94,7 +94,7 @@ class Evaluator:
                     raise RetriesExhausted(f"the evaluation of {name} failed: {text}") from error
 
     def close(self) -> None:
-        """Ends the actor, also in the middle of an evaluation, which the next start repeats."""
+        """Ends the actor, even in the middle of an evaluation, which the next start repeats."""
         with suppress(Exception):  # all of Ray may have ended
             ray.kill(self._actor)
         with suppress(Exception):

@@ -49,7 +49,7 @@ def draining(node_ids: Mapping[int, str]) -> Draining | None:
     all end together.
 
     Raises:
-        AttributeError: this Ray does not say it; there is no public way to ask.
+        AttributeError: this Ray does not provide it; there is no public API for it.
     """
     from ray._private import state
 

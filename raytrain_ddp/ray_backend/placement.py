@@ -18,7 +18,7 @@ class Layout:
     """The resources requested from Ray: `least` to `most` workers with `per_worker` each.
 
     Attributes:
-        note: why GPUs stay idle; "": none does.
+        note: why GPUs stay idle; "" if none does.
         evaluators: workers besides these, which only evaluate.
     """
 

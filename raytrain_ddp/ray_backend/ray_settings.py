@@ -91,8 +91,8 @@ def own_state_api(port: int | None) -> Iterator[None]:
 
 @contextmanager
 def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
-    """Makes a Ray that is started in this context start sooner. Ray has no setting for it: a later
-    one that does not look here starts as usual, and one that fails here can be started without.
+    """Makes a Ray that is started in this context start sooner. Ray has no setting for this.
+    A later Ray without these functions starts as usual; one that fails can be started without this.
 
     Args:
         is_warm: whether its workers are forked: then warm/worker_setup.py sets them up.

@@ -1,4 +1,4 @@
-"""Process groups of Ray Train's; or none, so that only a worker that dies is replaced.
+"""Ray Train's process groups; or none, so that only a worker that dies is replaced.
 
 The others keep their state. Ray Train 2.60 does this for a `Backend` with `has_replica_groups`: the
 new worker gets the rank and the placement of the dead one. It makes no process group then; the
@@ -58,7 +58,7 @@ def start_of(config: TrainConfig, layout: Layout) -> Start:
 
     - over NCCL, unless the config asks for it, or if nothing would end its hanging collectives.
     - with ddp.shard_optimizer: what is lost with a worker is in the newest checkpoint only.
-    - with MIN:MAX workers of a strict placement, which those that come one by one could not keep.
+    - with MIN:MAX workers of a strict placement, which workers placed one by one could not keep.
 
     Args:
         layout: as it is configured. With MIN:MAX, as many as there is room for are started.

@@ -47,10 +47,10 @@ class SingleWorkers:
         self._training: dict[Any, int] = {}  # pending answer -> rank
 
     def look(self, others_train: bool) -> None:
-        """Starts those that there is room for, and those that have died again; cheap.
+        """Starts the workers that there is room for, and restarts dead ones; cheap.
 
         Args:
-            others_train: if not, Ray could give the room of the first ones to further ones.
+            others_train: if not, Ray could give the room of the first workers to later ones.
         """
         for rank in range(self._first, self._most if others_train else self._size):
             since_s = time.monotonic() - self._started_at.get(rank, -math.inf)

@@ -42,8 +42,8 @@ def make_trainer(config: TrainConfig, run: Storage, layout: Layout, given: Worke
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """Without two processes that each start waits for. If a later Ray does not call this, they
-        are there."""
+        """A trainer without two processes that each start waits for. A later Ray that does not
+        call this starts them."""
 
         def _create_default_callbacks(self) -> list[Any]:
             usual = super()._create_default_callbacks()
@@ -91,8 +91,8 @@ class Controller:
             self._placement = event.group
 
     def end(self) -> None:
-        """If it is only killed, its resource request remains, for which the next elastic run would
-        wait three minutes."""
+        """Ends the controller. If it were only killed, its resource request would remain, and the
+        next elastic run would wait three minutes for it."""
         import ray
 
         if self._actor is None:

@@ -1,1 +1,1 @@
-"""Folders and files of images and labels, and the memory of what is read of them."""
+"""Folders and files of images and labels, and the cache of what is read from them."""

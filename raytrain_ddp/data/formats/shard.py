@@ -35,7 +35,7 @@ class Columns(NamedTuple):
         label: "": no labels are read.
         root: folder of the images that a list names; None: that of the list.
         targets: instead of `label`; see targets.py.
-        binary: the targets are labels, which a row has or has not.
+        binary: the targets are labels, which a row has or does not have.
     """
 
     image: str

@@ -50,7 +50,7 @@ def format_of(name: str) -> Format | None:
 
 
 def open_shard(uri: str, columns: Columns) -> Shard:
-    """Reads and checks what a file at a URI or path tells of its rows.
+    """Reads and checks the description of the rows of a file at a URI or path.
 
     Raises:
         DataError: it is missing or damaged, or a column is missing or of the wrong type.

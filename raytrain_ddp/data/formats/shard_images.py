@@ -46,7 +46,7 @@ class ShardImages:
             strings or booleans. With `target_columns`, labels are float32 (targets,).
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
-        binary: the targets are labels, which a row has or has not.
+        binary: the targets are labels, which a row has or does not have.
         labeled: False: no labels are read; each is 0.
 
     Raises:

@@ -28,7 +28,7 @@ def kind_of_targets(name: str, types: Mapping[str, Any], binary: bool) -> Kind:
     Args:
         name: of the file, for messages.
         types: the Arrow type of each column.
-        binary: they are labels, which a row has or has not.
+        binary: they are labels, which a row has or does not have.
 
     Raises:
         DataError: a column has another type, or there is one label only.
