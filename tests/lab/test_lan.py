@@ -31,7 +31,7 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_ones_own_recipe_and_task_reach_all_hosts_by_the_working_dir(undisturbed: Run):
+def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undisturbed: Run):
     passes = {host: len(times) for host, times in undisturbed.passes().items()}
     assert passes.keys() == {"head", "w1", "w2"}
     assert len({*passes.values()}) == 1, passes
@@ -55,7 +55,7 @@ def test_a_storage_that_not_all_hosts_share_is_refused_before_the_first_step(lan
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_taken_down_nothing_of_ray_is_left_on_any_host(lan: Cluster):
+def test_after_ray_down_no_ray_process_is_left_on_any_host(lan: Cluster):
     assert any("raylet" in line for line in lan.lab.processes("w2"))
     lan.take_down()
     for host in ("head", "w1", "w2"):
