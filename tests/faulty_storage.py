@@ -236,8 +236,11 @@ def sweep_faults(
     mode: str,
     is_local: bool,
 ) -> Iterator[tuple[Path, bool, str]]:
-    """Run ``act`` once for each of its operations, which then fails. A run without fault counts
-    them. Yields the folder, whether ``act`` returned, and which operation it was."""
+    """Run ``act`` once for each of its operations, and let that operation fail.
+
+    A run without a fault counts the operations. Yields the folder, whether ``act`` returned, and
+    the operation.
+    """
     tmp_path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         prepare(fresh(tmp_path / "count"))

@@ -25,7 +25,8 @@ MOST_LINES, COLUMNS = 40, 80
 
 
 def said(*argv: str, status: int = 0, module: str = "raytrain_ddp", **environ: str) -> str:
-    """Standard output of ``python -m raytrain_ddp ...`` at 80 columns; its error if that fails."""
+    """Standard output of ``python -m raytrain_ddp ...`` at 80 columns; standard error if it
+    fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, *argv],
         env={**os.environ, **ENVIRONMENT, "COLUMNS": str(COLUMNS), **environ},
@@ -63,7 +64,7 @@ def test_a_switch_that_is_on_shows_how_to_turn_it_off(short: dict[str, str]):
     assert "  --per-class " in short["evaluate"]
 
 
-def test_the_short_help_of_fit_has_what_people_look_for(short: dict[str, str]):
+def test_the_short_help_of_fit_has_the_most_used_flags(short: dict[str, str]):
     titles = re.findall(r"^(\w[\w ]+)$", short["fit"], re.MULTILINE)
     assert titles == [
         *("Data", "Model", "Optimization", "Scaling", "Run and checkpoints", "Instead of training"),
@@ -73,7 +74,7 @@ def test_the_short_help_of_fit_has_what_people_look_for(short: dict[str, str]):
     assert "--describe" in short["fit"].partition("\nData\n")[0]  # lists the recipes
 
 
-def test_all_help_has_every_flag_with_its_text_and_default():
+def test_the_full_help_has_every_flag_with_its_text_and_default():
     text = said("fit", "--help-all")
     words = " ".join(text.split())
     for name, value in flat(TrainConfig()).items():
@@ -89,7 +90,7 @@ def test_all_help_has_every_flag_with_its_text_and_default():
     assert max(map(len, text.splitlines())) <= COLUMNS
 
 
-def test_all_help_of_the_others_has_every_flag():
+def test_the_full_help_of_other_commands_has_every_flag():
     for name, args, prefix in (
         ("evaluate", EvaluateArgs, ""),
         ("evaluate", ReadArgs, "data."),
@@ -120,7 +121,7 @@ def test_help_on_a_section_or_a_flag(topic: list[str], has: str, hasnt: str):
     assert f"\n  {hasnt}" not in text
 
 
-def test_help_on_nothing_that_exists_is_an_error_with_the_sections():
+def test_help_on_an_unknown_topic_is_an_error_that_lists_the_sections():
     assert "sections: run, data, augment" in said("fit", "--help", "everything", status=2)
     assert "Did you mean 'optim'" in said("fit", "--help", "optmi", status=2)
 
@@ -130,7 +131,7 @@ def test_the_help_of_a_recipe_has_its_defaults():
     assert "(default: 200)" in said("fit", "cifar10", "--help", "epochs")
 
 
-def test_each_way_of_calling_is_named_as_it_was_called(tmp_path: Path):
+def test_help_shows_the_command_as_it_was_invoked(tmp_path: Path):
     assert said("--help", module="raytrain_ddp.fit").startswith(
         "usage: python -m raytrain_ddp.fit [RECIPE]"
     )
@@ -142,7 +143,7 @@ def test_each_way_of_calling_is_named_as_it_was_called(tmp_path: Path):
     assert done.stdout.startswith("usage: raytrain convert SRC DST [--FLAG VALUE ...]\n")
 
 
-def test_a_wide_terminal_is_used_up_to_100_columns():
+def test_help_uses_at_most_100_columns():
     wide, widest = (said("fit", "--help-all", COLUMNS=columns) for columns in ("95", "200"))
     assert 80 < max(map(len, wide.splitlines())) <= 95
     assert 80 < max(map(len, widest.splitlines())) <= 100

@@ -1,4 +1,4 @@
-"""Predictions and exports of numbers, from images that are not square and used as they are."""
+"""Predictions and exports of numeric targets, from non-square images that are not resized."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "numbers")
 
 
-def test_the_card_of_numbers_says_how_images_are_used(run: str, tmp_path: Path):
+def test_the_card_of_a_regression_run_states_the_preprocessing(run: str, tmp_path: Path):
     out = tmp_path / "e"
     assert export([run, "--format", "safetensors", "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
@@ -59,7 +59,7 @@ def test_the_card_of_numbers_says_how_images_are_used(run: str, tmp_path: Path):
     )
 
 
-def test_predictions_name_the_numbers_and_their_targets(run: str, tmp_path: Path):
+def test_predictions_have_the_names_of_the_numbers_and_their_targets(run: str, tmp_path: Path):
     """The training data are not needed."""
     out = tmp_path / "p.csv"
     (Path(run).parent / "train.parquet").unlink()
