@@ -284,6 +284,6 @@ def both(tmp_path: Path, is_local: bool) -> CheckpointStore:
     return CheckpointStore(replace(open_storage(str(tmp_path)), is_local=is_local))
 
 
-def unaware(patch: pytest.MonkeyPatch) -> None:
+def skip_successor_checks(patch: pytest.MonkeyPatch) -> None:
     """As if each process had checked for its successor just before there was one."""
     patch.setattr(CheckpointStore, "_owned", lambda store, *_: store._list())

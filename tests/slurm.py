@@ -72,7 +72,7 @@ class Job:
         )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / f"slurm-{self.number}.out").read_text(encoding="utf-8")
 
     @property
@@ -88,8 +88,8 @@ class Job:
     def wait_until(self, true: Callable[[], object], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not true():
-            assert self._process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self._process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
 
     def status(self, timeout_s: float = 120) -> int:
@@ -97,7 +97,7 @@ class Job:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {timeout_s} s:\n{self.said}") from None
+            raise AssertionError(f"still runs after {timeout_s} s:\n{self.output}") from None
         finally:
             self.end()
 

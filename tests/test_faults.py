@@ -25,7 +25,7 @@ def log_of(config: TrainConfig) -> list[dict[str, object]]:
 # ------------------------------------------------------------------ 36: clocks
 
 
-def run_with_a_mad_clock(
+def run_with_a_wrong_clock(
     rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
 ) -> Ran:
     """Each rank's wall clock is off by its own amount, and jumps at each reading."""
@@ -46,7 +46,7 @@ def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
     workers(3, run_tiny, plain(whole))
     shuffled = random.Random(36)
     for stop, offset_s in ((11, 0.0), (13, -HOUR_S), (24, 24 * HOUR_S), (0, -24 * HOUR_S)):
-        ran = workers(3, run_with_a_mad_clock, plain(config), offset_s, stop)
+        ran = workers(3, run_with_a_wrong_clock, plain(config), offset_s, stop)
         assert ran[0].outcome.step == (stop or ran[0].outcome.total_steps)
         for path in (tmp_path / "skewed").rglob("*"):
             moment = shuffled.uniform(0, 2e9)

@@ -72,7 +72,7 @@ def pictures(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "RETRY_S", (0.01, 0.01))
 
 

@@ -343,7 +343,7 @@ def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int =
     return ChaosOptions(config, kills, drivers, workers=3, local=True)
 
 
-def everywhere() -> list[Fault]:
+def faults_at_every_site() -> list[Fault]:
     """A kill at every site, on each rank, in each phase of a commit, and in consecutive starts."""
     plan = [
         Fault("train.before_step", 1, 2),
@@ -384,7 +384,7 @@ def test_fault_01_02_03_05_a_run_killed_at_every_failpoint_ends_with_the_same_bi
     left, rans = [], []
     with Zygote(tag("sweep", os.environ)) as zygote:
         zygote.order("kill")  # after the run has ended: no effect
-        for name, plan in (("undisturbed", []), ("disturbed", everywhere())):
+        for name, plan in (("undisturbed", []), ("disturbed", faults_at_every_site())):
             ours = replace(config, name=name)
             faults = FaultMonitor(plan, tmp_path / f"fired-{name}")
             log = LogFollower(tmp_path / name / METRICS_FILE)
@@ -398,7 +398,9 @@ def test_fault_01_02_03_05_a_run_killed_at_every_failpoint_ends_with_the_same_bi
     assert list(left[1].steps) == list(range(1, TOTAL_STEPS + 1))
     assert left[1].leftovers == []
     reported = notes.faults
-    assert sorted(str(fired.fault) for fired in reported) == sorted(map(str, everywhere()))
+    assert sorted(str(fired.fault) for fired in reported) == sorted(
+        map(str, faults_at_every_site())
+    )
     assert {fired.fault.site for fired in reported} == {*SITES, DRIVER} - NOT_DRAWN
     assert rans[0].executed == TOTAL_STEPS < rans[1].executed
     assert len(reported) / 2 < rans[1].starts <= 1 + len(reported)  # two ranks may die at once
@@ -504,7 +506,7 @@ def test_fault_06_after_the_head_is_lost_the_same_command_resumes_on_a_new_one(t
     plan = [Fault("driver.event", step=40)]  # recorded here when the server is killed
     faults = FaultMonitor(plan, tmp_path / "fired")
 
-    class Headsman(Watcher):
+    class HeadKiller(Watcher):
         def at(self, step: int) -> None:
             if step >= 40 and not (tmp_path / "fired" / "fired-0").exists():
                 (server,) = [pid for pid, line in tagged("head").items() if "gcs_server" in line]
@@ -526,7 +528,7 @@ def test_fault_06_after_the_head_is_lost_the_same_command_resumes_on_a_new_one(t
         assert drive(local, log, nothing, Watcher()).problem == ""
         log.close()
     log = LogFollower(tmp_path / "disturbed" / METRICS_FILE)
-    ran = drive(Again(wild, environment), log, faults, Headsman())
+    ran = drive(Again(wild, environment), log, faults, HeadKiller())
     log.close()
     assert (ran.problem, ran.starts, ran.statuses) == ("", 2, [0])
     assert results_of(run_storage(wild)) == results_of(run_storage(calm))
@@ -539,7 +541,7 @@ def test_fault_06_after_the_head_is_lost_the_same_command_resumes_on_a_new_one(t
 # ------------------------------------------------------------------ a difference
 
 
-class Meddling(Notes):
+class TamperingWatcher(Notes):
     """Changes the loss in one line of the disturbed run's log before the comparison."""
 
     def __init__(self, storage: Path) -> None:
@@ -554,7 +556,7 @@ class Meddling(Notes):
 
 @pytest.mark.usefixtures("warm_zygote")
 def test_a_difference_is_reported_and_both_runs_are_kept(tmp_path: Path):
-    outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), Meddling(tmp_path))
+    outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), TamperingWatcher(tmp_path))
     assert not outcome.equal
     assert [row.what for row in outcome.rows if not row.right] == ["log (sha256)"]
     assert (outcome.folder / "disturbed" / METRICS_FILE).exists()

@@ -28,10 +28,10 @@ from faulty_storage import (
     latest,
     manifest,
     payload,
+    skip_successor_checks,
     start,
     sweep_faults,
     tree,
-    unaware,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,7 +210,7 @@ def test_fault_07_a_late_commit_is_ignored(
         commit(zombie, step, 1)
     start(store)
     with monkeypatch.context() as patch:  # it had checked before
-        unaware(patch)
+        skip_successor_checks(patch)
         late = commit(zombie, 30, 1)
     late.verify()
     assert [name.step for name in both(tmp_path, is_local).names()] == [20, 10]
@@ -237,7 +237,7 @@ def test_fault_07_a_late_commit_counts_until_the_successor_commits(
     start(zombie)
     start(store)
     with monkeypatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         commit(zombie, 10, 1)
     assert fresh(root).names() == [CheckpointName(10, 1)]
     commit(store, 5, 2)
@@ -299,7 +299,7 @@ def test_the_base_of_a_start_stays_valid_despite_a_later_claim(root: Path) -> No
     commit(zombie, 10, 1)
     start(second)
     with pytest.MonkeyPatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         commit(zombie, 30, 1)
         zombie._delete(CheckpointName(10, 1))
     third = fresh(root)
@@ -391,7 +391,7 @@ def test_fault_02_08_a_failure_of_any_operation_of_a_start(
         commit(zombie, 20, attempt + 1)
         start(store)
         with pytest.MonkeyPatch.context() as patch:
-            unaware(patch)
+            skip_successor_checks(patch)
             commit(zombie, 30, attempt + 1)
         root = Path(store.storage.path)
         (root / "step-00000025-a0013").mkdir()
@@ -666,7 +666,7 @@ def test_a_start_whose_base_was_deleted_withdraws_its_claim(tmp_path: Path, is_l
     assert store.claim(found.name, {}) == 2
     assert both(tmp_path, is_local).names() == [found.name]
     with pytest.MonkeyPatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         writer._delete(found.name)
     assert [name.step for name in both(tmp_path, is_local).names()] == [30, 20]
     with pytest.raises(ContendedError, match="just removed step-00000010-a0001"):

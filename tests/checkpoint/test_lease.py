@@ -60,7 +60,7 @@ def owner_process(uri: str, heartbeat_s: float = 0.2) -> Iterator[subprocess.Pop
 
 
 @pytest.fixture(autouse=True)
-def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_SETTLE_S", 0.05)
     monkeypatch.setattr(lease_module, "_SLACK_S", 0.3)
 
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture(params=["local", "mounted", "s3", "fsspec"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     """A run's folder on a disk, on a disk without rename (as with FUSE), in a bucket, and in
     fsspec."""
     if request.param == "s3":
@@ -87,7 +87,7 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return replace(open_storage(str(tmp_path / "run")), is_local=request.param == "local")
 
 
-def stranger(**changes: object) -> Owner:
+def foreign_owner(**changes: object) -> Owner:
     """A process on another machine."""
     owner = Owner("0" * 32, "node-7", 4321, "2026-01-02 03:04:05 UTC", "boot pid:[1]", 99)
     return replace(owner, **changes)  # type: ignore[arg-type]
@@ -134,19 +134,25 @@ def is_lost(lease: Lease) -> bool:
 
 
 def test_fault_31_a_second_start_is_refused_and_the_owner_is_named_in_the_error(
-    anywhere: Storage,
+    any_storage: Storage,
 ) -> None:
-    said: list[str] = []
-    with Lease.take(anywhere, said.append) as lease:
-        line = refusal(lambda: Lease.take(anywhere, said.append))
-        for part in (str(anywhere), socket.gethostname(), f"pid {os.getpid()}", "since 20", "UTC"):
+    notes: list[str] = []
+    with Lease.take(any_storage, notes.append) as lease:
+        line = refusal(lambda: Lease.take(any_storage, notes.append))
+        for part in (
+            str(any_storage),
+            socket.gethostname(),
+            f"pid {os.getpid()}",
+            "since 20",
+            "UTC",
+        ):
             assert part in line
         assert "runs out in 60 s" in line or "runs out in 59 s" in line or "out in 58 s" in line
         lease.require()
-    assert not anywhere.exists(LEASE_FILE)
-    assert [path for path in anywhere.walk() if not path.endswith("/")] == []
-    Lease.take(anywhere, said.append).release()
-    assert said == []
+    assert not any_storage.exists(LEASE_FILE)
+    assert [path for path in any_storage.walk() if not path.endswith("/")] == []
+    Lease.take(any_storage, notes.append).release()
+    assert notes == []
 
 
 def test_fault_31_another_process_is_refused_in_ten_seconds(run: Storage) -> None:
@@ -158,7 +164,7 @@ def test_fault_31_another_process_is_refused_in_ten_seconds(run: Storage) -> Non
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(anywhere: Storage) -> None:
+def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(any_storage: Storage) -> None:
     begin = threading.Barrier(4)
     taken: list[Lease] = []
     refused: list[str] = []
@@ -166,7 +172,7 @@ def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(anywhere: Stora
     def start() -> None:
         begin.wait()
         try:
-            taken.append(Lease.take(anywhere, heartbeat_s=0.3))
+            taken.append(Lease.take(any_storage, heartbeat_s=0.3))
         except RunLockedError as error:
             refused.append(str(error))
 
@@ -183,7 +189,7 @@ def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(anywhere: Stora
     assert sum(not is_lost(lease) for lease in taken) == 1
     for lease in taken:
         lease.release()
-    assert not anywhere.exists(LEASE_FILE)
+    assert not any_storage.exists(LEASE_FILE)
 
 
 def test_an_old_copy_of_a_runs_folder_is_not_mistaken_for_the_active_one(
@@ -210,18 +216,18 @@ def test_the_loser_of_a_race_names_the_winner(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overwritten(_: float) -> None:
-        put(run, written(stranger()))
+        put(run, written(foreign_owner()))
 
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", overwritten)
         line = refusal(lambda: Lease.take(run))
     assert "host node-7, pid 4321, since 2026-01-02 03:04:05 UTC" in line
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["probe", "lease"])
 def test_fault_31_a_start_whose_temporary_file_is_swept_is_refused_normally(
-    anywhere: Storage, asks: bool, monkeypatch: pytest.MonkeyPatch
+    any_storage: Storage, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other process takes the run and sweeps while this one reads the clock or writes its
     lease."""
@@ -231,20 +237,20 @@ def test_fault_31_a_start_whose_temporary_file_is_swept_is_refused_normally(
         result = write(storage, path, data)
         if TEMP_PREFIX in path and not swept:
             swept.append(path)
-            put(anywhere, written(stranger()))
-            anywhere.sweep()
+            put(any_storage, written(foreign_owner()))
+            any_storage.sweep()
         return result
 
     if asks:
-        put(anywhere, written(stranger(token="1" * 32)))
+        put(any_storage, written(foreign_owner(token="1" * 32)))
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "_write", swept_at_once)
-        if asks or anywhere.is_local:  # other stores do not use a temporary file
-            assert "host node-7, pid 4321" in refusal(lambda: Lease.take(anywhere))
+        if asks or any_storage.is_local:  # other stores do not use a temporary file
+            assert "host node-7, pid 4321" in refusal(lambda: Lease.take(any_storage))
             assert swept
-            assert Owner.parse(anywhere.read(LEASE_FILE)) == stranger()
+            assert Owner.parse(any_storage.read(LEASE_FILE)) == foreign_owner()
         else:
-            Lease.take(anywhere).release()
+            Lease.take(any_storage).release()
             assert not swept
 
 
@@ -271,15 +277,15 @@ def test_fault_31_a_concurrent_sweep_does_not_remove_an_owners_lease(
 
 
 def test_fault_31_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
-    run, said = open_storage(str(tmp_path)), []
+    run, notes = open_storage(str(tmp_path)), []
     with owner_process(str(tmp_path), heartbeat_s=10) as process:
         process.kill()  # and not waited for: it remains as a zombie process
         wait_until(lambda: lease_module._state(process.pid) in (None, ("Z", process_born(run))))
         started = time.monotonic()
-        with Lease.take(run, said.append):
+        with Lease.take(run, notes.append):
             assert time.monotonic() - started < 5
-    assert len(said) == 1
-    assert f"a dead process (host {socket.gethostname()}, pid {process.pid}, since " in said[0]
+    assert len(notes) == 1
+    assert f"a dead process (host {socket.gethostname()}, pid {process.pid}, since " in notes[0]
 
 
 def process_born(run: Storage) -> int:
@@ -291,9 +297,9 @@ def process_born(run: Storage) -> int:
 def test_fault_31_an_owner_whose_pid_was_reused_counts_as_dead(run: Storage) -> None:
     here = Owner.here()
     put(run, written(replace(here, born=here.born - 1)))
-    said: list[str] = []
-    Lease.take(run, said.append).release()
-    assert "dead process" in said[0]
+    notes: list[str] = []
+    Lease.take(run, notes.append).release()
+    assert "dead process" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -320,13 +326,13 @@ def test_an_owner_hidden_in_proc_does_not_count_as_dead(monkeypatch: pytest.Monk
 
 
 def test_fault_31_a_stopped_owner_is_replaced_and_notices_the_loss(tmp_path: Path) -> None:
-    run, said = open_storage(str(tmp_path)), []
+    run, notes = open_storage(str(tmp_path)), []
     with owner_process(str(tmp_path)) as process:
         process.send_signal(signal.SIGSTOP)
         time.sleep(1)
-        with Lease.take(run, said.append, **FAST) as lease:
-            assert f"pid {process.pid}" in said[0]
-            assert "not renewed for" in said[0]
+        with Lease.take(run, notes.append, **FAST) as lease:
+            assert f"pid {process.pid}" in notes[0]
+            assert "not renewed for" in notes[0]
             process.send_signal(signal.SIGCONT)
             assert process.wait(10) == 8
             assert process.stdout is not None
@@ -340,20 +346,20 @@ def test_fault_31_a_stopped_owner_is_replaced_and_notices_the_loss(tmp_path: Pat
 
 def test_a_replaced_owner_does_not_release_its_successors_lease(run: Storage) -> None:
     lease = Lease.take(run, **FAST)
-    put(run, written(stranger()))
+    put(run, written(foreign_owner()))
     wait_until(lambda: is_lost(lease))
     assert "node-7" in refusal(lease.require)
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 def test_an_owner_unaware_of_its_replacement_does_not_release_its_successors_lease(
     run: Storage,
 ) -> None:
     lease = Lease.take(run)
-    put(run, written(stranger()))
+    put(run, written(foreign_owner()))
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 def test_a_renewal_in_progress_does_not_undo_the_release(
@@ -414,7 +420,7 @@ def test_an_owner_stopped_between_read_and_write_rereads_the_lease(
         data = read(place)
         if threading.current_thread().name == "lease" and not stopped.is_set():
             stopped.set()
-            put(run, written(stranger()))  # another process takes over in the meantime
+            put(run, written(foreign_owner()))  # another process takes over in the meantime
             time.sleep(0.3)
         return data
 
@@ -423,31 +429,31 @@ def test_an_owner_stopped_between_read_and_write_rereads_the_lease(
     monkeypatch.setattr(lease_module, "_read", slow)
     wait_until(lambda: is_lost(lease))
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 # ------------------------------------------------------------------------------- clocks
 
 
 def test_a_lease_of_another_machine_expires(run: Storage) -> None:
-    put(run, written(stranger()), age_s=20)
+    put(run, written(foreign_owner()), age_s=20)
     assert "runs out in 40 s" in refusal(lambda: Lease.take(run)).replace("39 s", "40 s")
-    put(run, written(stranger()), age_s=61)
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()
-    assert len(said) == 1
-    assert "not renewed for 61 s (host node-7, pid 4321" in said[0].replace("62 s", "61 s")
+    put(run, written(foreign_owner()), age_s=61)
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()
+    assert len(notes) == 1
+    assert "not renewed for 61 s (host node-7, pid 4321" in notes[0].replace("62 s", "61 s")
 
 
 @pytest.mark.parametrize("jump_s", [86400.0, -3600.0])
 def test_fault_36_the_local_clock_is_ignored(
-    anywhere: Storage, monkeypatch: pytest.MonkeyPatch, jump_s: float
+    any_storage: Storage, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     real = time.time
-    anywhere.mkdir()
-    anywhere.write(LEASE_FILE, written(stranger()))
+    any_storage.mkdir()
+    any_storage.write(LEASE_FILE, written(foreign_owner()))
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
-    line = refusal(lambda: Lease.take(anywhere))
+    line = refusal(lambda: Lease.take(any_storage))
     assert 55 <= float(line.rpartition(" in ")[2].removesuffix(" s.")) <= 60
 
 
@@ -455,7 +461,7 @@ def test_fault_36_the_local_clock_is_ignored(
 def test_fault_36_a_clock_jump_of_the_store_does_not_take_the_lease_of_a_live_owner(
     run: Storage, age_s: float
 ) -> None:
-    put(run, written(stranger()), age_s)
+    put(run, written(foreign_owner()), age_s)
     ended = threading.Event()
 
     def renew() -> None:
@@ -471,38 +477,38 @@ def test_fault_36_a_clock_jump_of_the_store_does_not_take_the_lease_of_a_live_ow
     finally:
         ended.set()
         thread.join()
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()  # it is no longer renewed
-    assert len(said) == 1
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()  # it is no longer renewed
+    assert len(notes) == 1
 
 
 def test_a_lease_released_while_watched_is_free(run: Storage) -> None:
-    put(run, written(stranger()), age_s=100)
+    put(run, written(foreign_owner()), age_s=100)
     timer = threading.Timer(0.3, lambda: run.delete_file(LEASE_FILE))
     timer.start()
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.5).release()
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.5).release()
     timer.join()
-    assert said == []
+    assert notes == []
 
 
 # ------------------------------------------------------------------- files nobody wrote
 
 NONSENSE = {
     "empty": b"",
-    "torn": written(stranger())[:60],
+    "torn": written(foreign_owner())[:60],
     "list": b"[1]",
     "null": b"null",
     "binary": bytes(range(256)),
     "deep": b"[" * 100_000,
     "foreign": b'{"holder": "someone"}',
-    "more": json.dumps({**asdict(stranger()), "more": 1}).encode(),
-    "types": json.dumps({**asdict(stranger()), "pid": "1"}).encode(),
-    "bool": json.dumps({**asdict(stranger()), "pid": True}).encode(),
-    "lines": json.dumps({**asdict(stranger()), "host": "a\nb"}).encode(),
-    "escape": json.dumps({**asdict(stranger()), "host": "\x1b[2J"}).encode(),
-    "long": json.dumps({**asdict(stranger()), "host": "a" * 999}).encode(),
-    "huge pid": json.dumps({**asdict(stranger()), "pid": 10**30, "machine": ""}).encode(),
+    "more": json.dumps({**asdict(foreign_owner()), "more": 1}).encode(),
+    "types": json.dumps({**asdict(foreign_owner()), "pid": "1"}).encode(),
+    "bool": json.dumps({**asdict(foreign_owner()), "pid": True}).encode(),
+    "lines": json.dumps({**asdict(foreign_owner()), "host": "a\nb"}).encode(),
+    "escape": json.dumps({**asdict(foreign_owner()), "host": "\x1b[2J"}).encode(),
+    "long": json.dumps({**asdict(foreign_owner()), "host": "a" * 999}).encode(),
+    "huge pid": json.dumps({**asdict(foreign_owner()), "pid": 10**30, "machine": ""}).encode(),
 }
 
 
@@ -518,17 +524,17 @@ def test_an_unreadable_lease_blocks_a_start_until_it_expires(run: Storage, kind:
 
 def test_an_expired_damaged_lease_is_taken_over(run: Storage) -> None:
     put(run, b"{", age_s=100)
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()
-    assert "is damaged" in said[0]
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()
+    assert "is damaged" in notes[0]
 
 
-@given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(stranger()))).flatmap(
+@given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(foreign_owner()))).flatmap(
     lambda key: st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         st.lists,
         max_leaves=3,
-    ).map(lambda value: json.dumps({**asdict(stranger()), key: value}).encode())
+    ).map(lambda value: json.dumps({**asdict(foreign_owner()), key: value}).encode())
 ))  # fmt: skip
 def test_invariant_15_parsing_any_bytes_gives_an_owner_or_none(data: bytes) -> None:
     owner = Owner.parse(data)
@@ -550,9 +556,9 @@ def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
 
 
 def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
-    anywhere: Storage, monkeypatch: pytest.MonkeyPatch
+    any_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Lease.take(anywhere, heartbeat_s=0.1) as lease:
+    with Lease.take(any_storage, heartbeat_s=0.1) as lease:
         tried = threading.Semaphore(0)
 
         def fail(*_: object) -> None:
@@ -565,10 +571,10 @@ def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
                 for _ in range(4):
                     assert tried.acquire(timeout=5)
             lease.require()
-        before = anywhere.changed_s(LEASE_FILE)
-        wait_until(lambda: anywhere.changed_s(LEASE_FILE) != before)  # it is renewed again
+        before = any_storage.changed_s(LEASE_FILE)
+        wait_until(lambda: any_storage.changed_s(LEASE_FILE) != before)  # it is renewed again
         lease.require()
-    assert not anywhere.exists(LEASE_FILE)
+    assert not any_storage.exists(LEASE_FILE)
 
 
 def test_release_does_not_wait_for_a_hung_storage(

@@ -24,9 +24,9 @@ from faulty_storage import (
     faulty_store,
     flip_bit,
     payload,
+    skip_successor_checks,
     start,
     tree,
-    unaware,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -405,7 +405,7 @@ class StoreMachine(RuleBasedStateMachine):
             writer = data.draw(st.sampled_from(zombies))
             writer.step += 1
             with pytest.MonkeyPatch.context() as patch:
-                unaware(patch)
+                skip_successor_checks(patch)
                 self.good.add(commit(writer.store, writer.step, writer.attempt).name)
 
     @rule(keep_last=st.integers(0, 4), data=st.data())

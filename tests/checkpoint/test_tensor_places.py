@@ -133,10 +133,10 @@ def test_fault_10_a_damaged_header_raises_nothing_before_the_hash_is_known() -> 
             places.tensors()
 
 
-@pytest.mark.parametrize("lie", ["[32.0, 64]", "[3, 32, 64]", "[31, 63]", "[16, 48]", "[64]"])
-def test_offsets_that_are_not_integers_or_leave_gaps_are_refused(lie: str) -> None:
+@pytest.mark.parametrize("offsets", ["[32.0, 64]", "[3, 32, 64]", "[31, 63]", "[16, 48]", "[64]"])
+def test_offsets_that_are_not_integers_or_leave_gaps_are_refused(offsets: str) -> None:
     data = b"".join(encode_tensors({"a": torch.ones(8), "b": torch.ones(8)}))
-    text = head_of(data)[8:].replace(b"[32, 64]", lie.encode())
+    text = head_of(data)[8:].replace(b"[32, 64]", offsets.encode())
     head = len(text).to_bytes(8, "little") + text
     with pytest.raises(CheckpointError, match="Not a complete"):
         view_tensors(memoryview(bytearray(head + data[-64:])))

@@ -40,7 +40,7 @@ AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _standing() -> Any:
+def _keep_interpreter() -> Any:
     """Keeps the interpreter that loader processes are forked from, for all tests."""
     return loader_processes._server()
 

@@ -162,7 +162,7 @@ def test_the_emitted_job_runs_and_accepts_more_flags(tmp_path: Path):
     try:
         job.wait_until((tmp_path / "training").exists, 30)
         job.warn(signal.SIGTERM)
-        assert job.status(30) == 143, job.said
+        assert job.status(30) == 143, job.output
     finally:
         job.end()
     run = parse_fit(json.loads((tmp_path / "fit.json").read_text())).config

@@ -283,7 +283,7 @@ def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path
     assert notes.read_text() == f"start  ens5\ndrain-node h{port}:6379 ens5\n"
 
 
-class Lan:
+class LanMachine:
     """A machine of lan.yaml, with commands that record how they are called."""
 
     def __init__(self, home: Path) -> None:
@@ -303,17 +303,17 @@ class Lan:
 
 
 @pytest.fixture
-def lan(tmp_path: Path) -> Lan:
-    return Lan(tmp_path)
+def lan_machine(tmp_path: Path) -> LanMachine:
+    return LanMachine(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["head", "worker"])
-def test_a_lan_machine_uses_the_address_of_its_ssh_connection(lan: Lan, kind: str):
+def test_a_lan_machine_uses_the_address_of_its_ssh_connection(lan_machine: LanMachine, kind: str):
     """Not the address of its host name, which is 127.0.1.1 on Debian."""
-    start = lan.cluster[f"{kind}_start_ray_commands"][-1]
+    start = lan_machine.cluster[f"{kind}_start_ray_commands"][-1]
     ssh = "192.168.1.5 40000 192.168.1.11 22"
-    lan.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
-    call, *environment = lan.noted("ray")
+    lan_machine.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
+    call, *environment = lan_machine.noted("ray")
     assert "--node-ip-address=192.168.1.11" in call.split()
     assert ("--head" in call) == (kind == "head")
     assert ("--address=192.168.1.10:6379" in call) == (kind == "worker")
@@ -322,17 +322,17 @@ def test_a_lan_machine_uses_the_address_of_its_ssh_connection(lan: Lan, kind: st
     assert not any(line.startswith("OMP_NUM_THREADS") for line in environment)
 
 
-def test_ray_down_stops_ray_on_all_lan_workers(lan: Lan):
-    for command in lan.cluster["head_setup_commands"]:
-        lan.run(command)
+def test_ray_down_stops_ray_on_all_lan_workers(lan_machine: LanMachine):
+    for command in lan_machine.cluster["head_setup_commands"]:
+        lan_machine.run(command)
     config = {"auth": {"ssh_user": "you"}, "provider": {"worker_ips": ["w1", "w2"]}}
-    (lan.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
+    (lan_machine.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
     down = opening(text_of("lan.yaml"))["take down"]
     script = re.search(r"'(python .*)' && ray down", down)
     assert script is not None
-    lan.run(script[1])
-    assert lan.noted("ray")[0] == "ray stop"
-    ended = sorted(line.split()[-3:] for line in lan.noted("ssh"))
+    lan_machine.run(script[1])
+    assert lan_machine.noted("ray")[0] == "ray stop"
+    ended = sorted(line.split()[-3:] for line in lan_machine.noted("ssh"))
     assert ended == [[f"you@w{n}", "~/raytrain/bin/ray", "stop"] for n in (1, 2)]
 
 

@@ -56,7 +56,7 @@ def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, 
     return run.config.name, run.is_new
 
 
-class Ears(Display):
+class RecordingDisplay(Display):
     """Collects everything that is reported to it."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Ears(Display):
 
 def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[str]]:
     """(name, step, status, notes) of a run of this config."""
-    ears = Ears()
+    ears = RecordingDisplay()
     result = fit_locally(config, display=ears, **options)
     return Path(result.path).name, result.step, result.status, ears.notes
 
@@ -269,7 +269,7 @@ def test_other_ranks_use_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.M
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
     try:
-        result = fit_locally(config, display=Ears())
+        result = fit_locally(config, display=RecordingDisplay())
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]

@@ -104,7 +104,7 @@ class Cluster:
         finally:
             if run.command is not None and not run.command.ended():
                 run.command.end()
-                for job in {*re.findall(r"raysubmit_\w+", run.command.said())}:
+                for job in {*re.findall(r"raysubmit_\w+", run.command.output())}:
                     self.laptop(f"ray exec clusters/lan.yaml 'ray job stop {job}'")
             through.end()
 

@@ -108,7 +108,7 @@ class Lab:
         command = self.start(host, script)
         status = command.wait(timeout_s)
         assert status == 0, f"exit status {status}: {command}"
-        return command.said()
+        return command.output()
 
 
 class Command:
@@ -134,15 +134,15 @@ class Command:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as said:
-            for line in said:
+        with self._process.stdout as output:
+            for line in output:
                 self.lines.append((time.time(), line.rstrip()))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(line for _, line in list(self.lines))
 
     def __str__(self) -> str:
-        return f"{self._script!r} on {self._host} said:\n{self.said()[-4000:]}"
+        return f"{self._script!r} on {self._host} said:\n{self.output()[-4000:]}"
 
     def wait(self, timeout_s: float) -> int:
         """Its exit status."""

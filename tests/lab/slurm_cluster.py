@@ -175,8 +175,8 @@ class SlurmCluster:
     def submit(self, words: str, **variables: object) -> Job:
         """`sbatch WORDS`, with these environment variables."""
         given = " ".join(f"{name}={value}" for name, value in variables.items())
-        said = self.sh(f"{given} sbatch {words}")
-        (number,) = re.findall(r"Submitted batch job (\d+)", said)
+        output = self.sh(f"{given} sbatch {words}")
+        (number,) = re.findall(r"Submitted batch job (\d+)", output)
         return Job(self, int(number))
 
     def left_on_nodes(self) -> list[str]:
@@ -216,7 +216,7 @@ class Job:
         return self.facts()["JobState"]
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         path = self.cluster.folder / f"slurm-{self.number}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -225,18 +225,18 @@ class Job:
         deadline = time.time() + timeout_s
         while (state := self.state) not in states:
             over = state in {"FAILED", "CANCELLED", "COMPLETED", "TIMEOUT", "NODE_FAIL"}
-            assert not over, f"{state}: {self.said[-4000:]}"
-            assert time.time() < deadline, f"{state} after {timeout_s:g} s: {self.said[-4000:]}"
+            assert not over, f"{state}: {self.output[-4000:]}"
+            assert time.time() < deadline, f"{state} after {timeout_s:g} s: {self.output[-4000:]}"
             time.sleep(0.5)
         return state
 
     def wait_for(self, words: str, timeout_s: float) -> None:
-        """Until it has said something that matches."""
+        """Waits until its output matches."""
 
         def look() -> bool:
-            return re.search(words, self.said) is not None
+            return re.search(words, self.output) is not None
 
-        wait_until(look, timeout_s, f"{words}: {self.state}: {self.said[-4000:]}")
+        wait_until(look, timeout_s, f"{words}: {self.state}: {self.output[-4000:]}")
 
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
@@ -254,7 +254,7 @@ class Job:
         time.sleep(3)
         deadline = time.time() + timeout_s
         while self.state != "RUNNING":
-            assert time.time() < deadline, f"{self.facts()}: {self.said[-4000:]}\n{self.cluster}"
+            assert time.time() < deadline, f"{self.facts()}: {self.output[-4000:]}\n{self.cluster}"
             self.cluster.sh(f"scontrol update JobId={self.number} StartTime=now || true")
             time.sleep(1)
 

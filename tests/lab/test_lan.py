@@ -16,8 +16,8 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
     steps = [(at, line) for at, line in command.lines if re.search(r"step +\d+/276", line)]
     assert len(steps) >= 12, command
     assert steps[-1][0] - steps[0][0] > 2, "lines come while it trains, not all at its end"
-    assert "on 3 workers" in command.said()
-    assert "digits: finished at step 276 of 276" in command.said()
+    assert "on 3 workers" in command.output()
+    assert "digits: finished at step 276 of 276" in command.output()
     assert "3 local.cluster.node" in lan.laptop("ray exec clusters/lan.yaml 'ray status'")
 
     lan.laptop(
@@ -37,7 +37,7 @@ def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undis
     assert len({*passes.values()}) == 1, passes
     assert undisturbed.sizes() == [3]
     assert undisturbed.command is not None
-    assert f"{undisturbed.name}: finished at step 360 of 360" in undisturbed.command.said()
+    assert f"{undisturbed.name}: finished at step 360 of 360" in undisturbed.command.output()
 
 
 @pytest.mark.lab
@@ -45,11 +45,11 @@ def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undis
 def test_a_storage_that_not_all_hosts_share_is_refused_before_the_first_step(lan: Cluster):
     command = lan.train("--scaling.num-workers 3", storage="/tmp/runs")
     assert command.wait(240) != 0, command
-    said = command.said().partition("Status message")
-    assert "command failed with exit code 3" in said[2]
-    (error,) = re.findall(r"error: .*", said[0])
+    output = command.output().partition("Status message")
+    assert "command failed with exit code 3" in output[2]
+    (error,) = re.findall(r"error: .*", output[0])
     assert re.search(r"storage = /tmp/runs: node w\d does not see .* shared folder", error)
-    assert "step 1/" not in said[0]
+    assert "step 1/" not in output[0]
     assert not (lan.lab.home("head") / "runs" / "digits" / "checkpoints").exists()
 
 

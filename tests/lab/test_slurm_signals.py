@@ -22,7 +22,7 @@ SBATCH = f"{ROOT}/clusters/slurm.sbatch"
 QUICK = FAKES / "quick"
 
 
-class Tried:
+class StandInJob:
     """A job whose run is a stand-in."""
 
     def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "", ray: str = "") -> None:
@@ -35,7 +35,7 @@ class Tried:
     def wait_for(self, name: str, timeout_s: float = 60) -> None:
         """Waits until it has written this note."""
         path = self.notes / name
-        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.said}")
+        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.output}")
 
     @property
     def asked(self) -> list[int]:
@@ -61,11 +61,11 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
 def test_jobs_are_in_cgroups_if_slurm_is_to_use_them(slurm: SlurmCluster):
     job = slurm.submit("--nodes=1 --wrap 'cat /proc/self/cgroup'")
     job.wait({"COMPLETED"}, 30)
-    assert (f"/job_{job.number}/" in job.said) == (slurm.tracks == CGROUP)
+    assert (f"/job_{job.number}/" in job.output) == (slurm.tracks == CGROUP)
 
 
 def test_scancel_leaves_no_files_or_processes(slurm: SlurmCluster, tmp_path: Path):
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.job.cancel()
     tried.job.wait({"CANCELLED"}, 30)
@@ -74,7 +74,7 @@ def test_scancel_leaves_no_files_or_processes(slurm: SlurmCluster, tmp_path: Pat
 def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
     slurm: SlurmCluster, tmp_path: Path
 ):
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.job.cancel("--batch --signal=TERM")
     tried.job.wait({"FAILED"}, 30)
@@ -84,7 +84,7 @@ def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
 
 
 def test_a_job_is_requeued_before_its_time_limit(slurm: SlurmCluster, tmp_path: Path):
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.forget()
     tried.job.warn()
@@ -101,7 +101,7 @@ def test_a_job_is_requeued_before_its_time_limit(slurm: SlurmCluster, tmp_path: 
 
 def test_a_preempted_job_makes_its_checkpoint_and_is_requeued(slurm: SlurmCluster, tmp_path: Path):
     """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals only the steps."""
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     urgent = slurm.submit("--partition=urgent --nodes=2 --exclusive --wrap 'sleep 1'")
     urgent.wait({"COMPLETED"}, 50)  # # before the grace time has passed: it is not needed
@@ -117,7 +117,7 @@ def test_a_preempted_job_makes_its_checkpoint_and_is_requeued(slurm: SlurmCluste
 
 def test_a_job_that_loses_a_node_is_requeued(slurm: SlurmCluster, tmp_path: Path):
     """The second node is powered off, and on again when Slurm considers it down."""
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.forget()
     slurm.lab.crash("n2")
@@ -135,7 +135,7 @@ def test_a_job_that_loses_a_node_is_requeued(slurm: SlurmCluster, tmp_path: Path
 
 
 def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
-    one, two = (Tried(slurm, tmp_path / name) for name in ("one", "two"))
+    one, two = (StandInJob(slurm, tmp_path / name) for name in ("one", "two"))
     for tried in (one, two):
         tried.wait_for("training")
         assert tried.job.facts()["NodeList"] == "n[1-2]"
@@ -154,7 +154,7 @@ def test_a_ray_that_starts_slowly_is_started_again_on_its_node(
     slurm: SlurmCluster, tmp_path: Path, ray: str, tries: list[int]
 ):
     """As on a slow disk, where Ray's own limits are too short; or a node that lags behind."""
-    tried = Tried(slurm, tmp_path / "notes", ray=ray)
+    tried = StandInJob(slurm, tmp_path / "notes", ray=ray)
     tried.wait_for("training")
     texts = [(tried.notes / f"tries-{node}").read_text() for node in range(2)]
     assert [text.count("\n") for text in texts] == tries
@@ -175,7 +175,7 @@ def test_tasks_of_an_array_are_independent_jobs(slurm: SlurmCluster, tmp_path: P
         folder.mkdir()
     job = slurm.submit(f"{flags} {tmp_path}/wrap.sh mine.toml", **where)
     for folder in notes:
-        wait_until((folder / "training").exists, 60, f"{job.state}: {job.said}")
+        wait_until((folder / "training").exists, 60, f"{job.state}: {job.output}")
     lines = [line.split() for line in slurm.sh("squeue --noheader --format='%K %A'").splitlines()]
     numbers = {task: int(number) for task, number in lines}
     assert numbers.keys() == {"0", "1"}

@@ -103,7 +103,7 @@ def by_srun(script: str, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Manner:
+class LaunchMethod:
     """How a script is started by its own launcher, and by `run` with {size} processes."""
 
     own: Callable[[str, int], None]
@@ -113,16 +113,16 @@ class Manner:
 
 
 MANNERS = {
-    "torchrun_env.py": Manner(by_torchrun),
-    "launch_local_rank.py": Manner(by_launch, "--num-workers {size} --legacy-local-rank"),
-    "spawn.py": Manner(
+    "torchrun_env.py": LaunchMethod(by_torchrun),
+    "launch_local_rank.py": LaunchMethod(by_launch, "--num-workers {size} --legacy-local-rank"),
+    "spawn.py": LaunchMethod(
         by_itself,
         "--num-workers 1 --per node",
         "--gpus {size} --nodes {world_size} --nr {node_rank} "
         "--master {master_addr} --port {master_port}",
     ),
-    "slurm_env.py": Manner(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
-    "tcp_rank_flags.py": Manner(
+    "slurm_env.py": LaunchMethod(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
+    "tcp_rank_flags.py": LaunchMethod(
         by_hand,
         args="--rank {rank} --world-size {world_size} --dist-url {init_method}",
     ),

@@ -767,7 +767,7 @@ def test_a_new_copy_does_not_change_files_that_are_open(tmp_path: Path):
     assert (tmp_path / "there/ops.so").read_text() == "new"
 
 
-class Elsewhere:
+class OtherMachine:
     """Another machine: the responses of its agents."""
 
     def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
@@ -780,7 +780,7 @@ class Elsewhere:
         return [self.files if method == "contents" else "/copy" for _ in workers]
 
 
-def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
+def provided(elsewhere: OtherMachine, program: str = "script.py") -> dict[int, str]:
     others = three_on_two_nodes().workers[1:2]
     order = RunOptions(RunFlags(), program)
     return provide_folders(order, others, elsewhere, elsewhere.asked.append)
@@ -795,7 +795,7 @@ def putting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shared_folder_is_detected_by_a_marker_file(tmp_path: Path, monkeypatch):
     in_folder(monkeypatch, tmp_path, "")
-    assert provided(seen := Elsewhere(shared=True)) == {}
+    assert provided(seen := OtherMachine(shared=True)) == {}
     assert seen.asked == ["exists"]
     assert names_in(tmp_path) == {"script.py"}
 
@@ -808,16 +808,16 @@ def test_a_marker_left_by_a_killed_run_is_removed_and_never_copied(tmp_path, mon
     os.utime(old, (0, 0))
     assert code_shipping.contents(tmp_path) is not None
     assert set(code_shipping.contents(tmp_path)) == {"script.py"}
-    provided(Elsewhere(shared=True))
+    provided(OtherMachine(shared=True))
     assert (old.exists(), new.exists()) == (False, True)
 
 
 def test_the_reason_for_copying_a_folder_is_reported(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path, "")
     same = code_shipping.contents(tmp_path)
-    assert provided(Elsewhere(files=same)) == {}
+    assert provided(OtherMachine(files=same)) == {}
     for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
-        assert provided(other := Elsewhere(files=files)) == {1: "/copy"}
+        assert provided(other := OtherMachine(files=files)) == {1: "/copy"}
         assert why in other.asked[-1]
 
 
@@ -827,8 +827,8 @@ def test_a_script_outside_the_copied_folder_is_refused(tmp_path: Path, monkeypat
     script = str(written(tmp_path, "train.py") / "train.py")
     for name in ("../train.py", script):
         with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
-            provided(Elsewhere(), name)
-        assert provided(Elsewhere(shared=True), name) == {}
+            provided(OtherMachine(), name)
+        assert provided(OtherMachine(shared=True), name) == {}
     assert code_shipping.path_in_copy(script, tmp_path, "/copy") == "/copy/train.py"
     assert code_shipping.path_in_copy(script, tmp_path / "jobs", "/copy") == script
 
@@ -1218,7 +1218,7 @@ def test_an_agent_killed_before_it_starts_a_script_leaves_no_processes(
 # ------------------------------------------------------------------ the group
 
 
-class Answering(types.ModuleType):
+class FunctionRay(types.ModuleType):
     """A Ray whose references are functions."""
 
     class RayError(Exception):
@@ -1237,7 +1237,7 @@ class Answering(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.exceptions = Answering
+        self.exceptions = FunctionRay
 
     def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         return asked, []
@@ -1248,9 +1248,9 @@ class Answering(types.ModuleType):
 
 def test_an_error_on_a_machine_is_one_line_with_its_name(monkeypatch: pytest.MonkeyPatch):
     def full() -> None:
-        raise Answering.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
+        raise FunctionRay.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
 
-    monkeypatch.setitem(sys.modules, "ray", Answering())
+    monkeypatch.setitem(sys.modules, "ray", FunctionRay())
     assert worker_group._wait_for_answers([lambda: 3], lambda: None) == [3]
     with pytest.raises(PreflightError) as reported:
         worker_group._wait_for_answers(
@@ -1269,10 +1269,10 @@ def test_machine_clocks_are_compared_with_the_drivers_clock(monkeypatch: pytest.
 
         def tell(self) -> float:
             if self.ahead_s is None:
-                raise Answering.GetTimeoutError
+                raise FunctionRay.GetTimeoutError
             return time.monotonic() + self.ahead_s
 
-    monkeypatch.setitem(sys.modules, "ray", Answering())
+    monkeypatch.setitem(sys.modules, "ray", FunctionRay())
     group = WorkerGroup.__new__(WorkerGroup)
     group.workers = three_on_two_nodes().workers
     group._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat

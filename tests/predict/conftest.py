@@ -18,7 +18,7 @@ LOG = LogConfig(tensorboard=False)
 
 
 @pytest.fixture(autouse=True)
-def same_switches() -> Iterator[None]:
+def reset_switches() -> Iterator[None]:
     """Restores the process-wide switches that the commands set."""
     yield
     torch.use_deterministic_algorithms(False)

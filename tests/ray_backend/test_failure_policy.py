@@ -52,7 +52,7 @@ class FailurePolicy(failure_policy.FailurePolicy):
 KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
 
 
-class Story:
+class Scenario:
     """Reports to a policy what happens to three workers, one start after another."""
 
     def __init__(self, most: int = 3, replaced: int = 0) -> None:
@@ -61,7 +61,7 @@ class Story:
 
     def start(
         self, at: int = 0, new: Sequence[int] | None = None, ranks: Sequence[int] = (0, 1, 2)
-    ) -> Story:
+    ) -> Scenario:
         self.starts += 1
         for rank in ranks:
             event = {"kind": "joined", "start": f"{self.starts}", "rank": rank, "node": f"n{rank}"}
@@ -74,7 +74,7 @@ class Story:
         texts = {rank: KILLED.format(f"{self.starts}-{rank}") for rank in ranks}
         return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
-    def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Story:
+    def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Scenario:
         event = {"kind": "failed", "start": f"{self.starts}", "rank": rank, "step": step}
         said = {"error": error, "message": f"{error}: so", "traceback": "", "status": 1}
         self.policy.take({**event, **said, "cause": cause})
@@ -88,15 +88,15 @@ class Story:
         texts = {rank: KILLED.format(self.starts) + why, **dict.fromkeys(peers, "connection")}
         return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
-    def saved(self, step: int) -> Story:
+    def saved(self, step: int) -> Scenario:
         assert self.policy.take({"kind": "checkpoint", "step": step, "seconds": 0.1}) is None
         return self
 
 
 def test_fault_04_simultaneously_lost_hosts_count_as_one_failure_with_new_workers():
     """Ray reports each worker; a new one was placed on a host not yet known to be lost."""
-    story = Story(most=2, replaced=3).start()
-    policy, dead = story.policy, {"kind": "died", "preempted": []}
+    scenario = Scenario(most=2, replaced=3).start()
+    policy, dead = scenario.policy, {"kind": "died", "preempted": []}
     shown = [
         policy.take({**dead, "texts": {rank: f"{rank} is dead, says {n}"}})
         for n, rank in enumerate((2, 1, 2))
@@ -109,7 +109,7 @@ def test_fault_04_simultaneously_lost_hosts_count_as_one_failure_with_new_worker
 
 
 def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_resume_step():
-    shown = Story().start().saved(23).killed(rank=1, step=33)
+    shown = Scenario().start().saved(23).killed(rank=1, step=33)
     assert shown is not None
     assert (shown["kind"], shown["rank"], shown["step"]) == ("failed", 1, 33)
     for words in (
@@ -123,33 +123,33 @@ def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_resume_ste
 
 
 def test_one_death_counts_once_however_often_ray_reports_it():
-    story = Story().start()
-    assert story.killed(1, 5) is not None
-    assert story.killed(1, 5) is None
+    scenario = Scenario().start()
+    assert scenario.killed(1, 5) is not None
+    assert scenario.killed(1, 5) is None
 
 
 def test_failures_separated_by_checkpoints_never_end_the_run():
-    story = Story(most=1)
+    scenario = Scenario(most=1)
     for number in range(100):
-        story.start(at=10 * number).saved(10 * number + 5)
-        assert story.killed(rank=1, step=10 * number + 7) is not None
+        scenario.start(at=10 * number).saved(10 * number + 5)
+        assert scenario.killed(rank=1, step=10 * number + 7) is not None
 
 
 def test_a_checkpoint_whose_event_was_lost_counts_once_a_start_resumes_from_it():
-    story = Story(most=0)
+    scenario = Scenario(most=0)
     with pytest.raises(RetriesExhausted):
-        story.start().killed(0, 4)
-    story = Story(most=1)
-    assert story.start().killed(0, 8) is not None
-    assert story.start(at=7).killed(0, 8) is not None
+        scenario.start().killed(0, 4)
+    scenario = Scenario(most=1)
+    assert scenario.start().killed(0, 8) is not None
+    assert scenario.start(at=7).killed(0, 8) is not None
 
 
 def test_scaling_max_failures_consecutive_failures_end_the_run():
-    story = Story(most=2)
+    scenario = Scenario(most=2)
     for step in (5, 9):
-        assert story.start().killed(rank=1, step=step) is not None
+        assert scenario.start().killed(rank=1, step=step) is not None
     with pytest.raises(RetriesExhausted, match=r"failed 3 times .*max_failures = 2") as caught:
-        story.start().killed(rank=1, step=7)
+        scenario.start().killed(rank=1, step=7)
     assert caught.value.exit_status == 7
     assert caught.value.cause["rank"] == 1
     assert (caught.value.cause["node"], caught.value.cause["step"]) == ("n1", 7)
@@ -158,35 +158,35 @@ def test_scaling_max_failures_consecutive_failures_end_the_run():
 
 def test_fault_48_three_deaths_of_a_rank_at_the_same_step_end_the_run():
     """Two may be a coincidence if something outside kills workers."""
-    story = Story(most=100)
-    assert story.start(at=3).killed(rank=1, step=5) is not None
-    assert story.start(at=3).killed(rank=1, step=5) is not None
+    scenario = Scenario(most=100)
+    assert scenario.start(at=3).killed(rank=1, step=5) is not None
+    assert scenario.start(at=3).killed(rank=1, step=5) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
-        story.start(at=3).killed(rank=1, step=5)
+        scenario.start(at=3).killed(rank=1, step=5)
     assert "no checkpoint in between" in str(caught.value)
     assert "native crash" in str(caught.value)
 
 
 def test_fault_48_three_deaths_without_progress_end_the_run_despite_others_in_between():
     """The step at which a rank died is known only roughly on a busy machine."""
-    story = Story(most=100)
+    scenario = Scenario(most=100)
     for step in (5, 4, 5, 4):
-        assert story.start(at=3).killed(rank=1, step=step) is not None
+        assert scenario.start(at=3).killed(rank=1, step=step) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before"):
-        story.start(at=3).killed(rank=1, step=5)
+        scenario.start(at=3).killed(rank=1, step=5)
 
 
 def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
-    story = Story(most=100).start()
+    scenario = Scenario(most=100).start()
     texts = {0: "OSError: so", 1: "gloo"}
-    story.words(1, "peer", 5).words(0, "outside", 5)
-    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    scenario.words(1, "peer", 5).words(0, "outside", 5)
+    shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
     assert shown is not None
     assert shown["rank"] == 0
     assert "failed (OSError: so)" in shown["message"]
-    story.start().words(0, "outside", 5)
+    scenario.start().words(0, "outside", 5)
     with pytest.raises(RetriesExhausted, match=r"rank 0 failed \(OSError: so\) on n0 at step 5"):
-        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,13 @@ def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
 def test_fault_48_another_step_or_rank_or_a_checkpoint_in_between_is_not_a_crash_loop(
     rank: int, step: int, saved: int
 ):
-    story = Story(most=100)
+    scenario = Scenario(most=100)
     for _ in range(2):
-        assert story.start().killed(rank=1, step=5) is not None
-    story.start()
+        assert scenario.start().killed(rank=1, step=5) is not None
+    scenario.start()
     if saved:
-        story.saved(saved)
-    assert story.killed(rank, step) is not None
+        scenario.saved(saved)
+    assert scenario.killed(rank, step) is not None
 
 
 def test_fault_48_the_step_of_a_lone_workers_death_is_its_last_reported_step():
@@ -221,44 +221,44 @@ def test_fault_48_the_step_of_a_lone_workers_death_is_its_last_reported_step():
 
 
 def test_deaths_during_startup_are_not_a_crash_loop_but_are_counted():
-    story = Story(most=2)
+    scenario = Scenario(most=2)
     for _ in range(2):
-        story.start()
-        story.policy._start.step = None  # killed before there was a plan
-        shown = story.killed(rank=1, step=None)
+        scenario.start()
+        scenario.policy._start.step = None  # killed before there was a plan
+        shown = scenario.killed(rank=1, step=None)
         assert shown is not None
         assert "while starting; resuming from the start" in shown["message"]
-    story.start()
+    scenario.start()
     with pytest.raises(RetriesExhausted, match="failed 3 times"):
-        story.killed(rank=1, step=None)
+        scenario.killed(rank=1, step=None)
 
 
 def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
     why = "NODE_OUT_OF_MEMORY Worker exit detail: the node was running low on memory"
-    story = Story(most=100)
-    shown = story.start().killed(rank=1, step=5, why=why)
+    scenario = Scenario(most=100)
+    shown = scenario.start().killed(rank=1, step=5, why=why)
     assert shown is not None
     assert "ended by Ray because its node ran out of memory" in shown["message"]
     with pytest.raises(RetriesExhausted, match="again") as caught:
-        story.start().killed(rank=2, step=9, why=why)
+        scenario.start().killed(rank=2, step=9, why=why)
     for knob in ("--micro-batch", "--data.prefetch-mib", "--scaling.cpus-per-worker"):
         assert knob in str(caught.value)
 
 
-def hung(story: Story, step: int) -> Event | None:
+def hung(scenario: Scenario, step: int) -> Event | None:
     """Two ranks report that the third keeps them waiting and end; one then loses the other."""
     message = f"rank 2 (n2) did not enter the all-reduce of step {step}. Stacks are kept."
     for rank in (0, 1):
-        reported = {"kind": "failed", "start": f"{story.starts}", "rank": rank, "step": step}
+        reported = {"kind": "failed", "start": f"{scenario.starts}", "rank": rank, "step": step}
         words = {"error": "the hang of rank 2", "message": message, "traceback": "", "status": 7}
-        assert story.policy.take({**reported, **words, "cause": "hang"}) is None
-    story.words(1, "peer", step, "RuntimeError")
-    texts = {rank: KILLED.format(story.starts) for rank in range(3)}
-    return story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        assert scenario.policy.take({**reported, **words, "cause": "hang"}) is None
+    scenario.words(1, "peer", step, "RuntimeError")
+    texts = {rank: KILLED.format(scenario.starts) for rank in range(3)}
+    return scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
 def test_fault_33_a_hang_is_a_failure_with_a_stated_cause():
-    shown = hung(Story().start().saved(23), 40)
+    shown = hung(Scenario().start().saved(23), 40)
     assert shown is not None
     assert shown["hung"]
     assert "rank 2 (n2) did not enter the all-reduce of step 40" in shown["message"]
@@ -266,167 +266,170 @@ def test_fault_33_a_hang_is_a_failure_with_a_stated_cause():
 
 
 def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
-    story = Story()
-    assert hung(story.start(), 40) is not None
+    scenario = Scenario()
+    assert hung(scenario.start(), 40) is not None
     with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint in"):
-        hung(story.start(), 40)
-    story = Story(most=1)
-    assert hung(story.start(), 40) is not None
+        hung(scenario.start(), 40)
+    scenario = Scenario(most=1)
+    assert hung(scenario.start(), 40) is not None
     with pytest.raises(RetriesExhausted, match=r"2 times .*max_failures = 1.*step 41"):
-        hung(story.start(), 41)
+        hung(scenario.start(), 41)
 
 
 def test_fault_33_all_ranks_ended_by_a_hang_count_as_one_failure():
-    story = Story(most=1, replaced=3).start()
+    scenario = Scenario(most=1, replaced=3).start()
     for rank in (0, 1):
-        story.words(rank, "hang", 40)
-    shown = story.died(2)
+        scenario.words(rank, "hang", 40)
+    shown = scenario.died(2)
     assert shown is not None
     assert shown["hung"]
-    assert story.died(0, 1) is None
+    assert scenario.died(0, 1) is None
 
 
 def test_surviving_workers_keep_running_unless_none_is_left():
-    story = Story(replaced=3).start().saved(23)
-    shown = story.died(1)
+    scenario = Scenario(replaced=3).start().saved(23)
+    shown = scenario.died(1)
     assert shown is not None
     assert shown["message"].endswith(
         "; it is replaced, the others stay (failure 1 of at most 3 in a row)"
     )
-    shown = story.start(at=33, new=[1]).died(0, 1, 2)
+    shown = scenario.start(at=33, new=[1]).died(0, 1, 2)
     assert shown is not None
     assert "resuming from step 23 (failure 1 of" in shown["message"], "33 is not committed"
 
 
 def test_steps_without_a_checkpoint_are_progress_if_workers_survive():
-    story = Story(most=1, replaced=3).start()
+    scenario = Scenario(most=1, replaced=3).start()
     for step in range(10, 100, 10):
-        assert story.died(1) is not None
-        story.start(at=step, new=[1])
-    assert story.died(1) is not None
-    story.start(at=90, new=[1])
+        assert scenario.died(1) is not None
+        scenario.start(at=step, new=[1])
+    assert scenario.died(1) is not None
+    scenario.start(at=90, new=[1])
     with pytest.raises(RetriesExhausted):
-        story.died(1)
+        scenario.died(1)
 
 
 def test_new_workers_that_fail_do_not_end_a_run_that_makes_progress() -> None:
     """Ranks 0 and 2 have continued without rank 1."""
-    story = Story(most=1, replaced=3).start(ranks=(0, 2))
+    scenario = Scenario(most=1, replaced=3).start(ranks=(0, 2))
     for step in range(10, 60, 10):
-        story.policy.take({"kind": "at", "step": step})
+        scenario.policy.take({"kind": "at", "step": step})
         texts = {1: KILLED.format(step)}
-        assert not story.policy.stops_training(Died(texts, []))
-        assert story.policy.take({"kind": "died", "texts": texts, "preempted": []}) is not None
-    assert story.policy.stops_training(Died({2: "x"}, []))
+        assert not scenario.policy.stops_training(Died(texts, []))
+        assert scenario.policy.take({"kind": "died", "texts": texts, "preempted": []}) is not None
+    assert scenario.policy.stops_training(Died({2: "x"}, []))
     texts = {1: KILLED.format(60)}
     with pytest.raises(RetriesExhausted):
-        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
 def test_fault_33_a_hang_is_reported_although_the_others_continued_before_ray_reports_it() -> None:
-    story = Story(replaced=3).start()
-    story.words(0, "hang", 40).start(at=39, new=[])
-    shown = story.died(2)
+    scenario = Scenario(replaced=3).start()
+    scenario.words(0, "hang", 40).start(at=39, new=[])
+    shown = scenario.died(2)
     assert shown is not None
     assert shown["hung"]
-    story.saved(41)
-    assert story.died(1) is not None, "a failure of its own"
+    scenario.saved(41)
+    assert scenario.died(1) is not None, "a failure of its own"
 
 
 def test_fault_34_a_preemption_does_not_count_as_a_failure():
-    story = Story(most=0)
+    scenario = Scenario(most=0)
     for _ in range(5):
-        story.start()
-        texts = {1: KILLED.format(story.starts)}
-        shown = story.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
+        scenario.start()
+        texts = {1: KILLED.format(scenario.starts)}
+        shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
         assert shown == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
 
 
 def test_fault_34_preempted_nodes_are_counted_when_ray_does_not_see_their_workers(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    story = Story(replaced=3)
-    story.policy.most_preemptions = 1
-    story.start()
+    scenario = Scenario(replaced=3)
+    scenario.policy.most_preemptions = 1
+    scenario.start()
 
     def preempted(*ranks: int) -> Event | None:
         texts = {rank: KILLED.format(next(numbers)) for rank in ranks}
-        return story.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
+        return scenario.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
 
     numbers = itertools.count()
     for _ in range(2):  # two workers of the same node
         assert preempted(1) == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted \(rank 2\)"):
         preempted(2)
-    story.policy.most_preemptions = 2
+    scenario.policy.most_preemptions = 2
     monkeypatch.setattr(failure_policy, "_TOGETHER_S", -1.0)
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted"):
         preempted(2)  # # it had returned
 
 
 def test_fault_04_a_lost_node_is_named_although_its_peers_report_only_a_lost_connection():
-    story = Story().start()
-    story.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
+    scenario = Scenario().start()
+    scenario.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
     texts = {0: "Connection closed by peer", 2: "Connection closed by peer"}
-    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
     assert shown is not None
     assert shown["rank"] == 1
     assert "on n1 at step 7" in shown["message"]
 
 
 def test_user_errors_and_our_own_errors_end_the_run_at_once():
-    story = Story().start()
+    scenario = Scenario().start()
     event = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error"}
     said = {"error": "X", "message": "x", "status": 4}
     with pytest.raises(DataError, match=r"^x$"):
-        story.policy.take({**event, **said, "traceback": ""})
+        scenario.policy.take({**event, **said, "traceback": ""})
     with pytest.raises(TaskError, match="at step 1 on n0, rank 0:\nTraceback") as caught:
-        story.policy.take({**event, **said, "traceback": "Traceback"})
+        scenario.policy.take({**event, **said, "traceback": "Traceback"})
     assert caught.value.cause == {"rank": 0, "node": "n0", "step": 1, "error": "X"}
 
 
 def test_fault_07_events_from_a_zombie_are_ignored():
-    story = Story().start().start()
+    scenario = Scenario().start().start()
     old = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error", "status": 8}
-    assert story.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
-    assert story.policy.ended("the controller")["message"].startswith("the controller; ")
+    assert scenario.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
+    assert scenario.policy.ended("the controller")["message"].startswith("the controller; ")
 
 
 def test_a_start_that_dies_before_its_first_event_is_not_judged_by_older_events():
-    story = Story()
-    assert story.start().killed(1, 5) is not None
-    shown = story.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
+    scenario = Scenario()
+    assert scenario.start().killed(1, 5) is not None
+    shown = scenario.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
     assert shown is not None
     assert "while starting; resuming from the start (failure 2 of" in shown["message"]
 
 
 def test_a_failure_of_ray_train_itself_is_retried_and_counted():
     """For example, when the workers cannot form a group: Ray Train does not retry that."""
-    story, why = Story(most=2), "Training failed due to controller error:\nConnection refused\n"
-    reported = [story.policy.ended(why)["message"] for _ in range(2)]
+    scenario, why = (
+        Scenario(most=2),
+        "Training failed due to controller error:\nConnection refused\n",
+    )
+    reported = [scenario.policy.ended(why)["message"] for _ in range(2)]
     assert (
         reported[1]
         == "Connection refused; resuming from the start (failure 2 of at most 2 in a row)"
     )
     with pytest.raises(RetriesExhausted, match="Connection refused"):
-        story.policy.ended(why)
-    story.start().saved(7)
-    assert "from step 7 (failure 1 of" in story.policy.ended(why)["message"]
+        scenario.policy.ended(why)
+    scenario.start().saved(7)
+    assert "from step 7 (failure 1 of" in scenario.policy.ended(why)["message"]
     with pytest.raises(RetriesExhausted, match="max_preemptions"):
-        story.policy.ended("Training was interrupted by node preemption")
+        scenario.policy.ended("Training was interrupted by node preemption")
 
 
 def test_a_preemption_is_recognized_whatever_its_peers_reported():
-    story = Story().start().words(1, "peer", 3, "RuntimeError")
+    scenario = Scenario().start().words(1, "peer", 3, "RuntimeError")
     with pytest.raises(RetriesExhausted, match="max_preemptions"):
-        story.policy.ended("Training was interrupted by node preemption")
+        scenario.policy.ended("Training was interrupted by node preemption")
 
 
 def test_progress_after_a_start_from_an_older_checkpoint_counts_from_it():
-    story = Story(most=1).start(at=100)
-    assert story.killed(1, 105) is not None
-    story.start(at=20).saved(30)  # the one of step 100 was damaged
-    shown = story.killed(1, 35)
+    scenario = Scenario(most=1).start(at=100)
+    assert scenario.killed(1, 105) is not None
+    scenario.start(at=20).saved(30)  # the one of step 100 was damaged
+    shown = scenario.killed(1, 35)
     assert shown is not None
     assert "resuming from step 30 (failure 1 of" in shown["message"]
 
@@ -473,7 +476,7 @@ def test_capacity_is_counted_per_node():
     assert workers_that_fit(shared, [{"CPU": 64, "GPU": 1}]) == 10
 
 
-class Clockwork:
+class FakeWaiting:
     """A Waiting whose clock and cluster are set by the test."""
 
     def __init__(self, least: int, most: int) -> None:
@@ -503,66 +506,66 @@ class Clockwork:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_fault_04_the_wait_for_missing_nodes_ends_at_its_time_limit(joined: bool):
-    clockwork = Clockwork(3, 3)
+    fake = FakeWaiting(3, 3)
     if joined:
-        clockwork.waiting.take(Joined("1", 0, "n"))
-    clockwork.run(20)
-    clockwork.nodes.pop()
-    clockwork.run(50)
-    (lack,) = clockwork.lacks()
+        fake.waiting.take(Joined("1", 0, "n"))
+    fake.run(20)
+    fake.nodes.pop()
+    fake.run(50)
+    (lack,) = fake.lacks()
     assert "waiting up to 60 s: for 3 workers" in lack
     assert "room for 2" in lack
     with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
-        clockwork.run(20)
+        fake.run(20)
 
 
 def test_fault_04_an_elastic_run_starts_with_fewer_nodes_and_any_run_with_new_ones_in_time():
-    clockwork = Clockwork(1, 3)
-    del clockwork.nodes[1:]
-    clockwork.run(200)
-    assert clockwork.lacks() == []
-    clockwork = Clockwork(3, 3)
+    fake = FakeWaiting(1, 3)
+    del fake.nodes[1:]
+    fake.run(200)
+    assert fake.lacks() == []
+    fake = FakeWaiting(3, 3)
     for _ in range(3):
-        node = clockwork.nodes.pop()
-        clockwork.run(50)
-        clockwork.nodes.append(node)
-        clockwork.run(20)
-    assert len(clockwork.lacks()) == 3
+        node = fake.nodes.pop()
+        fake.run(50)
+        fake.nodes.append(node)
+        fake.run(20)
+    assert len(fake.lacks()) == 3
 
 
 def test_surviving_workers_need_no_capacity_for_the_lost_ones() -> None:
-    clockwork = Clockwork(3, 3)
-    clockwork.waiting.least_left = 1
-    clockwork.waiting.take(Alive(2))
-    clockwork.nodes.pop()
-    clockwork.run(500)
-    assert clockwork.lacks() == []
-    clockwork.waiting.take(Alive(0))
+    fake = FakeWaiting(3, 3)
+    fake.waiting.least_left = 1
+    fake.waiting.take(Alive(2))
+    fake.nodes.pop()
+    fake.run(500)
+    assert fake.lacks() == []
+    fake.waiting.take(Alive(0))
     with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
-        clockwork.run(100)
+        fake.run(100)
 
 
 def test_a_node_change_is_reported_once_within_seconds():
-    clockwork = Clockwork(1, 3)
-    clockwork.run(30)
-    clockwork.nodes.pop()
-    clockwork.run(30)
-    clockwork.nodes.append({"CPU": 2, "GPU": 1})
-    clockwork.run(30)
-    assert [round(at / 30) for at in clockwork.changes] == [1, 2]
+    fake = FakeWaiting(1, 3)
+    fake.run(30)
+    fake.nodes.pop()
+    fake.run(30)
+    fake.nodes.append({"CPU": 2, "GPU": 1})
+    fake.run(30)
+    assert [round(at / 30) for at in fake.changes] == [1, 2]
 
 
 def test_fault_42_workers_that_never_start_end_the_run_despite_free_capacity():
-    clockwork = Clockwork(1, 3)
+    fake = FakeWaiting(1, 3)
     with pytest.raises(PreflightError, match="has not started 1 to 3 workers in 480 s"):
-        clockwork.run(600)
-    clockwork = Clockwork(1, 3)
-    clockwork.run(100)
-    clockwork.waiting.take(Joined("1", 0, "n"))
-    clockwork.run(2000)
-    clockwork.waiting.lost()
+        fake.run(600)
+    fake = FakeWaiting(1, 3)
+    fake.run(100)
+    fake.waiting.take(Joined("1", 0, "n"))
+    fake.run(2000)
+    fake.waiting.lost()
     with pytest.raises(PreflightError, match="has not started"):
-        clockwork.run(600)
+        fake.run(600)
 
 
 def test_the_reason_for_a_slow_worker_start_is_reported_every_30_seconds():
@@ -663,7 +666,7 @@ def test_fault_06_an_unresponsive_head_ends_the_run_within_a_time_limit(
 ONE = {"n1": [1]}
 
 
-class Taken:
+class FakeNotice:
     """A Notice with a fake clock and fake answers from Ray."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
@@ -700,7 +703,7 @@ def test_fault_34_a_notice_saves_a_checkpoint_at_once_and_again_before_the_end(
 ):
     from raytrain_ddp.ray_backend.preemption import STOP
 
-    taken = Taken(monkeypatch)
+    taken = FakeNotice(monkeypatch)
     assert taken.steps(10) == []
     taken.drain(30)
     wished = taken.steps(29)
@@ -718,7 +721,7 @@ def test_fault_34_a_notice_saves_a_checkpoint_at_once_and_again_before_the_end(
 def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    taken = Taken(monkeypatch)
+    taken = FakeNotice(monkeypatch)
     taken.notice.committed(6.0)
     taken.notice.committed(0.1)
     taken.drain(60)
@@ -730,7 +733,7 @@ def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
 def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    taken = Taken(monkeypatch)
+    taken = FakeNotice(monkeypatch)
     taken.drain(None)
     assert [requests.save for _, requests in taken.steps(20)] == [True]
     assert taken.notice.left_s() == pytest.approx(120, abs=20)
@@ -743,7 +746,7 @@ def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
 
 @pytest.mark.filterwarnings("ignore")
 def test_preemption_notices_are_not_polled_on_a_local_ray(monkeypatch: pytest.MonkeyPatch):
-    taken = Taken(monkeypatch, every_s=0)
+    taken = FakeNotice(monkeypatch, every_s=0)
     taken.drain(30)
     assert taken.steps(40) == []
 

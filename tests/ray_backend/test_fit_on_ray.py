@@ -112,7 +112,7 @@ def without_ray(config: TrainConfig, workers: int) -> None:
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
 
 
-def none_left(actor: str, within_s: float = 20) -> bool:
+def actor_is_gone(actor: str, within_s: float = 20) -> bool:
     """Whether this session's Ray no longer has such an actor."""
     for _ in range(int(within_s / 0.2)):
         below = psutil.Process().children(recursive=True)
@@ -266,7 +266,7 @@ def test_a_separate_evaluating_worker_gives_the_same_metrics_although_it_and_ran
         assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
     order = [(record["kind"], record["step"]) for record in log_of(config)]
     assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # # it continued
-    assert none_left("_Actor")
+    assert actor_is_gone("_Actor")
 
 
 def test_an_evaluation_failing_in_another_process_is_reported_with_its_own_message() -> None:
@@ -366,7 +366,7 @@ def test_a_killed_mailbox_does_not_disturb_the_run(tmp_path: Path) -> None:
     config = three_workers(tmp_path, "board", scaling=ScalingConfig(num_workers=2, max_failures=0))
     log = tmp_path / "board" / "metrics.jsonl"
 
-    def kill_boards() -> None:
+    def kill_mailboxes() -> None:
         for lines in (10, 50):
             while not log.exists() or log.read_text().count("\n") < lines:
                 time.sleep(0.05)
@@ -376,7 +376,7 @@ def test_a_killed_mailbox_does_not_disturb_the_run(tmp_path: Path) -> None:
                     killed.append(process.pid)
 
     killed: list[int] = []
-    killing = threading.Thread(target=kill_boards, daemon=True)
+    killing = threading.Thread(target=kill_mailboxes, daemon=True)
     killing.start()
     display, text = shown()
     result = fit(config, display=display)
@@ -410,8 +410,8 @@ def test_a_killed_ray_train_controller_restarts_all_workers(tmp_path: Path) -> N
     assert failure in text.getvalue()
     steps = [r["step"] for r in result.history if r["kind"] == "train"]
     assert steps == list(range(1, 70))
-    assert none_left("TrainController")
-    assert none_left("RayTrainWorker")
+    assert actor_is_gone("TrainController")
+    assert actor_is_gone("RayTrainWorker")
 
 
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) 
     assert 'return batch["no such key"]' in message
     assert "raytrain_ddp/training" not in message
     assert caught.value.exit_status == 1
-    assert none_left("TrainController"), "it would start workers again and again"
+    assert actor_is_gone("TrainController"), "it would start workers again and again"
 
 
 def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
     with pytest.raises(KeyboardInterrupt):
         predict.main(on_cluster)
     monkeypatch.setattr(OutputParts, "write", write)
-    assert none_left("_PartActor"), "they would keep their devices"
+    assert actor_is_gone("_PartActor"), "they would keep their devices"
     assert len(list((tmp_path / ".p.parquet.predicting").glob("part-*"))) == 2
     bomb.touch()
     assert predict.main(on_cluster) == 0

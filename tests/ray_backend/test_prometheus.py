@@ -91,7 +91,7 @@ NOTE = {"kind": "note", "text": "full"}
 FAILED = {"kind": "failed", "rank": 1, "step": 24, "message": "crashed"}
 
 
-class Told:
+class FakeGauges:
     """Replaces Ray's gauges: the newest value by name and tags, without the tags of the run."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Told:
         assert reported.endswith(".")
         return Gauge()
 
-    def take(self, *events: Mapping[str, Any]) -> Told:
+    def take(self, *events: Mapping[str, Any]) -> FakeGauges:
         for event in events:
             self.metrics.take(made(event))
         return self
@@ -123,7 +123,7 @@ class Told:
 
 
 def test_each_log_record_sets_its_gauges() -> None:
-    reported = Told().take(PLAN, TRAIN)
+    reported = FakeGauges().take(PLAN, TRAIN)
     expected = {
         "state": TRAINING,
         "step": 20,
@@ -171,14 +171,14 @@ def test_each_log_record_sets_its_gauges() -> None:
 def test_a_phase_or_slowest_rank_that_no_longer_applies_is_set_to_zero() -> None:
     timing = {**TRAIN["timing"], "split_s": {"compute": 0.06}}  # type: ignore[dict-item]
     timing["slowest"] = {"rank": 0, "phase": "compute", "ratio": 1.2}
-    reported = Told().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
+    reported = FakeGauges().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
     assert reported["phase_seconds data"] == 0
     assert reported["slowest_rank_ratio 1 data"] == 0
     assert reported["slowest_rank_ratio 0 compute"] == 1.2
 
 
 def test_restarts_are_counted_by_cause_and_start_at_zero() -> None:
-    reported = Told()
+    reported = FakeGauges()
     causes = ("failure", "preemption", "resize")
     assert [reported[f"restarts {cause}"] for cause in causes] == [0, 0, 0]
     assert reported["state"] == STARTING
@@ -195,7 +195,7 @@ def test_restarts_are_counted_by_cause_and_start_at_zero() -> None:
 
 
 def test_the_last_step_is_reported_between_the_lines_of_the_log_and_not_by_a_restart() -> None:
-    reported = Told().take(PLAN)
+    reported = FakeGauges().take(PLAN)
     began = reported["last_step_timestamp_seconds"]
     reported.take({"kind": "at", "step": 1}, FAILED, PLAN, {"kind": "at", "step": 1})
     assert reported["last_step_timestamp_seconds"] == began, "a run that dies at once makes no step"
@@ -210,14 +210,14 @@ def test_failing_gauges_do_not_fail_the_run() -> None:
             raise RuntimeError("Ray is gone")
 
     PrometheusMetrics("digits", lambda *_: Broken()).take(made(TRAIN))
-    Told().take({"kind": "train"}, {"kind": "phase"}, {**TRAIN, "timing": {}})
+    FakeGauges().take({"kind": "train"}, {"kind": "phase"}, {**TRAIN, "timing": {}})
 
 
 def test_gauges_are_exported_repeatedly_until_the_run_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._EXPORT_EVERY_S", 0.01)
-    reported = Told().take(PLAN, TRAIN)
+    reported = FakeGauges().take(PLAN, TRAIN)
     before = dict(reported.values)
     reported.values.clear()
     deadline = time.monotonic() + 10
@@ -247,7 +247,7 @@ def test_an_evaluation_is_reported_as_state_and_its_end_counts_as_a_step(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    reported = Told().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
+    reported = FakeGauges().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
     assert reported["state"] == EVALUATING
     now += 2000
     reported.take(EVAL)
@@ -260,7 +260,7 @@ def test_only_the_currently_slowest_rank_is_exported_repeatedly() -> None:
         reported = {"rank": rank, "phase": "data", "ratio": 1.1}
         return {**TRAIN, "timing": {**TRAIN["timing"], "slowest": reported}}  # type: ignore[dict-item]
 
-    reported = Told().take(PLAN, *map(slow, range(500)))
+    reported = FakeGauges().take(PLAN, *map(slow, range(500)))
     values = reported.values
     ratios = [v for (name, *_), v in values.items() if name.endswith("slowest_rank_ratio")]
     assert sorted(ratios) == [0.0] * 499 + [1.1]
@@ -270,7 +270,7 @@ def test_only_the_currently_slowest_rank_is_exported_repeatedly() -> None:
 
 def test_a_single_remaining_worker_is_not_slow() -> None:
     alone = {name: each for name, each in TRAIN["timing"].items() if name != "slowest"}  # type: ignore[attr-defined]
-    reported = Told().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
+    reported = FakeGauges().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
     assert reported["slowest_rank_ratio 1 data"] == 0
 
 

@@ -40,7 +40,7 @@ HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 
-class Ears(Display):
+class RecordingDisplay(Display):
     """A display that shows nothing and records each event with its time."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Running(threading.Thread):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(daemon=True)
-        self.config, self.ears = config, Ears()
+        self.config, self.ears = config, RecordingDisplay()
         self.result: FitResult | None = None
         self.error: BaseException | None = None
         self.start()
@@ -237,7 +237,7 @@ def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart
     options = {"exact": True, "epochs": 8}
     reference = paced(tmp_path, "reference", **options)
     torch.set_num_threads(1)
-    fit_locally(reference, display=Ears())
+    fit_locally(reference, display=RecordingDisplay())
     nodes = [cluster.add_node(num_cpus=1)]
     (tmp_path / "slow").touch()
     run = Running(paced(tmp_path, "grown", **options))
@@ -275,7 +275,7 @@ def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
 ) -> None:
     reference = paced(tmp_path, "reference")
     torch.set_num_threads(1)
-    fit_locally(reference, display=Ears())
+    fit_locally(reference, display=RecordingDisplay())
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
 
     (tmp_path / "slow").touch()

@@ -89,7 +89,7 @@ def test_a_users_traceback_has_only_user_frames_and_the_error():
     assert text.rstrip().endswith("ValueError: mine")
 
 
-class FakeBoard:
+class FakeMailbox:
     """Receives what a worker pushes, as the mailbox actor's handle would."""
 
     def __init__(self) -> None:
@@ -101,19 +101,19 @@ class FakeBoard:
 
 
 @pytest.fixture
-def mailbox(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> FakeMailbox:
     import ray
 
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
-    return FakeBoard()
+    return FakeMailbox()
 
 
-def given(mailbox: FakeBoard) -> WorkerSettings:
+def given(mailbox: FakeMailbox) -> WorkerSettings:
     return WorkerSettings({"micro_batch": 16, "batch_size": 64}, ".", (), None, mailbox)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeBoard):
+def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeMailbox):
     report_failure(given(mailbox), 2, 5, DataError("x.parquet: damaged"))
     error = as_error(mailbox.events[0])
     assert type(error) is DataError
@@ -149,7 +149,7 @@ def users(status: object, base: type[RaytrainError] = DataError) -> RaytrainErro
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_user_defined_error_keeps_its_message_and_exit_status(
-    error: RaytrainError, status: int, text: str, mailbox: FakeBoard
+    error: RaytrainError, status: int, text: str, mailbox: FakeMailbox
 ):
     assert status_of(error) == status
     report_failure(given(mailbox), 0, 3, error)
@@ -168,7 +168,7 @@ def test_a_user_defined_error_keeps_its_message_and_exit_status(
 )
 @pytest.mark.filterwarnings("ignore")
 def test_fault_26_out_of_memory_ends_the_run_and_names_the_setting_that_helps(
-    error: Exception, mailbox: FakeBoard
+    error: Exception, mailbox: FakeMailbox
 ):
     report_failure(given(mailbox), 1, 5, error)
     reported = as_error(mailbox.events[0])

@@ -96,9 +96,9 @@ class Place:
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """The probe's output, and whether the process was forked."""
         with self.start(*arguments, **options) as client:
-            said = reported(client)
-            self.started.add(said["pid"])
-            return said
+            report = reported(client)
+            self.started.add(report["pid"])
+            return report
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
@@ -128,8 +128,8 @@ class Place:
 
 def reported(client: subprocess.Popen[str]) -> dict[str, Any]:
     assert client.stdout is not None
-    said: dict[str, Any] = json.loads(client.stdout.readline())
-    return {**said, "forked": said["pid"] != client.pid}
+    report: dict[str, Any] = json.loads(client.stdout.readline())
+    return {**report, "forked": report["pid"] != client.pid}
 
 
 @pytest.fixture
@@ -274,9 +274,9 @@ def test_processes_of_an_announced_job_are_prepared(
     monkeypatch.setenv("RAY_RAYLET_PID", str(owner.pid))
 
     def loaded(job: str) -> bool:
-        said = place.run(env={**os.environ, "RAY_JOB_ID": job})
-        assert said["same"]["environment"]["RAY_JOB_ID"] == job
-        return bool(said["loaded"])
+        report = place.run(env={**os.environ, "RAY_JOB_ID": job})
+        assert report["same"]["environment"]["RAY_JOB_ID"] == job
+        return bool(report["loaded"])
 
     fork_client.expect_job(3, "")  # no server yet
     assert not loaded("ff000000")
@@ -355,9 +355,9 @@ def test_a_server_without_a_spare_forks_itself(
     place.run()
     [spare] = place.spares(1)
     spare.send_signal(number)
-    said = place.run()
-    assert said["forked"]
-    assert not said["loaded"]
+    report = place.run()
+    assert report["forked"]
+    assert not report["loaded"]
     assert ended(spare.pid)
     place.spares(1)  # another one
     [server] = place.servers()
@@ -471,9 +471,9 @@ def test_a_new_installation_or_environment_starts_another_server(place: Place):
 def test_fault_59_python_is_started_when_forking_is_impossible(
     tmp_path: Path, owner: subprocess.Popen[bytes], word: str, instead: str
 ):
-    said = Place(tmp_path, owner.pid, **{word: instead}).run("x")
-    assert not said["forked"]
-    assert said["same"]["argv"][1:] == ["x"]
+    report = Place(tmp_path, owner.pid, **{word: instead}).run("x")
+    assert not report["forked"]
+    assert report["same"]["argv"][1:] == ["x"]
 
 
 def test_an_idle_server_exits(tmp_path: Path, owner: subprocess.Popen[bytes]):
@@ -506,9 +506,9 @@ def test_ray_runs_the_command_with_python_installed_elsewhere(
     def as_ray(command: str) -> dict[str, Any]:  # see RuntimeEnvContext.exec_worker
         line = f"exec {command} {place.command[-1]} 'two words'"
         with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as worker:
-            said = reported(worker)
-        assert said["same"]["argv"][1:] == ["two words"]
-        return said
+            report = reported(worker)
+        assert report["same"]["argv"][1:] == ["two words"]
+        return report
 
     assert as_ray(py_executable("always", place.owner, 1, 0))["forked"]
     real, used = sys.executable, tmp_path / "used"

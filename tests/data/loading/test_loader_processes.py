@@ -32,7 +32,7 @@ Point = namedtuple("Point", "x y")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _standing() -> Any:
+def _keep_interpreter() -> Any:
     return loader_processes._server()
 
 

@@ -67,7 +67,7 @@ def pick(index: int, count: int) -> float:
 Space = dict[str, Any]  # name -> (function of levels, height and width, signed)
 
 
-class Dealt:
+class ScriptedRandom:
     """Replaces torch's random numbers for torchvision's policies with those given by a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ class Dealt:
 
 
 @pytest.fixture
-def dealt(monkeypatch: pytest.MonkeyPatch) -> Dealt:
-    return Dealt(monkeypatch)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedRandom:
+    return ScriptedRandom(monkeypatch)
 
 
 def names_of(policy: auto_augment.Policy) -> list[str]:
@@ -116,43 +116,49 @@ def test_the_operations_equal_torchvisions():
             assert signed == space[name][1]
 
 
-def test_trivial_augment_gives_torchvisions_pixels_for_every_operation_level_and_sign(dealt: Dealt):
+def test_trivial_augment_gives_torchvisions_pixels_for_every_operation_level_and_sign(
+    scripted: ScriptedRandom,
+):
     config, theirs, image = AugmentConfig(policy="trivial"), v2.TrivialAugmentWide(), picture()
     names = names_of("trivial")
     for (i, name), level, negative in product(enumerate(names), range(31), (False, True)):
-        dealt.operation(theirs._AUGMENTATION_SPACE, name, level, negative)
+        scripted.operation(theirs._AUGMENTATION_SPACE, name, level, negative)
         draws = [pick(i, len(names)), pick(level, 31), pick(1 - negative, 2)]
         assert torch.equal(apply_policy(image, config, draws), theirs(image)), (name, level)
-    assert not dealt.integers
-    assert not dealt.signs
+    assert not scripted.integers
+    assert not scripted.signs
 
 
-def test_randaugment_gives_torchvisions_pixels_for_every_operation_magnitude_and_sign(dealt: Dealt):
+def test_randaugment_gives_torchvisions_pixels_for_every_operation_magnitude_and_sign(
+    scripted: ScriptedRandom,
+):
     image, names = picture(), names_of("randaugment")
     for magnitude in range(0, 31, 3):
         config = AugmentConfig(policy="randaugment", operations=1, magnitude=magnitude)
         theirs = v2.RandAugment(num_ops=1, magnitude=magnitude)
         for (i, name), negative in product(enumerate(names), (False, True)):
-            dealt.operation(theirs._AUGMENTATION_SPACE, name, None, negative)
+            scripted.operation(theirs._AUGMENTATION_SPACE, name, None, negative)
             draws = [pick(i, len(names)), pick(1 - negative, 2)]
             assert torch.equal(apply_policy(image, config, draws), theirs(image)), (name, magnitude)
 
 
 @pytest.mark.parametrize("size", [(20, 26), (31, 17), (224, 224)])
-def test_randaugment_chains_operations_as_torchvision(dealt: Dealt, size: tuple[int, int]):
+def test_randaugment_chains_operations_as_torchvision(
+    scripted: ScriptedRandom, size: tuple[int, int]
+):
     config = AugmentConfig(policy="randaugment", operations=3)
     theirs, names = v2.RandAugment(num_ops=3), names_of("randaugment")
     for seed in range(20):
         image, draws = picture(*size, seed), draws_of(config, 1, seed)[0]
         for which, sign in zip(draws[::2], draws[1::2], strict=True):
             name = names[int(which * len(names))]
-            dealt.operation(theirs._AUGMENTATION_SPACE, name, None, sign < 0.5)
+            scripted.operation(theirs._AUGMENTATION_SPACE, name, None, sign < 0.5)
         assert torch.equal(apply_policy(image, config, draws), theirs(image))
 
 
 @pytest.mark.parametrize("size", [(20, 26), (64, 64)])
 def test_augmix_gives_torchvisions_pixels(
-    dealt: Dealt, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+    scripted: ScriptedRandom, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ):
     config, theirs, names = AugmentConfig(policy="augmix"), v2.AugMix(), names_of("augmix")
     seen = Counter[str]()
@@ -165,15 +171,15 @@ def test_augmix_gives_torchvisions_pixels(
         )
         for chain in (draws[3:13], draws[13:23], draws[23:33]):
             depth = 1 + int(chain[0] * 3)
-            dealt.integers.append(depth)
+            scripted.integers.append(depth)
             for at in range(depth):
                 which, level, sign = chain[1 + 3 * at : 4 + 3 * at]
                 name = names[int(which * len(names))]
                 space = theirs._AUGMENTATION_SPACE
-                dealt.operation(space, name, int(level * 3), sign < 0.5)
+                scripted.operation(space, name, int(level * 3), sign < 0.5)
                 seen[name] += 1
         assert torch.equal(apply_policy(image, config, draws), theirs(image))
-        assert not dealt.integers
+        assert not scripted.integers
     assert set(seen) == set(names)
 
 
