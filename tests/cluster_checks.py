@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
 # PyPI's kubernetes 37.0.2. And those of KubeRay 1.6's resources (ray.io/v1), from its reference,
 # by hand: of those only what may be used here.
-# # The API server silently drops unknown fields.
+# The API server silently drops unknown fields.
 SCHEMA: dict[str, dict[str, str]] = {
     **json.loads((GOLDEN / "pod_template.json").read_text(encoding="utf-8")),
     "RayJob": {
@@ -64,7 +64,7 @@ LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
 )
-HEAD = {  # # how a head is given in each kind of cluster
+HEAD = {  # how a head is given in each kind of cluster
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",

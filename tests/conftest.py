@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from processes import Group
 
-# # Otherwise, each process and its children would compute on all cores, with busy-waiting threads.
+# Otherwise, each process and its children would compute on all cores, with busy-waiting threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests import a million objects that stay; see pytest_collection_finish.
@@ -23,7 +23,7 @@ gc.disable()
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# # Ignored under nohup or in the background, and then in all test processes; some tests send them.
+# Ignored under nohup or in the background, and then in all test processes; some tests send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

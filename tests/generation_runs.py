@@ -48,7 +48,7 @@ def _work(
     outages: int,
 ) -> None:
     """The process of one rank; also the first code that a forked process runs."""
-    gc.freeze()  # # as workers do; a generation begins with a garbage collection
+    gc.freeze()  # as workers do; a generation begins with a garbage collection
     import torch
 
     from raytrain_ddp.messages import Outcome

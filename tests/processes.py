@@ -113,7 +113,7 @@ class Died:
     exit_code: int
 
 
-# # What most workers import. The only thread is that of pyarrow's jemalloc, which supports forks.
+# What most workers import. The only thread is that of pyarrow's jemalloc, which supports forks.
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
@@ -173,7 +173,7 @@ class Group:
         try:
             results = [self._answer(rank) for rank in range(size)]
         except BaseException:
-            self.end()  # # a process that has not responded is in an unknown state
+            self.end()  # a process that has not responded is in an unknown state
             raise
         self._workers = [
             worker
@@ -234,7 +234,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             connections = Connections()
             store, wait = dist.FileStore(file, size), timedelta(seconds=wait_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-            # # A rank that destroys the group at once would cut off one that is still connecting.
+            # A rank that destroys the group at once would cut off one that is still connecting.
             store.set(f"connected-{rank}", "")
             store.wait([f"connected-{each}" for each in range(size)], wait)
             connections.opened(dist.group.WORLD)
@@ -244,7 +244,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             status = getattr(error, "exit_status", 1)
             result = Raised(type(error).__name__, status, traceback.format_exc())
             traceback.clear_frames(error.__traceback__)
-            if size > 1:  # # leftover processes may keep them open, and the others would wait
+            if size > 1:  # leftover processes may keep them open, and the others would wait
                 connections.cut()
         finally:
             if size > 1:

@@ -18,7 +18,7 @@ FAKES = Path(__file__).resolve().parent / "fakes"
 
 
 _given: set[int] = set()
-_random = random.SystemRandom()  # # concurrent tests may set the same seed
+_random = random.SystemRandom()  # concurrent tests may set the same seed
 
 
 def port_of(number: int) -> int:

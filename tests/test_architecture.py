@@ -119,7 +119,7 @@ def test_the_check_sees_the_package():
 
 
 TURN_BACK = {
-    # # What users call on a result, after the training.
+    # What users call on a result, after the training.
     "result.py": {"display", "report"},
     # The type of what it is given.
     "training/async_evaluation.py": {"prepared_run"},
@@ -156,7 +156,7 @@ def test_imports_within_a_part_follow_the_ranks(path: Path):
 
 
 NOT_PUBLIC = {
-    # # Which nodes will be removed: Ray Train reports it only to workers that end together, and
+    # Which nodes will be removed: Ray Train reports it only to workers that end together, and
     # there is no public API. If this is removed, all workers are restarted: see `start_of`.
     "ray_backend/mailbox.py": ("ray._private.state",),
     # Which script sets workers up, and what Ray starts without a dashboard. If these go, all starts

@@ -212,7 +212,7 @@ def test_invalid_input_is_refused_briefly_with_its_own_exit_status(
     assert "Traceback" not in answer.err
     assert len(answer.err.splitlines()) <= 20
     assert answer.heavy == []
-    assert contents(tmp_path) == before  # # no run is started
+    assert contents(tmp_path) == before  # no run is started
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_fault_03_30_a_restart_finishes_pruning_that_was_killed_at_the_end(
 
     (Path(run.path) / "lease.json").unlink()
     before = contents(tmp_path)
-    with Lease.take(run):  # # training continues with it
+    with Lease.take(run):  # training continues with it
         again()
     after = contents(tmp_path)
     assert {path for path in after if after[path] != before.get(path)} == {run.path}

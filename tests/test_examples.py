@@ -67,7 +67,7 @@ def test_the_segmentation_example_finds_squares(tmp_path: Path) -> None:
     options = ["folder", str(tmp_path / "photos"), "classes", "2", "size", "32"]
     training = ["--batch-size", "16", "--epochs", "6", "--optim.lr", "0.05"]
     found = trained(tmp_path, "segmentation.py:Segmentation", *training, "--task-options", *options)
-    assert found[-1]["mean_iou"] > 0.6  # # 0.38 if everything is predicted as background
+    assert found[-1]["mean_iou"] > 0.6  # 0.38 if everything is predicted as background
 
 
 def test_the_segmentation_example_has_the_same_mean_iou_on_three_workers_as_on_one(

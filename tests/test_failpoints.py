@@ -206,7 +206,7 @@ def test_raise_sleep_and_gil(tmp_path: Path):
     ticking.join()
     meanwhile = [t for t in ticks if began + 0.02 < t < ended - 0.02]
     assert ended - began >= 0.2
-    assert not meanwhile  # # no Python thread ran
+    assert not meanwhile  # no Python thread ran
 
 
 # ------------------------------------------------------------------ in the package

@@ -107,4 +107,4 @@ def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_p
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
-# # ------------------------------------------------------------------ 13: Ray's own state
+# ------------------------------------------------------------------ 13: Ray's own state

@@ -31,7 +31,7 @@ PRINTABLE = [
     *("lan.yaml", "EOF", "'\\''", "a\u00a0b", "  # a comment", "'; touch pwned; '", '"$@x'),
     *("a)", "(a", "&& touch pwned", "\\"),
 ]
-# # Other texts are known names, or allow only few characters.
+# Other texts are known names, or allow only few characters.
 FREE_TEXTS = {
     *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
     *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
@@ -154,7 +154,7 @@ def read(kind: str, text: str) -> TrainConfig:
     """The config that the file's command would train; otherwise, it is as without hostile texts."""
     usual_source = with_text(
         ["data.source"], "photos"
-    )  # # its memory differs from that of the digits
+    )  # its memory differs from that of the digits
     plain, _ = emit(usual_source, kind)  # type: ignore[arg-type]
     if kind == "slurm":
         check_shell(text)

@@ -66,7 +66,7 @@ def test_a_command_with_a_closed_error_pipe_exits_with_status_141(tmp_path: Path
     assert ended(tmp_path, run_cli("run", "--num-workers", "2"), "stderr")[0] == 141
 
 
-# # A command's main, in a separate process.
+# A command's main, in a separate process.
 MAIN = """
 import sys
 from raytrain_ddp.command_line import run_command
@@ -82,7 +82,7 @@ run_command(main)
     [
         ("print('x', flush=True); return 0", 141),
         ("print('x'); return 0", 141),
-        ("print('x'); return 6", 6),  # # the failure is more informative
+        ("print('x'); return 6", 6),  # the failure is more informative
         ("import rich.console; rich.console.Console().print('x'); return 0", 141),
         ("return 0", 0),
     ],

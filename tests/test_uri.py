@@ -111,7 +111,7 @@ def test_an_unknown_scheme_or_a_missing_package_is_a_config_error(
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=r"^abfs://x: a package is missing: Install adlfs"):
         open_uri("abfs://x")
-    if hasattr(pafs, "AzureFileSystem"):  # # pyarrow's own is used if the URI names an account
+    if hasattr(pafs, "AzureFileSystem"):  # pyarrow's own is used if the URI names an account
         uri = "abfs://box@mine.dfs.core.windows.net/a%20b"
         fs, path = open_uri(uri)
         assert (fs.type_name, path) == ("abfs", "box/a b")
@@ -374,7 +374,7 @@ def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path)
     source.close()
 
 
-# # ------------------------------------------------------------------ saved configs and resuming
+# ------------------------------------------------------------------ saved configs and resuming
 
 
 def run_clis(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:

@@ -108,7 +108,7 @@ def test_another_node_needs_no_source_files(imported: Path, tmp_path: Path) -> N
     imported.rename(tmp_path / "elsewhere")
     wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "none"]
     assert shown(code, tmp_path / "empty", tmp_path / "code") == wanted
-    # # If the files are elsewhere on that node, modules look for data files there.
+    # If the files are elsewhere on that node, modules look for data files there.
     wanted[1], wanted[4] = str(tmp_path / "elsewhere" / "loose"), "words"
     assert shown(code, tmp_path / "elsewhere", tmp_path / "code") == wanted
 
@@ -239,7 +239,7 @@ def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
     assert digest_of(of_script(("class Base", "# moved\n\nclass Base"))) == before
     assert digest_of(cloudpickle.loads(cloudpickle.dumps(of_script()))) == before
     assert digest_of(of_script()()) == before
-    beside = ("class Base", "def under(x): ...\n\nclass Base")  # # only an attribute has this name
+    beside = ("class Base", "def under(x): ...\n\nclass Base")  # only an attribute has this name
     assert digest_of(of_script(beside)) == before
 
 

@@ -185,7 +185,7 @@ class ScriptedSession(LocalSession):
 
         self.events: list[dict[str, Any]] = []
         self.start_step = 0
-        self.step = 0  # # the step in progress, from 1; 0 before training
+        self.step = 0  # the step in progress, from 1; 0 before training
         self.model: nn.Module | None = None
         self.before_step: Callable[[int], None] = lambda step: None
         self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
@@ -250,7 +250,7 @@ def run_tiny(
     return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 
-# # ------------------------------------------------------------------ what a run wrote
+# ------------------------------------------------------------------ what a run wrote
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of this tree, not the installed one
 from raytrain_ddp import warm
 
-sys.path.insert(0, str(warm.__path__[0]))  # # test modules import each other from there
+sys.path.insert(0, str(warm.__path__[0]))  # test modules import each other from there
 import fork_child
 import fork_server
 

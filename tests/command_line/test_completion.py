@@ -42,7 +42,7 @@ def offered(line: str) -> list[str]:
             ],
         ),
         ("fit --emit s", ["slurm"]),
-        ("fit --emit = k", ["kuberay"]),  # # as bash splits --emit=k
+        ("fit --emit = k", ["kuberay"]),  # as bash splits --emit=k
         ("fit --emit=k", ["--emit=kuberay"]),
         ("fit --emit =", ["slurm", "kuberay", "ray-up", "command"]),
         ("fit --scaling.use_gpu ", ["auto", "true", "false"]),

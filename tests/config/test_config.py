@@ -35,7 +35,7 @@ from raytrain_ddp.export.__main__ import ExportArgs
 from raytrain_ddp.predict.__main__ import PredictArgs
 from raytrain_ddp.tasks.model_zoo import check_model, known_models
 
-# # Adding a flag is a promise to keep it; "free" means that it does not affect the result.
+# Adding a flag is a promise to keep it; "free" means that it does not affect the result.
 
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
@@ -110,7 +110,7 @@ def with_field(name: str, value: Any) -> TrainConfig:
     return dataclasses.replace(TrainConfig(), **{section: changed})
 
 
-# # ------------------------------------------------------------------ checked and frozen
+# ------------------------------------------------------------------ checked and frozen
 
 NONSENSE = [
     ("name", "../x"),
@@ -213,7 +213,7 @@ NONSENSE = [
     ("log.every_steps", 0),
 ]
 
-# # An empty text, and the two that are invalid only in combination with another field.
+# An empty text, and the two that are invalid only in combination with another field.
 TOLD_OTHERWISE = [("data.source", ""), ("optim.momentum", 0.0), ("scaling.num_workers", 5)]
 
 
@@ -304,7 +304,7 @@ def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
         assert written == f"s3://bucket/images?region=x&{where}"
     assert publishable(publishable(config)) == publishable(config)
     written = to_dict(publishable(config))
-    assert changed_fields(written, config) == []  # # the run continues with the same flags
+    assert changed_fields(written, config) == []  # the run continues with the same flags
     elsewhere = dataclasses.replace(data, source="s3://bucket/images?region=y")
     assert changed_fields(written, dataclasses.replace(config, data=elsewhere)) == []
     other = dataclasses.replace(config, data=input_sections.DataConfig(source="s3://other/images"))
@@ -313,7 +313,7 @@ def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
     ]
 
 
-# # ------------------------------------------------------------------ round trips
+# ------------------------------------------------------------------ round trips
 
 numbers = st.floats(1e-6, 1e6)
 texts = partial(  # others are refused: test_hostile_text.py
@@ -448,7 +448,7 @@ def test_all_errors_of_a_recipe_are_reported_together():
         "epochz": 3,
         "epochs": "many",
         "data": {"prefetch": 0, "shufle": 1},
-        "schedule": {"name": "sometimes"},  # # a section with valid types is checked further
+        "schedule": {"name": "sometimes"},  # a section with valid types is checked further
         "optim": {"lr": -1},
         "model": {"dropout": 2},
     }
@@ -545,7 +545,7 @@ def test_a_removed_field_is_reported():
     assert changed_fields(then, TrainConfig()) == [("shape", "round", None)]
 
 
-# # ------------------------------------------------------------------ fast commands
+# ------------------------------------------------------------------ fast commands
 
 WITHOUT_TORCH_OR_RAY = [
     (("--help",), 0),
@@ -568,7 +568,7 @@ def test_fault_39_help_and_errors_answer_without_torch_or_ray(
     answer = run_cli("fit", *argv, cwd=tmp_path)
     assert answer.status == status
     assert answer.heavy == []
-    assert answer.cpu_s < 1.0  # # of CPU, so that a busy machine does not matter
+    assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not matter
 
 
 def test_help_names_every_flag(tmp_path: Path):

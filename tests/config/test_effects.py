@@ -165,7 +165,7 @@ def test_every_rule_names_a_field_and_no_default_or_recipe_violates_it(tmp_path:
     assert set().union(*every) <= set(fields)
     for name in shipped_recipes():
         assert effect_notes(load(name)) == []
-        path = tmp_path / "config.toml"  # # as in a run: with every field
+        path = tmp_path / "config.toml"  # as in a run: with every field
         path.write_text(dumps(load(name)))
         assert effect_notes(parse_fit([str(path)]).config) == []
 
@@ -185,7 +185,7 @@ def test_flags_are_recognised_in_all_their_forms():
     assert {"optim.nesterov", "epochs", "log.every_steps", "x"} <= given_flags(argv)
 
 
-# # ------------------------------------------------------------------ user tasks
+# ------------------------------------------------------------------ user tasks
 
 
 class Reading(TinyTask):
@@ -232,6 +232,6 @@ def test_batch_norm_needs_samples_in_each_slot_to_be_synchronized(tmp_path: Path
         dry_run(config)
     assert "2 workers" in dry_run(replace(config, batch_size=96, micro_batch=48))
     assert "this process" in dry_run(replace(config, scaling=ScalingConfig()), local=True)
-    # # For a cluster with GPUs that this machine lacks.
+    # For a cluster with GPUs that this machine lacks.
     of_auto = replace(config, scaling=ScalingConfig(num_workers=2), batch_size=96, micro_batch=48)
     assert "2 workers" in dry_run(of_auto)

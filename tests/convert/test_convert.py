@@ -88,7 +88,7 @@ def run_convert(source: Any, dest: Path, workers: int = 1, **options: Any) -> Co
         return convert(str(source), str(dest), ConvertConfig(**options), run, silent)
 
 
-# # Small enough that sixty images make several shards and row groups.
+# Small enough that sixty images make several shards and row groups.
 SMALL = {"shard_mib": 1 / 32, "rows_per_group": 7}
 
 
@@ -378,7 +378,7 @@ def test_other_images_become_rgb_jpeg(mode: str, short: int):
     assert (small.format, small.mode) == ("JPEG", "RGB")
     assert (small.height, small.width) == ((24, 32) if short == 24 else (60, 80))
     expected = image.convert("RGB").resize((small.width, small.height), Image.Resampling.BICUBIC)
-    if mode not in ("P", "1"):  # # whose dithering is lost
+    if mode not in ("P", "1"):  # whose dithering is lost
         difference = np.asarray(small).astype(int) - np.asarray(expected)
         assert np.abs(difference).mean() < 12
 
@@ -501,7 +501,7 @@ def test_a_changed_source_is_not_reported_as_already_converted(folder: Path, tmp
     image.write_bytes(image.read_bytes() + b"x")
     with pytest.raises(DataError, match=r"src has changed since .* \(train\)"):
         run_convert(source, dest)
-    shutil.rmtree(source)  # # as users do after the conversion
+    shutil.rmtree(source)  # as users do after the conversion
     assert run_convert(source, dest).found
     shard = next(dest.glob("train-*.parquet"))
     shard.unlink()
@@ -693,7 +693,7 @@ def test_a_data_set_of_bad_records_only_is_refused(tmp_path: Path):
         run_convert(tmp_path / "src", tmp_path / "out", bad_records="skip")
 
 
-# # ------------------------------------------------------------------ stopped and continued
+# ------------------------------------------------------------------ stopped and continued
 
 
 class Stopped(BaseException):
@@ -784,7 +784,7 @@ def test_an_existing_spool_is_not_rewritten(
     assert spool
     with monkeypatch.context() as patch:
         patch.setattr("raytrain_ddp.convert.spool.write_spool", no_shards)
-        with pytest.raises(Stopped):  # # of the other split
+        with pytest.raises(Stopped):  # of the other split
             run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "whole")

@@ -72,7 +72,7 @@ def test_the_held_out_rows_are_frozen_and_spread_over_the_data():
     assert tenths.min() > 150
     assert tenths.max() < 250
     other = held_out(labels, 0.1, 1)
-    assert 150 < len(np.intersect1d(held, other)) < 260  # # as many as expected by chance
+    assert 150 < len(np.intersect1d(held, other)) < 260  # as many as expected by chance
 
 
 def test_rows_of_small_classes_go_to_the_largest_remainders():
@@ -196,7 +196,7 @@ def test_row_groups_are_read_once_per_part_and_evicted(tmp_path: Path):
     assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine
     assert (
         kept_bytes <= 2**20
-    )  # # read row groups are evicted, although some of their rows are never read
+    )  # read row groups are evicted, although some of their rows are never read
 
 
 # ------------------------------------------------------------------ any number of ranks

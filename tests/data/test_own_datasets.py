@@ -258,7 +258,7 @@ def test_fault_37_56_an_ordinary_dataset_gives_the_same_bits_despite_kills_and_r
     assert (audit_of(disturbed), bits(disturbed)) == ends[0]
 
 
-# # ------------------------------------------------------------------ cannot be pickled
+# ------------------------------------------------------------------ cannot be pickled
 
 
 def test_a_data_set_that_cannot_be_pickled_is_refused_with_a_remedy(pictures: str):
@@ -294,7 +294,7 @@ def test_items_beyond_the_length_are_reported_once(caplog: pytest.LogCaptureFixt
         "Longer yields more items than its length (5); the rest are ignored "
         "(rows=5 says that this is intended)"
     ]
-    IterableSource(Longer(), rows=5).read(np.arange(5))  # # as intended
+    IterableSource(Longer(), rows=5).read(np.arange(5))  # as intended
     assert len(caplog.records) == 1
 
 

@@ -95,7 +95,7 @@ def of_ours(root: Path, config: str = "auto") -> Parts:
     return parts
 
 
-# # ------------------------------------------------------------------ splits as in datasets
+# ------------------------------------------------------------------ splits as in datasets
 
 SHARDS = ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")
 SAME = {
@@ -403,7 +403,7 @@ def test_unused_files_are_reported_before_the_first_step(tmp_path: Path):
     assert ("evaluation", "4 images of 2 classes: the validation split of data.source") in lines
     unused = "the test split (1 file) is not used: the run is evaluated on validation."
     assert ("note", unused) in lines
-    (tmp_path / "validation.parquet").unlink()  # # an unlabeled test split is ignored
+    (tmp_path / "validation.parquet").unlink()  # an unlabeled test split is ignored
     opened = open_splits(DataConfig(source=str(tmp_path)))
     assert opened.eval is None
     assert any("not used for evaluation" in note for note in opened.notes)
@@ -536,7 +536,7 @@ def test_missing_and_surplus_shards_are_named(files: list[str], reported: str, t
     root = write(tmp_path, *files)
     with pytest.raises(DataError, match=reported):
         found_at(root)
-    if len(files) > 1:  # # a glob that matches them also matches the missing ones
+    if len(files) > 1:  # a glob that matches them also matches the missing ones
         with pytest.raises(DataError):
             found_at(root / "**" / "*.parquet")
 
@@ -544,7 +544,7 @@ def test_missing_and_surplus_shards_are_named(files: list[str], reported: str, t
 def test_complete_shard_sets_and_partial_globs_are_accepted(tmp_path: Path):
     files = [*shards("train", 0, 1, 2, of=3), "part-1-of-2.parquet", "val_1_of_1.parquet"]
     root = write(tmp_path, *files)
-    assert len(found_at(root).train.paths) == 3  # # part is not used, so it may be incomplete
+    assert len(found_at(root).train.paths) == 3  # part is not used, so it may be incomplete
     assert len(found_at(root / "train-0000[02]-*").train.paths) == 2
     assert len(found_at(root / files[0]).train.paths) == 1
     (root / files[1]).unlink()

@@ -183,7 +183,7 @@ def test_steps_per_epoch_are_computed_from_the_records() -> None:
     assert steps_per_epoch([{"step": 100, "epoch": 0}, {"step": 110, "epoch": 5}]) is None
     assert (
         steps_per_epoch([{"step": 100, "epoch": 0}, {"step": 190, "epoch": 1}]) is None
-    )  # # imprecise
+    )  # imprecise
 
 
 def test_smoothing_preserves_constants_and_lines_and_reduces_noise() -> None:

@@ -166,7 +166,7 @@ def test_counts_are_formatted(count: float, text: str) -> None:
         ("top1", 0.97222, "97.22 %"),
         ("eval/top5", 1.0, "100.0 %"),
         ("accuracy", 0.5, "50.00 %"),
-        ("top1", 97.2, "97.20"),  # # already a percentage of the user's
+        ("top1", 97.2, "97.20"),  # already a percentage of the user's
         ("stop1", 0.5, "0.5000"),
     ],
 )
@@ -212,7 +212,7 @@ def test_time_left_after_a_restart_waits_for_a_second_line() -> None:
     pace = Pace(50, 100, math.nan)
     assert math.isnan(pace.left_s(60, 1000.0))
     assert pace.left_s(70, 1002.0) == pytest.approx(30 * 0.2)
-    assert pace.left_s(80, 1.0) == pytest.approx(20 * 0.2)  # # a restarted clock is ignored
+    assert pace.left_s(80, 1.0) == pytest.approx(20 * 0.2)  # a restarted clock is ignored
 
 
 def test_plain_lines_look_like_a_log(clock: Clock) -> None:
@@ -306,7 +306,7 @@ def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> 
     assert plain_steps(stream) == [10, 23, 40]
     assert re.search(r"epoch +2/12  step +40/276", stream.getvalue())
     shown.handle(evaluation(69))
-    assert plain_steps(stream) == [10, 23, 40, 60]  # # an evaluation flushes held-back lines
+    assert plain_steps(stream) == [10, 23, 40, 60]  # an evaluation flushes held-back lines
     shown.handle(train(70))
     shown.handle(train(75))
     with shown:
@@ -527,7 +527,7 @@ def test_the_live_block_shows_progress_speed_and_time_left(clock: Clock) -> None
         "compute 88 %",
         "data 12 %",
         "memory 900 MiB",
-        "15 s left",  # # 207 steps at 0.1 s, 5.7 s of which have passed
+        "15 s left",  # 207 steps at 0.1 s, 5.7 s of which have passed
         "saved step 46",
     ]
     assert "loss" not in stream.getvalue()  # training lines are in the block only
@@ -578,7 +578,7 @@ def test_the_live_block_is_erased_at_the_end() -> None:
         shown.handle({"kind": "note", "text": "hello"})
     out = stream.getvalue()
     assert "\x1b[?25l" in out  # the cursor was hidden
-    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # # and is shown again
+    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # and is shown again
     assert out.rindex("\x1b[2K") > out.rindex("━")  # the block was erased
     assert "note: hello\n" in CONTROL.sub("", out)
 
@@ -595,7 +595,7 @@ def test_the_live_block_needs_a_capable_terminal(encoding: str, tty: bool, expec
     stream = Terminal(io.BytesIO(), encoding=encoding)
     console = Console(file=stream, force_terminal=True, _environ={"TERM": "xterm"})
     with Display(console) as shown:
-        shown.handle({"kind": "note", "text": "5 → 6"})  # # characters outside ASCII must not raise
+        shown.handle({"kind": "note", "text": "5 → 6"})  # characters outside ASCII must not raise
     stream.flush()
     out = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
     assert ("\x1b[?25l" in out) is expected

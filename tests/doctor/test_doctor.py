@@ -156,7 +156,7 @@ def test_a_healthy_cluster_has_only_ok_rows(names: list[str], gpus: int):
     assert python.where == ("all 3 nodes" if len(names) > 1 else "one")
 
 
-# # ------------------------------------------------------------------ one problem at a time
+# ------------------------------------------------------------------ one problem at a time
 
 Change = Callable[[Findings, Place], object]
 
@@ -207,7 +207,7 @@ def cannot_meet(**values: Any) -> Change:
 
 VERSIONS = "facts.versions"
 CASES: list[tuple[str, Change, str, str, str]] = [
-    # # check, change, verdict, text of the finding, text of the advice
+    # check, change, verdict, text of the finding, text of the advice
     ("workers", put_run(lacks="  CPU: want 9, have 8"), "fail", "want 9, have 8", "num-workers"),
     ("workers", put_run(fit=1), "fail", "room for 1", "cpus-per-worker"),
     ("node", put("facts", {"error": "no answer within 120 s"}), "fail", "no answer", "raylet"),

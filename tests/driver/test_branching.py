@@ -147,6 +147,6 @@ def test_the_same_command_branches_then_continues(
     assert reported["text"].endswith("a0001, with optim.lr 0.1 -> 0.01")
     steps = [r["step"] for r in read_history(run_storage(new)) if r["kind"] == "train"]
     assert steps == sorted(set(steps))
-    Path("runs/base").rename("runs/elsewhere")  # # is no longer needed
+    Path("runs/base").rename("runs/elsewhere")  # is no longer needed
     assert fit_locally(replace(new, steps=6), **options).step == 6
     assert json.loads(Path("runs/new/branch.json").read_text())["origin"] == "base"

@@ -267,7 +267,7 @@ def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path
         program(ours, "python", run)
         program(ours, "ray", f'echo "$1 $RAY_ADDRESS $NCCL_SOCKET_IFNAME" >> {notes}')
         program(ours, "ip", 'echo "$4 via 10.0.0.1 dev ens5 src 10.0.0.7 uid 1000 \\\\    cache"')
-        port = cloud_says.url.rpartition(":")[2]  # # an address that no other test uses
+        port = cloud_says.url.rpartition(":")[2]  # an address that no other test uses
         home = {"HOME": str(tmp_path), "PATH": f"{ours}:/usr/bin:/bin", "RAY_HEAD_IP": f"h{port}"}
         home["PYTHONPATH"] = str(ROOT)
         command = f"({cluster['worker_start_ray_commands'][-1]})"

@@ -125,7 +125,7 @@ def test_fault_12_checkpoint_events_are_written_at_once_even_to_a_bucket(tmp_pat
     journal = EventLog(run, lambda _: None)
     for step in (0, 20, 40):
         journal({"kind": "checkpoint", "step": step} if step else {"kind": "plan", "start_step": 0})
-        assert kinds_and_steps(run)[-1][1] == step  # # it has not been closed
+        assert kinds_and_steps(run)[-1][1] == step  # it has not been closed
 
 
 def test_a_temporarily_failing_store_loses_no_event(
@@ -215,7 +215,7 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_restarts(tmp_path: Pa
     assert find_run(config).manifest is None
 
 
-# # ------------------------------------------------------------------ an unresponsive storage
+# ------------------------------------------------------------------ an unresponsive storage
 
 
 def failing(times: int) -> Callable[..., list[str]]:

@@ -85,7 +85,7 @@ def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: 
     name, step, status, notes = trained(replace(config, optim=replace(config.optim, lr=0.1)))
     assert (name, step, status) == ("TinyTask-2", steps, "finished")
     assert notes == ["new run TinyTask-2: TinyTask has a different config (optim.lr 0.05 -> 0.1)"]
-    # # Fields that may change, such as the number of epochs, do not make a different config.
+    # Fields that may change, such as the number of epochs, do not make a different config.
     longer = replace(config, epochs=2, checkpoint=replace(config.checkpoint, keep_last=5))
     assert trained(longer) == ("TinyTask", 2 * steps, "finished", [])
     again = replace(config, epochs=2, optim=replace(config.optim, lr=0.1))
@@ -95,7 +95,7 @@ def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: 
     assert trained(replace(config, seed=1))[0] == "TinyTask-3"
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
     assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
-    # # With an explicit name, other configs are refused.
+    # With an explicit name, other configs are refused.
     with pytest.raises(ConfigError, match=r"(?s)seed  0 -> 2.*another --name, or none"):
         fit_locally(replace(config, name="TinyTask", seed=2))
     text = dry_run(replace(config, seed=2))
@@ -140,7 +140,7 @@ def test_the_first_run_with_the_config_or_the_first_free_name_is_chosen(tmp_path
     assert named(unnamed(tmp_path, 0.3)) == ("TinyTask-10", False)
     assert named(config, "my") == ("my", False)
     assert named(config, "other") == ("other", True)
-    (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # # nothing identifies its run
+    (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # nothing identifies its run
     assert named(unnamed(tmp_path, 0.1)) == ("TinyTask-3", False)
     long = "x" * 128
     begin(unnamed(tmp_path, 0.1), long)
@@ -243,7 +243,7 @@ def test_a_command_waits_for_a_name_that_is_locked_but_not_yet_claimed(tmp_path:
 
 def test_a_name_used_by_another_run_meanwhile_is_not_taken(tmp_path: Path):
     run = find_run(unnamed(tmp_path, 0.1))
-    begin(unnamed(tmp_path, 0.2), "TinyTask")  # # and has ended: no process holds it
+    begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: no process holds it
     with driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
         assert (tmp_path / "TinyTask-2" / CLAIM_FILE).exists()

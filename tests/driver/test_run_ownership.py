@@ -38,7 +38,7 @@ def test_sigterm_before_training_ends_as_ctrl_c_does(end: object, tmp_path: Path
     assert caught.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert [each.event for each in read_events(folder)] == [End(143)]
-    with owned(find_run(config), print):  # # the lease was released
+    with owned(find_run(config), print):  # the lease was released
         pass
 
 

@@ -87,4 +87,4 @@ def test_the_result_of_a_run_in_a_bucket_opens_without_further_settings(
     word = re.search(r"raytrain_ddp\.report (\S+)", printed)
     assert word is not None
     assert shlex.split(word[1]) == [result.path]
-    assert "tensorboard" not in printed  # # it does not exist in a bucket
+    assert "tensorboard" not in printed  # it does not exist in a bucket

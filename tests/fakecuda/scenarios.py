@@ -116,7 +116,7 @@ def _weights_of(run: Path) -> dict[str, Any]:
     }
 
 
-# # ------------------------------------------------------------------ mistakes to be detected
+# ------------------------------------------------------------------ mistakes to be detected
 
 
 def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:

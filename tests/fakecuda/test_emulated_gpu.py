@@ -19,7 +19,7 @@ import building
 import gpu_lines
 import pytest
 
-Report = dict[str, Any]  # # per rank: the scenario's result, and the counts of emulated.report()
+Report = dict[str, Any]  # per rank: the scenario's result, and the counts of emulated.report()
 
 
 class Gpus:

@@ -150,7 +150,7 @@ class Command:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done in {timeout_s:g} s: {self}") from None
-        self._listening.join(timeout=1)  # # a child process may hold the pipe, as `ssh` does
+        self._listening.join(timeout=1)  # a child process may hold the pipe, as `ssh` does
         return status
 
     def ended(self) -> bool:

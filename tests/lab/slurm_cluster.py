@@ -22,7 +22,7 @@ _START_S = 30.0
 # How Slurm tracks a job's processes: by their parents, or by cgroups, as on most clusters.
 LINUXPROC, CGROUP = "linuxproc", "cgroup"
 _CONTROLLERS = ("freezer", "memory", "cpuset", "devices")
-# # A part of this machine's cgroups for each node, as if it were the whole tree.
+# A part of this machine's cgroups for each node, as if it were the whole tree.
 _CGROUPS = """\
 for each in {controllers}; do
   mkdir -p /tmp/cgroups/$each /tmp/all-$each

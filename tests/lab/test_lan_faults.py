@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 from cluster import Cluster, Run
 
-# # 9 s of the file's health checks, then Ray's and our own wait, and workers that import torch.
+# 9 s of the file's health checks, then Ray's and our own wait, and workers that import torch.
 STANDSTILL_S = 90.0
 WAITS = "waiting up to 150 s: for 2 to 3 workers"
 
@@ -91,7 +91,7 @@ def test_fault_07_a_link_down_for_three_seconds_and_a_slow_link_restart_nothing(
     begin, end = run.standstill(out)
     usual, slower = (
         1e3
-        * statistics.median(b - a for a, b in pairwise(times[::3]))  # # a forward pass of each host
+        * statistics.median(b - a for a, b in pairwise(times[::3]))  # a forward pass of each host
         for times in (before, while_slow)
     )
     print(f"cable out for 3 s: no step from {begin:.1f} to {end:.1f} s;", end=" ")

@@ -70,7 +70,7 @@ def test_the_unedited_script_trains_across_nodes_is_requeued_and_has_equal_bits(
 ):
     config = paced(tmp_path, "run")
     (tmp_path / "slow").touch()
-    # # One CPU for each node's Ray, so each node has one worker.
+    # One CPU for each node's Ray, so each node has one worker.
     job = slurm.submit(f"--cpus-per-task=1 {SBATCH} {flags(config)}", PYTHONPATH=ROOT / "tests")
     wait_until(lambda: steps_of(config) >= 5, 300, job)
     job.warn()
@@ -157,5 +157,5 @@ def test_run_env_slurm_gives_a_script_the_same_environment_as_srun(
         outside = {name: found["outside"][rank].get(name) for name in READ}
         assert outside | unknown == expected | unknown
         assert outside["SLURM_JOB_ID"].isdigit()
-    slurm.lab.run("n1", "rm -rf /tmp/ray")  # # logs, as left by any Ray
+    slurm.lab.run("n1", "rm -rf /tmp/ray")  # logs, as left by any Ray
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))

@@ -104,7 +104,7 @@ def test_a_preempted_job_makes_its_checkpoint_and_is_requeued(slurm: SlurmCluste
     tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     urgent = slurm.submit("--partition=urgent --nodes=2 --exclusive --wrap 'sleep 1'")
-    urgent.wait({"COMPLETED"}, 50)  # # before the grace time has passed: it is not needed
+    urgent.wait({"COMPLETED"}, 50)  # before the grace time has passed: it is not needed
     assert tried.asked == [15]
     facts = tried.job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("PENDING", "1")

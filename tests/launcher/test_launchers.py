@@ -156,7 +156,7 @@ def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert on_ray(name, size) == 0
     assert json.loads(Path(out).read_text()) == own
     assert own["accuracy"] > 0.7
-    if "lines" in own:  # # each of 401 once, except those that would give one rank an extra sample
+    if "lines" in own:  # each of 401 once, except those that would give one rank an extra sample
         assert own["lines"] == 401 - 401 % size
 
 
@@ -210,11 +210,11 @@ def test_a_killed_rank_restarts_all_ranks_from_the_scripts_own_checkpoint(
     assert "rank 1 failed first" in err
     assert "killed by SIGKILL" in err
     epochs_said = [line.partition(":")[0] for line in out.splitlines() if "] epoch " in line]
-    assert epochs_said == [f"[rank 0] epoch {n}" for n in range(8)]  # # it continued
+    assert epochs_said == [f"[rank 0] epoch {n}" for n in range(8)]  # it continued
     assert json.loads(Path("result.json").read_text()) == own
 
 
-# # The others are opt-in because they take long.
+# The others are opt-in because they take long.
 BY_DEFAULT = ("tcp_rank_flags.py", "launch_local_rank.py")
 
 

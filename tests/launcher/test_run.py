@@ -260,7 +260,7 @@ def test_the_script_is_found_after_flags_without_values():
     assert (order.program, order.args, order.flags.num_workers) == ("x.py", ("--run-path",), 2)
 
 
-# # ------------------------------------------------------------------ worker counts as in torchrun
+# ------------------------------------------------------------------ worker counts as in torchrun
 
 CPUS, GPUS = {"CPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}
 
@@ -297,7 +297,7 @@ def test_missing_gpus_are_reported():
         layout_for(parse(["--nproc-per-node", "gpu", "t.py"]).flags, [CPUS])
 
 
-# # ------------------------------------------------------------------ the script's own variables
+# ------------------------------------------------------------------ the script's own variables
 
 OWN = {
     "SLURM_CPUS_PER_TASK": "4",
@@ -554,7 +554,7 @@ def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
     assert "PATH=" not in text
 
 
-# # ------------------------------------------------------------------ capacity
+# ------------------------------------------------------------------ capacity
 
 
 def test_workers_are_counted_by_gpus_or_nodes_or_must_be_given():
@@ -880,7 +880,7 @@ def test_clock_offsets_are_applied_when_ordering_failures():
     ends = {0: RankExit(-15, 1.0, asked="SIGTERM"), 1: RankExit(3, 109.5), 2: RankExit(4, 10.0)}
     assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
     assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
-    assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # # it is unknown for rank 2
+    assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # it is unknown for rank 2
 
 
 def test_only_the_stream_with_the_traceback_is_shown():
@@ -1150,7 +1150,7 @@ def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
 
 def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_path: Path):
     started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
-    time.sleep(1)  # # a console that accepts no output
+    time.sleep(1)  # a console that accepts no output
     news = taken(agent, "closed")
     said = b"".join(each["data"] for each in news if "data" in each)
     assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
@@ -1360,7 +1360,7 @@ class TestOnRay:
             new = json.loads((tmp_path / f"ours-{rank}").read_text())
             assert new["TORCHELASTIC_USE_AGENT_STORE"] == "False"
             assert Path(new["TORCHELASTIC_ERROR_FILE"]).name == "error.json"
-            # # the rendezvous address, the store's host, this run's id
+            # the rendezvous address, the store's host, this run's id
             differ = "MASTER_.*|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE|ERROR_FILE)|ARGV"
             # set for Ray by this file; and by readline, in C, where Python does not see it
             unseen = "RAY_.*|COLUMNS|LINES|NCCL_OF_THE_NODE"
@@ -1545,7 +1545,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         assert len(pids) == 6
         os.killpg(driver.pid, signal.SIGKILL if how == "kill -9" else signal.SIGINT)
         if how == "Ctrl-C twice":
-            time.sleep(0.3)  # # otherwise, the kernel may merge the two
+            time.sleep(0.3)  # otherwise, the kernel may merge the two
             os.killpg(driver.pid, signal.SIGINT)
         took_s = wait_until(lambda: not any(map(alive, pids)))
         print(f"{how}: nothing left after {took_s:.2f} s")

@@ -164,7 +164,7 @@ if rank == 0:
 if rank == 2:
     time.sleep(60)
 """
-# # The same, but its error does not show that it is a consequence of another.
+# The same, but its error does not show that it is a consequence of another.
 OTHER = FOLLOWS.replace("Connection closed by peer [127.0.0.1]:1234", "the second")
 
 CAUSES = {
@@ -545,7 +545,7 @@ def test_a_second_ctrl_c_ends_all_at_once(local: Local):
     assert ran.reported == []
 
 
-# # ------------------------------------------------------------------ messages of torch
+# ------------------------------------------------------------------ messages of torch
 
 GLOO = """
 import os, sys, time
@@ -576,7 +576,7 @@ def test_with_three_gloo_ranks_only_the_first_failed_one_is_blamed(
         assert "[rank1]: ValueError: the real cause" in ran.report
 
 
-# # ------------------------------------------------------------------ printed tracebacks
+# ------------------------------------------------------------------ printed tracebacks
 
 CAUGHT = (
     "import traceback\ndef f():\n try: 1/0\n except ArithmeticError: traceback.print_exc()\nf()"

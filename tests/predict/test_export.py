@@ -77,7 +77,7 @@ def test_a_fresh_process_computes_the_same(
     facts = json.loads((out / "preprocessing.json").read_text())
     assert facts["class_names"] == ["dark", "light"]
     assert (facts["image_size"], facts["resize_shorter_side"]) == (32, 37)
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # # no temporary folder is left
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # no temporary folder is left
 
 
 def test_onnx_has_its_preprocessing_and_takes_any_batch(digits: str, tmp_path: Path):

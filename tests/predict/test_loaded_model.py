@@ -69,7 +69,7 @@ def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
 
 
 def test_a_pipe_that_is_given_as_an_image_is_read(tmp_path: Path):
-    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # # more than a pipe can buffer
+    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe can buffer
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as writer:
         writer.submit(pipe.write_bytes, content)

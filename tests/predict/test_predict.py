@@ -378,7 +378,7 @@ def test_a_named_pipe_in_a_folder_is_a_bad_image_and_does_not_block(
         image, pipe = rows(tmp_path / "p.parquet")
         assert image["error"] is None
         assert pipe["error"] == "a named pipe, socket or device, not a file"
-    with ThreadPoolExecutor(1) as writer:  # # a named pipe given explicitly is read
+    with ThreadPoolExecutor(1) as writer:  # a named pipe given explicitly is read
         writer.submit((tmp_path / "in/b.jpg").write_bytes, (tmp_path / "in/a.jpg").read_bytes())
         predict(run, (tmp_path / "in/b.jpg").as_uri(), "--out", tmp_path / "q.parquet")
     assert rows(tmp_path / "q.parquet")[0]["error"] is None

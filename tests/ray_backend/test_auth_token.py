@@ -17,7 +17,7 @@ from raytrain_ddp.ray_backend.auth_token import use_token
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # # and is restored afterward
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # and is restored afterward
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -361,7 +361,7 @@ def test_fault_34_preempted_nodes_are_counted_when_ray_does_not_see_their_worker
     scenario.policy.most_preemptions = 2
     monkeypatch.setattr(failure_policy, "_TOGETHER_S", -1.0)
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted"):
-        preempted(2)  # # it had returned
+        preempted(2)  # it had returned
 
 
 def test_fault_04_a_lost_node_is_named_although_its_peers_report_only_a_lost_connection():
@@ -461,7 +461,7 @@ def test_the_base_of_a_resumed_run_is_known_before_its_workers():
     assert "resuming from step 40" in shown["message"]
 
 
-# # ------------------------------------------------------------------ capacity for workers
+# ------------------------------------------------------------------ capacity for workers
 
 
 def layout(least: int, most: int) -> Layout:
@@ -598,7 +598,7 @@ def test_the_reason_for_a_slow_worker_start_is_reported_every_30_seconds():
     assert "started so far: rank 0, 2, after 12" in reported
     watch.take(made({"kind": "plan", "start_step": 0}))
     assert wait(500) == []
-    watch.lost()  # # both hosts, each with a worker, in the same second
+    watch.lost()  # both hosts, each with a worker, in the same second
     del nodes[1:]
     *_, last = wait(31)
     assert "has not started 2 to 3 workers yet, after 30 s; room for 1 on 1 node(s)" in last
@@ -709,7 +709,7 @@ def test_fault_34_a_notice_saves_a_checkpoint_at_once_and_again_before_the_end(
     wished = taken.steps(29)
     saves = [at for at, requests in wished if requests.save]
     stops = [at for at, requests in wished if requests.stop]
-    assert saves == [12.5]  # # polled every 3 s
+    assert saves == [12.5]  # polled every 3 s
     assert stops[0] == 35.0  # 5 s before the end
     assert {requests.stop for _, requests in wished if requests.stop} == {STOP}
     assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
@@ -774,7 +774,7 @@ def test_ray_timeouts_follow_the_config_and_are_restored_after_the_run(
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
 
 
-# # ------------------------------------------------------------------ a destroyed process group
+# ------------------------------------------------------------------ a destroyed process group
 
 
 def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
@@ -815,10 +815,10 @@ def test_fault_05_a_worker_that_misses_its_raylets_exit_ends_with_it():
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    parent.stdout.readline()  # # both have started
+    parent.stdout.readline()  # both have started
     killed = time.monotonic()
     parent.kill()
-    assert parent.stdout.read() == ""  # # once the other end is closed
+    assert parent.stdout.read() == ""  # once the other end is closed
     assert time.monotonic() - killed < 20
     parent.wait()
     parent.stdout.close()
@@ -949,7 +949,7 @@ def raises_with_a_model_at_hand(rank: int, size: int) -> None:
 
 
 def test_a_rank_that_raises_releases_its_peers_at_once(workers: Group):
-    workers(2, len_of_world)  # # the processes have started
+    workers(2, len_of_world)  # the processes have started
     began = time.monotonic()
     outcomes = workers.outcomes(2, raises_with_a_model_at_hand)
     assert time.monotonic() - began < 20  # a group times out after 30

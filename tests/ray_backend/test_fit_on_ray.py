@@ -139,7 +139,7 @@ def at_step(step: int, config: TrainConfig, do: Callable[[int], object]) -> thre
     log = Path(config.storage) / str(config.name) / "metrics.jsonl"
 
     def watch() -> None:
-        for _ in range(12_000):  # # ten minutes: startup is slow on a busy machine
+        for _ in range(12_000):  # ten minutes: startup is slow on a busy machine
             lines = log.read_text().splitlines() if log.exists() else []
             if lines and json.loads(lines[-1]).get("step", 0) >= step:
                 do(json.loads(lines[-1])["step"])
@@ -208,7 +208,7 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
     config = three_workers(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
-    # # Where Ray Train would keep its state: if it is not writable, Ray Train fails.
+    # Where Ray Train would keep its state: if it is not writable, Ray Train fails.
     (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
     display, text = shown()
     edited: list[int] = []
@@ -226,7 +226,7 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     assert edited[0] < 33, "before the worker died"
     assert len(list((tmp_path / "fired").iterdir())) == 1
     (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
-    # # Step 33, or the step of the last event.
+    # Step 33, or the step of the last event.
     assert re.search(r"at step 3[0-3];", reported)
     for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
         assert words in reported
@@ -261,11 +261,11 @@ def test_a_separate_evaluating_worker_gives_the_same_metrics_although_it_and_ran
     assert len(list((tmp_path / "fired").iterdir())) == 2
     assert result.status == "finished"
     assert weights(config) == weights(undisturbed)
-    for kind in ("train", "eval"):  # # the order of the two kinds depends on timing
+    for kind in ("train", "eval"):  # the order of the two kinds depends on timing
         log = [record for record in log_of(config) if record["kind"] == kind]
         assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
     order = [(record["kind"], record["step"]) for record in log_of(config)]
-    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # # it continued
+    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it continued
     assert actor_is_gone("_Actor")
 
 
@@ -335,7 +335,7 @@ def test_fault_48_a_worker_that_dies_at_the_same_step_three_times_ends_the_run(
     again = r"rank 1 crashed, .* at step [1-5], as it did before"
     with pytest.raises(RetriesExhausted, match=again):
         fit(config, display=display)
-    # # On a busy machine, Ray may end rank 0 before it has reported its step: then the driver knows
+    # On a busy machine, Ray may end rank 0 before it has reported its step: then the driver knows
     # the step only roughly, and needs one more death.
     died = len(list((tmp_path / "fired").iterdir()))
     assert 3 <= died < 8

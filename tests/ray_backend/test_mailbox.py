@@ -22,7 +22,7 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
     """Pushes, answers, and takes in any order, while the mailbox dies repeatedly."""
     dice = random.Random(seed)
     outbox, inbox, mailbox = Outbox(), Inbox(), Mailbox()
-    under_way: list[Any] = []  # # at most one push; Ray repeats it if the mailbox dies
+    under_way: list[Any] = []  # at most one push; Ray repeats it if the mailbox dies
     answer: list[Any] = []
     heard: list[Any] = []
     reported = 0
@@ -43,7 +43,7 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
                 if dice.random() < 0.3:
                     mailbox = Mailbox()
                 elif dice.random() < 0.2:
-                    mailbox.take(inbox.taken)  # # the answer is lost with the mailbox
+                    mailbox.take(inbox.taken)  # the answer is lost with the mailbox
                     mailbox = Mailbox()
                 else:
                     heard.extend(inbox.sort(mailbox.take(dict(inbox.taken))))

@@ -25,7 +25,7 @@ def test_a_run_queries_its_own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API, "http://the.users:1")
     with own_state_api(None), socket.socket() as probe:
         host, port = os.environ[API].removeprefix("http://").split(":")
-        assert probe.connect_ex((host, int(port))) != 0  # # nothing listens there
+        assert probe.connect_ex((host, int(port))) != 0  # nothing listens there
     assert os.environ[API] == "http://the.users:1"
 
 

@@ -48,10 +48,10 @@ def layout_on(*nodes: dict[str, float], **scaling: object) -> Layout:
         ([{"CPU": 26, "GPU": 4}], {}, 6, 4),
         ([DGX], {"num_workers": 4}, 28, 4),  # another run may take the other half
         ([DGX], {"gpus_per_worker": 0.5}, 14, 16),
-        ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # # a GPU with less than one CPU is used, too
+        ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # a GPU with less than one CPU is used, too
         ([DGX], {"cpus_per_worker": 3.0}, 3, 8),
         ([{"CPU": 8}], {"num_workers": 4, "use_gpu": True}, 1, 4),  # no node with a GPU yet
-        ([{"CPU": 64}], {}, 1, 2),  # # the threads of a CPU worker affect its sums
+        ([{"CPU": 64}], {}, 1, 2),  # the threads of a CPU worker affect its sums
     ],
 )
 def test_a_worker_gets_its_gpus_share_of_the_nodes_cpus(
@@ -113,7 +113,7 @@ def test_nodes_that_join_while_the_run_waits_determine_the_cpus(monkeypatch: pyt
         # A task of Slurm's that is not bound to its CPUs; torchrun in a task.
         (64, {"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "16"}, 16, 16),
         (64, {"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "16", "LOCAL_WORLD_SIZE": "4"}, 16, 4),
-        # # A job's script may use all the CPUs of the job on the node, whatever one task has.
+        # A job's script may use all the CPUs of the job on the node, whatever one task has.
         (64, {"SLURM_CPUS_ON_NODE": "32", "SLURM_CPUS_PER_TASK": "8"}, 32, 32),
         (64, {"SLURM_STEP_ID": "0"}, 64, 64),
     ],
@@ -203,7 +203,7 @@ def test_the_reason_for_idle_gpus_is_reported(
     assert bool(layout.note) == bool(reported)
     assert all(text in layout.note for text in reported)
     for flag, field in (("--micro-batch ", "micro_batch"), ("--batch-size ", "batch_size")):
-        if flag in layout.note:  # # its proposal is accepted, and uses all of them
+        if flag in layout.note:  # its proposal is accepted, and uses all of them
             number = int(layout.note.partition(flag)[2].partition(" ")[0])
             proposed = replace(config(batch, micro, **scaling), **{field: number})
             again = choose_layout(proposed, DGX)

@@ -274,7 +274,7 @@ def test_a_single_remaining_worker_is_not_slow() -> None:
     assert reported["slowest_rank_ratio 1 data"] == 0
 
 
-# # ------------------------------------------------------------------ queries to Prometheus
+# ------------------------------------------------------------------ queries to Prometheus
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -391,7 +391,7 @@ def test_a_workers_log_has_a_header_and_few_lines(
             now += 0.5
             log.take(made({**TRAIN, "step": step, "timing": timing}))
         outcome = {"kind": "outcome", "step": 276, "metrics": {"top1": 0.75}}
-        short = [EVAL, CHECKPOINT] * 3  # # of very short epochs
+        short = [EVAL, CHECKPOINT] * 3  # of very short epochs
         for event in (*short, {"kind": "phase", "name": "x"}, NOTE, outcome):
             log.take(made(event))
     lines = caplog.messages

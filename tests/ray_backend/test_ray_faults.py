@@ -95,7 +95,7 @@ def cluster() -> Iterator[Any]:
     os.environ["RAY_AUTH_MODE"] = "token"
     if not (
         Path.home() / ".ray" / "auth_token"
-    ).is_file():  # # `ray.init` creates one, a node does not
+    ).is_file():  # `ray.init` creates one, a node does not
         subprocess.run(["ray", "get-auth-token", "--generate"], check=True, capture_output=True)
     os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1", **SETTINGS})
     import ray
@@ -117,7 +117,7 @@ def paced(folder: Path, name: str, **options: Any) -> TrainConfig:
         name=name,
         storage=str(folder),
         epochs=6,
-        optim=OptimConfig(lr=1e-4),  # # at 0.1, rounding errors grow to percents in fifty steps
+        optim=OptimConfig(lr=1e-4),  # at 0.1, rounding errors grow to percents in fifty steps
         scaling=ScalingConfig(num_workers="1:3", resize_s=1),
         log=LogConfig(every_steps=1, audit=True, tensorboard=False),
         checkpoint=CheckpointConfig(every_steps=5, every_s=0),
@@ -218,7 +218,7 @@ def check_taken_away(
     last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
     assert len(saved) == 1  # at the notice
     assert saved[0] < last_step
-    # # Rank 0 may have been lost before it sent its last lines: they are in the log.
+    # Rank 0 may have been lost before it sent its last lines: they are in the log.
     (unheard,) = [e["start_step"] - last_step for e in ears.of("plan")[1:]]
     assert 0 <= unheard <= 3, "no step was repeated"
     assert planned - removed < 30
@@ -285,7 +285,7 @@ def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         lost = time.monotonic()
         again = run.ears.wait(any_step, run.ears.wait(at_size(size), lost))
-        assert again - lost < 60  # # by default, Ray waits a minute for lost nodes
+        assert again - lost < 60  # by default, Ray waits a minute for lost nodes
         run.ears.wait(any_step, time.monotonic() + 0.5)
     for _ in range(2):
         cluster.add_node(num_cpus=1)
@@ -297,7 +297,7 @@ def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
     assert (sizes[:3], sizes[-1]) == (
         [3, 2, 1],
         3,
-    )  # # possibly after 2: nodes are added one by one
+    )  # possibly after 2: nodes are added one by one
     for kind, values in (("audit", ("step", "sha256")), ("train", ("step",))):
         theirs, ours = (
             [[r[v] for v in values] for r in read_history(run_storage(c)) if r["kind"] == kind]

@@ -79,7 +79,7 @@ def test_fault_53_a_slow_ray_start_is_retried_whatever_it_raises(ray: Any, kind:
     assert len(ray.calls) == 4
     assert ray.calls[0] == ray.calls[-1]
     assert sum("timed out during startup" in line and "again" in line for line in reported) == 3
-    assert ray.ended == 4  # # after each failed attempt, and at the end
+    assert ray.ended == 4  # after each failed attempt, and at the end
 
 
 def test_fault_53_a_ray_that_never_starts_exits_with_status_3_at_its_time_limit(
@@ -160,7 +160,7 @@ def test_only_processes_started_by_a_failed_attempt_are_ended(tmp_path: Path) ->
     def init() -> None:
         if started:
             return
-        # # A raylet, which starts an agent, and a process that the user's own thread starts.
+        # A raylet, which starts an agent, and a process that the user's own thread starts.
         script = f"sleep 60 & echo $! > {below}.new; mv {below}.new {below}; wait"
         started.append(subprocess.Popen(["bash", "-c", script, "--session-name=session_2026"]))
         started.append(subprocess.Popen(["sleep", "60"]))
@@ -172,7 +172,7 @@ def test_only_processes_started_by_a_failed_attempt_are_ended(tmp_path: Path) ->
         start_with_retries(init, lambda: None, "this machine", 10.0, lambda _: None)
         agent = Path("/proc") / below.read_text().strip() / "cmdline"
         deadline = time.monotonic() + 20
-        while agent.exists() and agent.read_bytes():  # # a dead process has no command line
+        while agent.exists() and agent.read_bytes():  # a dead process has no command line
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert started[0].poll() is not None
@@ -242,6 +242,6 @@ def test_auto_connects_to_the_newest_local_ray_that_listens(
         address = f"127.0.0.1:{server.getsockname()[1]}"
         newest.write_text(address)
         assert explicit_address("auto") == address
-    assert explicit_address("auto") == "auto"  # # it was killed, and its file remains
+    assert explicit_address("auto") == "auto"  # it was killed, and its file remains
     newest.write_text("no address")
     assert explicit_address("auto") == "auto"

@@ -174,7 +174,7 @@ def test_fault_26_out_of_memory_ends_the_run_and_names_the_setting_that_helps(
     reported = as_error(mailbox.events[0])
     assert type(reported) is RetriesExhausted
     assert reported.exit_status == 7
-    assert mailbox.events[0].cause == "error"  # # ends the run at once: a retry would fail again
+    assert mailbox.events[0].cause == "error"  # ends the run at once: a retry would fail again
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
         assert words in str(reported)
     assert "\n" not in str(reported)
@@ -208,7 +208,7 @@ def test_joining_workers_wait_for_one_commit_at_most(
     session._newcomer = False
     assert not session.requests().look
     session._newcomer = True
-    assert not session.requests().look  # # another commit
+    assert not session.requests().look  # another commit
     committer.is_busy = lambda: False
     assert session.requests().look
     committer.fails = True  # a new generation reads the storage

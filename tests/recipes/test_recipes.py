@@ -35,7 +35,7 @@ from raytrain_ddp.training.optimizer.param_groups import param_groups
 NAMES = [*shipped_recipes()]
 CLASSES = ("ants", "bees", "cats")
 
-# # ------------------------------------------------------------------ descriptions
+# ------------------------------------------------------------------ descriptions
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +99,7 @@ def test_describing_a_recipe_accepts_no_other_flags(line: str):
         parse_fit(line.split())
 
 
-# # ------------------------------------------------------------------ comparison with the sources
+# ------------------------------------------------------------------ comparison with the sources
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "digits"])

@@ -124,13 +124,13 @@ def test_google_cloud_maintenance_ends_a_gpu_machine_within_an_hour(
     assert cloud.look() == []
     server.texts[MAINTENANCE] = "TERMINATE_ON_HOST_MAINTENANCE"
     assert ends(cloud) == [left_s]
-    assert ends(Gcp(Metadata(server.url), has_gpu=gpu)) == [60]  # # at its maximum age
+    assert ends(Gcp(Metadata(server.url), has_gpu=gpu)) == [60]  # at its maximum age
     server.texts[MAINTENANCE] = "MIGRATE_ON_HOST_MAINTENANCE"
     assert ends(cloud) == []
     assert texts(cloud) == ["Google Cloud: MIGRATE_ON_HOST_MAINTENANCE"]
 
 
-# # Responses that resemble a notice: none of these may drain a node.
+# Responses that resemble a notice: none of these may drain a node.
 GARBLED = [
     *(("aws", ACTION, text) for text in ("", "{", "[]", "null", "TRUE", '{"action": "terminate"}')),
     ("aws", ACTION, '{"action": "nothing", "time": "2026-11-23T08:22:00Z"}'),

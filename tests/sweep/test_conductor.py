@@ -266,7 +266,7 @@ def test_a_signal_leaves_trials_waiting_for_the_next_command(tmp_path: Path):
     assert conductor.next(2) is None
     assert conductor.is_over
     assert [t.status for t in sweep.trials] == ["waiting"] * 3
-    assert second.deaths == 0  # # caused by the signal
+    assert second.deaths == 0  # caused by the signal
 
 
 def test_points_are_ranked_by_the_mean_of_their_seeds():

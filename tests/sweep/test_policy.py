@@ -92,7 +92,7 @@ def test_asha_stops_trials_with_nan_and_none_between_rungs():
     first, second, third = sweep.trials
     assert evaluate(sweep, first, 0.5) == ""
     assert "not among the best 1/3 of 2" in evaluate(sweep, second, 0.1)
-    assert evaluate(sweep, first, 0.0) == ""  # # epoch 2 is not a rung
+    assert evaluate(sweep, first, 0.0) == ""  # epoch 2 is not a rung
     assert evaluate(sweep, third, float("nan")) != ""
     alone = sweep_of(1, scheduler="asha")
     assert evaluate(alone, alone.trials[0], float("nan")) != ""
@@ -202,4 +202,4 @@ def test_perturbed_values_are_in_the_space_and_mostly_close(word: str, value: An
     reach = 2 if dimension.kind == "int" else 0.2 * value
     low, high = value - 1.001 * reach, value + 1.001 * reach
     near = [each for each in found if low <= each <= high]  # type: ignore[operator]
-    assert 0.7 < len(near) / len(found) < 0.95  # # and a quarter is redrawn
+    assert 0.7 < len(near) / len(found) < 0.95  # and a quarter is redrawn

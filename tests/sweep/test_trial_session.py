@@ -56,7 +56,7 @@ def test_a_stopped_and_continued_trial_has_the_same_bits_as_a_run(tmp_path: Path
     end = train_trial(trial, Ties(tell, lambda: None))
     assert end.status == "finished"
     assert [e.epochs for e in end.evaluations] == [1.0, 2.0, 3.0]
-    # # Earlier evaluations are reported again: the driver may have died in between.
+    # Earlier evaluations are reported again: the driver may have died in between.
     assert [len(each.evaluations) for each in said] == [1, 1, 2, 3]
     assert (said[0].monitor, said[0].goal) == ("loss", "min")
     assert bits(trial) == bits(plain)
@@ -161,7 +161,7 @@ def test_a_clone_continues_from_another_trials_checkpoint_with_its_own_values(tm
     rates = {r.step: r.lr for r in read_log(run_storage(second)) if isinstance(r, Train)}
     known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
     assert rates[paused] == known[paused]
-    train_trial(first, Ties(free, lambda: None))  # # the other trial is unchanged
+    train_trial(first, Ties(free, lambda: None))  # the other trial is unchanged
     known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
     assert sorted(known) == sorted(rates)
     later = [step for step in rates if step > paused]

@@ -85,7 +85,7 @@ def test_an_update_reads_no_value_on_the_host(name: str, ours: Metric, theirs: M
             metric.update(*of(name, *batches()[0]))
         found.append(waits.found)
     assert found[0] == []
-    assert name != "mean" or found[1] != []  # # torchmetrics' own does: the test can detect it
+    assert name != "mean" or found[1] != []  # torchmetrics' own does: the test can detect it
 
 
 def test_memory_is_linear_in_the_number_of_classes():

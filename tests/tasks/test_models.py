@@ -219,7 +219,7 @@ def test_images_of_a_size_the_model_does_not_accept_are_refused_in_one_line(
             use()
 
 
-# # ------------------------------------------------------------------ user-defined models
+# ------------------------------------------------------------------ user-defined models
 
 OWN = """
 from torch import nn

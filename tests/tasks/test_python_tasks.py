@@ -24,7 +24,7 @@ from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.ray_backend.task_transfer import pickled_task
 from raytrain_ddp.tasks.task_loading import check_task_name, load_task, task_of
 
-# # A cell: no guard, no file to import, and no source if it is read from a pipe.
+# A cell: no guard, no file to import, and no source if it is read from a pipe.
 CELL = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -174,7 +174,7 @@ def test_a_task_class_is_sent_by_value_where_its_module_is_missing(tmp_path: Pat
     assert pickled_task(TrainConfig()) is None
     with pytest.raises(TaskError, match="cannot be sent to the workers: TypeError"):
         pickled_task(TrainConfig(task=Holder(TrainConfig())))
-    assert pickled_task(TrainConfig(task=Holder)) is not None  # # each worker creates its own lock
+    assert pickled_task(TrainConfig(task=Holder)) is not None  # each worker creates its own lock
 
 
 def test_a_task_factory_is_accepted():

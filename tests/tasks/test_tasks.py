@@ -113,7 +113,7 @@ class NoSource:
 SET = TensorDataset(torch.zeros(8, 1, 4, 4), torch.zeros(8))
 EMPTY = Data(ArraySource({"x": tiny_arrays(1, 0)["x"][:0]}), lambda r, _: r)
 
-# # The mistake, its method, the expected message, the exit status.
+# The mistake, its method, the expected message, the exit status.
 WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("float", {"loss": loss_of(lambda x: x.item())}, "in .*loss: returned a float, 1", 1),
     ("vector", {"loss": loss_of(lambda x: x.expand(3))}, r"shape \(3,\), float32.*mean over", 1),
@@ -276,7 +276,7 @@ def test_a_resumed_run_is_checked_as_well(workers: Group, tmp_path: Path):
     assert kept_steps(config) == [4]
 
 
-# # ------------------------------------------------------------------ no side effects
+# ------------------------------------------------------------------ no side effects
 
 
 class Drawing(TinyTask):
@@ -608,7 +608,7 @@ def test_modules_put_in_evaluation_mode_stay_in_it(
     for found in workers(size, train_resting, plain(config)):
         expected = {"": True, "rest": False, "kept": False, "norm": True, "head": True}
         assert found["modes"] == expected
-        for name in ("rest", "kept"):  # # unchanged
+        for name in ("rest", "kept"):  # unchanged
             assert found["buffers"][f"{name}.running_mean"] == [0.0]
             assert found["buffers"][f"{name}.num_batches_tracked"] == 0
         assert found["buffers"]["norm.num_batches_tracked"] == 4

@@ -100,7 +100,7 @@ class Site:
     def __init__(self, place: Path, host: str = "127.0.0.1") -> None:
         self.runs = WatchedRuns(str(place))
         self.runs.look()
-        self.runs.every_s = 0.0  # # each request reads new content
+        self.runs.every_s = 0.0  # each request reads new content
         self.server = WatchServer(self.runs, host, 0, [("Grafana", "http://g/?a=1&b=2")])
         self.port = int(self.server.server_address[1])
         self.cookie = {"Cookie": f"{self.server.cookie}={self.server.token}"}
@@ -299,7 +299,7 @@ def test_an_unreadable_run_does_not_hide_the_others(place: Path, monkeypatch: py
     assert (runs.is_complete, runs.trouble) == (True, "done: done is private (and 1 more)")
 
 
-# # ------------------------------------------------------------------ access
+# ------------------------------------------------------------------ access
 
 
 def test_content_of_runs_is_escaped_and_no_script_of_theirs_runs(site: Site):
@@ -414,7 +414,7 @@ def test_only_the_driver_of_the_run_is_stopped(
     assert driver.poll() is None
 
 
-# # ------------------------------------------------------------------ mispredicted samples
+# ------------------------------------------------------------------ mispredicted samples
 
 
 def test_mispredicted_samples_are_shown_on_request(site: Site, place: Path):
@@ -501,7 +501,7 @@ def test_a_file_is_read_incrementally(tmp_path: Path, monkeypatch: pytest.Monkey
     put("one\ntwo\nthr")
     assert new() == (True, [b"one", b"two"])
     assert new() == (False, [])
-    put("one\ntwo\nthree\nfour\n")  # # replaced by the same content and more, as on an object store
+    put("one\ntwo\nthree\nfour\n")  # replaced by the same content and more, as on an object store
     assert new() == (True, [b"three", b"four"])
     put("one\ntwo\nthree\nsix\n")
     assert new() == (True, [b"one", b"two", b"three", b"six"])

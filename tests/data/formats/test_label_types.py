@@ -123,7 +123,7 @@ def test_the_format_follows_from_the_file_name_only(tmp_path: Path):
     assert named(splits(tmp_path / "packed"))[0] == ["a", "b"]
 
 
-# # ------------------------------------------------------------------ typed files
+# ------------------------------------------------------------------ typed files
 
 
 def write_named(path: Path, column: str, rows: Sequence[Any], feature: Any) -> None:

@@ -148,7 +148,7 @@ def test_files_of_a_split_may_omit_class_names_but_not_mix_types(tmp_path: Path)
         ShardImages([numbers, words], DataConfig())
 
 
-# # ------------------------------------------------------------------ training and evaluation
+# ------------------------------------------------------------------ training and evaluation
 
 
 def test_both_splits_are_mapped_by_name_despite_order_and_absent_classes(tmp_path: Path):
@@ -305,7 +305,7 @@ def test_unreadable_image_files_are_bad_records(tmp_path: Path):
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
     with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
         source.read(np.array([3]))
-    for target in ("nowhere", "c"):  # # even to itself
+    for target in ("nowhere", "c"):  # even to itself
         (tmp_path / "c").symlink_to(tmp_path / target)
         with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
             FolderImages(str(tmp_path))
@@ -329,7 +329,7 @@ def test_the_fingerprint_of_a_folder_includes_sizes(tmp_path: Path):
     assert FolderImages(root).fingerprint() != before
 
 
-# # ------------------------------------------------------------------ files written by `datasets`
+# ------------------------------------------------------------------ files written by `datasets`
 
 
 @pytest.mark.parametrize("kind", ["string", "ClassLabel", "bool", "int from 1"])

@@ -69,7 +69,7 @@ def test_a_list_has_the_rows_that_pandas_reads(form: str, labels: str, tmp_path:
     opened = splits_of(path)
     theirs = FORMS[form][1](path)
     if "NA" in LABELS[labels]:
-        theirs["label"] = theirs["label"].fillna("NA")  # # pandas' own definition of missing values
+        theirs["label"] = theirs["label"].fillna("NA")  # pandas' own definition of missing values
     names = opened.class_names
     assert names == [str(label) for label in sorted(theirs["label"].unique())]
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(ROWS), 2))
@@ -95,7 +95,7 @@ def test_the_columns_and_the_folder_of_the_images_are_named_by_flags(form: str, 
         DataError, match=r"no column 'image_name' among id, image, label, file_name"
     ):
         splits_of(path, image_column="image_name")
-    with pytest.raises(DataError, match=r"paths of files|no such file"):  # # 0 is not a path
+    with pytest.raises(DataError, match=r"paths of files|no such file"):  # 0 is not a path
         splits_of(path)
 
 

@@ -185,7 +185,7 @@ def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
     rows, others = all_of(digits), all_of(test)
     for records in (rows, others):
         assert set(np.bincount([label for _, label in records]) > 0.08 * len(records)) == {True}
-    # # Nearly all 1797 scans are different; no image is in both splits.
+    # Nearly all 1797 scans are different; no image is in both splits.
     assert not {image for image, _ in rows} & {image for image, _ in others}
     assert Image.open(io.BytesIO(rows[0][0])).size == (8, 8)
 
@@ -320,7 +320,7 @@ def test_row_groups_larger_than_an_arrow_array_are_read_in_parts(
     assert all_of(opened(path)) == [(png(i), i) for i in range(40)]
 
 
-# # The lanes' blocks just fit in 1 MiB; a thread that is late also needs blocks that the others
+# The lanes' blocks just fit in 1 MiB; a thread that is late also needs blocks that the others
 # have released.
 @pytest.mark.parametrize(("threads", "memory_mib"), [(1, 1), (3, 2)])
 def test_row_groups_are_read_once_per_lane(threads: int, memory_mib: int, tmp_path: Path):
@@ -427,7 +427,7 @@ def test_fault_21_an_out_of_range_label_is_named_before_the_first_step(
     if write_statistics:
         with pytest.raises(DataError, match=reported) as caught:
             opened(names, path)
-    else:  # # the row group is not returned
+    else:  # the row group is not returned
         source = opened(names, path)
         assert len(source.read(np.arange(1, 5))) == 4
         with pytest.raises(DataError, match=reported) as caught:

@@ -73,7 +73,7 @@ def reading_threads() -> list[str]:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    before = reading_threads()  # # of a failed test, whose source is not closed
+    before = reading_threads()  # of a failed test, whose source is not closed
     yield Store()
     assert reading_threads() == before
 
@@ -85,7 +85,7 @@ def test_a_block_stays_until_all_its_rows_have_been_read(store: Store):
     groups = groups_of(store, 3, fitting=2)
     for place in range(ROWS):
         assert groups.get(0, np.array([place, place])).number == 0
-        assert groups.get(1, ALL).number == 1  # # is released each time
+        assert groups.get(1, ALL).number == 1  # is released each time
     assert store.loaded == [0, 1, 1, 1, 1]
     groups.get(0, np.array([0]))
     assert store.loaded[5:] == [0]
@@ -102,7 +102,7 @@ def test_blocks_that_all_fit_in_memory_are_read_only_once(store: Store):
 
 def test_the_least_recently_used_blocks_are_evicted_and_counted(store: Store):
     groups = groups_of(store, 4, fitting=2)
-    for block in (0, 1, 0, 2, 0):  # # 1 is evicted for 2
+    for block in (0, 1, 0, 2, 0):  # 1 is evicted for 2
         groups.get(block, np.array([block]))
     assert store.loaded == [0, 1, 2]
     groups.get(1, np.array([3]))
@@ -136,7 +136,7 @@ def test_blocks_are_read_ahead_in_order_as_far_as_they_fit(store: Store):
     until(lambda: len(store.loaded) == 4)  # fit
     time.sleep(0.02)
     assert sorted(store.loaded) == [0, 1, 2, 3]
-    groups.get(2, ALL)  # # is released: the next one fits
+    groups.get(2, ALL)  # is released: the next one fits
     until(lambda: len(store.loaded) == 5)
     groups.get(0, ALL)
     until(lambda: len(store.loaded) == 6)
@@ -179,7 +179,7 @@ def test_closing_ends_the_threads_and_drops_pending_reads(store: Store):
     groups.close()
     assert reading_threads() == []
     count = len(store.loaded)
-    assert groups.get(8, ALL).number == 8  # # it remains usable
+    assert groups.get(8, ALL).number == 8  # it remains usable
     assert len(store.loaded) == count + 1
 
 
@@ -266,7 +266,7 @@ def test_the_longest_unused_data_sets_are_evicted_first(tmp_path: Path):
         set_age(tmp_path, f"old-{number}", seconds=100 - number)
     size = bytes_in(tmp_path) // 5
     cache = cache_of(tmp_path, 6 * size, "new")
-    cache.table("old-0", never)  # # is used now, so 1 is the least recently used
+    cache.table("old-0", never)  # is used now, so 1 is the least recently used
     for number in range(3):
         cache.table(f"new-{number}", lambda: table(1))
     assert entries(tmp_path) == ["new-0", "new-1", "new-2", "old-0", "old-3", "old-4"][:6]
@@ -287,7 +287,7 @@ def test_the_size_limit_holds_and_a_data_set_does_not_evict_its_own_entries(tmp_
             found.append(not loads)
         assert bytes_in(tmp_path) <= 4 * size
     assert found == [True] * 4 + [False] * 4
-    again = cache_of(tmp_path, 3 * size, "a")  # # the limit is lower now
+    again = cache_of(tmp_path, 3 * size, "a")  # the limit is lower now
     for number in range(4):
         set_age(tmp_path, f"a-{number}", seconds=100 - number)
     again.table("a-8", lambda: table(1))

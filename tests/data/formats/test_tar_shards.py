@@ -179,14 +179,14 @@ def test_the_index_is_built_once_and_rebuilt_when_the_file_changes(
     assert len(made) == 1
     (index,) = cache.glob("*.arrow")
     content = bytearray(index.read_bytes())
-    content[-40] ^= 1  # # a damaged index is rebuilt
+    content[-40] ^= 1  # a damaged index is rebuilt
     index.write_bytes(content)
     assert all_rows(splits_of(path).train) == expected
     assert len(made) == 2
     assert splits_of(path, label_column="name").class_names[0] == "class 0"
     assert len(made) == 3
     os.utime(path, ns=(1, 1))
-    assert splits_of(path).train.fingerprint() == first.fingerprint()  # # at any path and time
+    assert splits_of(path).train.fingerprint() == first.fingerprint()  # at any path and time
     assert len(made) == 4
     tar(path, samples(range(1, 6)))
     with pytest.raises(DataError, match=r"x\.tar, row group 0: cannot be read: it has changed"):

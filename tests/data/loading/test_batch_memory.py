@@ -35,5 +35,5 @@ def test_a_smaller_batch_reuses_memory_and_a_larger_one_replaces_it() -> None:
     assert smaller.is_contiguous(memory_format=torch.channels_last)
     del smaller
     assert memory.empty(8, 16, 16).fill_(1).shape == (8, 3, 16, 16)
-    assert memory.empty(1, 1, 1).data_ptr() != place  # # memory that was too small is freed
+    assert memory.empty(1, 1, 1).data_ptr() != place  # memory that was too small is freed
     assert isinstance(pickle.loads(pickle.dumps(memory)), BatchMemory)

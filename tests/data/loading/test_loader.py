@@ -208,9 +208,9 @@ def test_repeats_of_a_row_are_augmented_separately_and_decoded_once(
     rows, repeats = np.array([3, 3, 3, 7, 7, 7]), np.array([0, 1, 2] * 2)
     together = data.collate(source.read(rows), Draws(7, 0, rows, repeats))["image"]
     assert len(opened) == 2  # decoded
-    assert len({image.numpy().tobytes() for image in together}) > 4  # # of 6; two may coincide
+    assert len({image.numpy().tobytes() for image in together}) > 4  # of 6; two may coincide
     first = data.collate(source.read(rows[:1]), Draws(7, 0, rows[:1]))["image"]
-    assert torch.equal(first, together[:1])  # # the first repeat equals the row without repeats
+    assert torch.equal(first, together[:1])  # the first repeat equals the row without repeats
     third = data.collate(source.read(rows[2:3]), Draws(7, 0, rows[2:3], repeats[2:3]))["image"]
     assert torch.equal(third, together[2:3])
 
@@ -344,7 +344,7 @@ def test_closing_ends_the_threads_and_starts_no_further_item(threads: int):
     assert loader_threads()
     results.close()
     assert loader_threads() == []
-    assert len(begun) <= 1 + 2 * threads  # # running items may finish; waiting ones are not started
+    assert len(begun) <= 1 + 2 * threads  # running items may finish; waiting ones are not started
     count = len(begun)
     time.sleep(0.1)
     assert len(begun) == count
@@ -468,7 +468,7 @@ def test_a_thread_is_added_only_while_the_consumer_waits(monkeypatch: pytest.Mon
     assert consume(128, 1e-5) == 1  # 1 % of the time
     assert consume(32, 1e-4) == 2  # 9 %
     assert consume(128, 1e-5) == 2
-    assert consume(320, 1e-4) == 3  # # and never more than the limit
+    assert consume(320, 1e-4) == 3  # and never more than the limit
 
 
 @pytest.mark.parametrize("begin", [1, None])
@@ -500,7 +500,7 @@ def test_closing_starts_no_item_that_waits_for_a_thread():
     results = prefetched(range(100), work, LoaderThreads(8, begin=1))
     next(results)
     results.close()
-    assert len(begun) <= 3  # # the first, and those that had started when it arrived
+    assert len(begun) <= 3  # the first, and those that had started when it arrived
 
 
 def test_a_batch_that_lost_samples_is_an_error_unless_they_may_be_skipped():
@@ -624,7 +624,7 @@ def test_spread_repeats_are_in_different_slots_on_any_number_of_workers(repeats:
 
     alone = steps(1, 0)
     spread = sorted([*steps(3, 0), *steps(3, 1), *steps(3, 2)], key=lambda s: (s.step, s.index))
-    for ours in (spread[20:], steps(1, 0, start=5)):  # # from any start step, too
+    for ours in (spread[20:], steps(1, 0, start=5)):  # from any start step, too
         for one, other in zip(alone[20:], ours, strict=True):
             assert torch.equal(one.batch["row"], other.batch["row"])
             assert torch.equal(one.batch["draw"], other.batch["draw"])
@@ -679,7 +679,7 @@ def test_fault_20_a_slot_counts_the_remaining_samples():
     assert sorted(good) == [row for row in range(24) if row not in bad]
     assert sum(slot.planned - slot.samples for slot in slots) == len(bad)
     assert [slot.samples for slot in slots if slot.index == 0] == [0, 0]  # rows 0 to 5
-    assert all(samples_of(slot.batch) for slot in slots)  # # the filler, if none is left
+    assert all(samples_of(slot.batch) for slot in slots)  # the filler, if none is left
     halves = steps(2, 0) + steps(2, 1)
     key = lambda slot: (slot.step, slot.index)  # noqa: E731
     assert [(key(s), s.samples) for s in sorted(halves, key=key)] == [
@@ -759,7 +759,7 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
                 seen += slot.batch["row"].tolist()
             if kind is SeekableStream:
                 assert stream.given == sum(slot.samples for slot in slots)
-            else:  # # each lane of a worker skips the items before its own, once
+            else:  # each lane of a worker skips the items before its own, once
                 passed_over = sum(plan.lane(slot)[1] for slot in items_of_rank(4, size, rank))
                 assert stream.given == passed_over
         assert sorted(seen) == list(range(107))

@@ -203,7 +203,7 @@ def files_left(number: int) -> Iterator[None]:
             os.close(file)
 
 
-@pytest.mark.parametrize("among", [1, 2])  # # the second process has not started yet
+@pytest.mark.parametrize("among", [1, 2])  # the second process has not started yet
 def test_an_item_that_cannot_be_sent_for_lack_of_file_descriptors_is_refused(
     among: int, made: Callable[..., LoaderProcesses]
 ):
@@ -250,7 +250,7 @@ def test_loader_processes_ignore_signals_to_the_training(
     """Ctrl-C and a scheduler's SIGTERM reach all processes: the training ends after its step."""
     pool = made(lambda item: os.getpid())
     pid = pool.submit(0, 1).result()
-    assert os.getpgid(pid) != os.getpgid(0)  # # torchrun signals the group, possibly during startup
+    assert os.getpgid(pid) != os.getpgid(0)  # torchrun signals the group, possibly during startup
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(pid, number)
         assert pool.submit(0, 1).result() == pid
@@ -319,7 +319,7 @@ def test_fault_37_no_process_outlives_a_script(way: str, tmp_path: Path):
     assert gone(pids)
 
 
-# # ------------------------------------------------------------------ transfers between them
+# ------------------------------------------------------------------ transfers between them
 
 
 def tensors() -> list[torch.Tensor]:

@@ -213,7 +213,7 @@ def test_our_own_kernels_give_torchvisions_pixels():
             assert torch.equal(contrast, tv.adjust_contrast(image, 1 + (factor - 1)))
 
 
-# # ------------------------------------------------------------------ policies, dependencies
+# ------------------------------------------------------------------ policies, dependencies
 
 
 def test_without_policy_or_jitter_nothing_is_drawn_or_done():
@@ -259,9 +259,7 @@ def test_the_mean_gray_of_a_large_image_is_exact():
     """A sum in float32 may be too small, depending on the number of threads."""
     random = np.random.Generator(np.random.Philox(1))
     half = random.integers(1, 256, 300_800)
-    pixels = random.permutation(
-        np.concatenate((half, 256 - half, [128]))
-    )  # # mean 128; as gray, 127
+    pixels = random.permutation(np.concatenate((half, 256 - half, [128])))  # mean 128; as gray, 127
     image = torch.from_numpy(pixels).byte().view(601, 1001).expand(3, -1, -1)
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)

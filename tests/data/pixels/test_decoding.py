@@ -151,7 +151,7 @@ def test_fault_20_an_incomplete_image_raises(content: bytes):
         open_encoded_image(content).pixels()
 
 
-# # ------------------------------------------------------------------ size and position
+# ------------------------------------------------------------------ size and position
 
 
 def blank(size: int) -> torch.Tensor:

@@ -390,7 +390,7 @@ def test_the_distribution_equals_torchvisions(kind: str):
     assert largest < 1, f"{where} differs"
 
 
-# # ------------------------------------------------------------------ mutations are detected
+# ------------------------------------------------------------------ mutations are detected
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
