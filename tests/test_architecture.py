@@ -111,7 +111,7 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-def test_the_check_sees_the_package():
+def test_the_import_check_finds_imports():
     assert len(FILES) > 30
     assert {"torch", "raytrain_ddp"} <= {
         name.partition(".")[0] for path in FILES for name in imports(path)
@@ -222,7 +222,7 @@ def test_each_command_has_a_main_and_runs_as_a_module():
         assert "run_command(main)" in ast.unparse(tree.body[-1]), path
 
 
-def test_a_module_name_says_which_module_it_is():
+def test_module_names_are_unique():
     names = [path.stem for path in FILES if not path.stem.startswith("__")]
     assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
 
@@ -269,7 +269,7 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
         "sweep.run_sweep",
     ],
 )
-def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
+def test_light_modules_import_neither_torch_nor_ray(module: str):
     """The first one: a complete or refused run exits at once."""
     assert not loaded_after(f"import raytrain_ddp.{module}") & {"torch", "ray"}
 
@@ -282,7 +282,7 @@ def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
         "from raytrain_ddp import fit; import raytrain_ddp.fit; fit = raytrain_ddp.fit",
     ],
 )
-def test_fit_can_be_called_whichever_way_it_was_imported(statements: str):
+def test_fit_can_be_called_however_it_was_imported(statements: str):
     """The module `raytrain_ddp.fit` hides the function of that name once it is imported."""
     code = (
         f"{statements}\nimport raytrain_ddp.driver.fit_driver as driver\n"

@@ -84,7 +84,7 @@ def test_print_config_is_toml_that_loads_to_the_same_config(argv: tuple[str, ...
     assert [path.name for path in tmp_path.iterdir()] == ["again.toml"]
 
 
-def test_flags_win_over_the_recipe():
+def test_flags_take_precedence_over_the_recipe():
     config = parse_fit(["cifar10", "--epochs", "2"]).config
     assert (config.epochs, config.optim.lr) == (2, load("cifar10").optim.lr)
 
@@ -146,7 +146,9 @@ def test_dry_run_reports_what_this_machine_lacks(tmp_path: Path):
     assert re.search(r"CPU: want 64 .*have \d+", dry_run(config))
 
 
-def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_of_a_finished_run_reports_that_it_is_finished(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(finished)
     before = contents(finished)
     assert "complete at step 6" in dry_run(parse_fit([*TRAIN, *EPOCHS]).config)
@@ -246,7 +248,7 @@ def test_evaluate_suggests_a_run_with_a_similar_name(finished: Path):
 # ------------------------------------------------------------------ a finished run
 
 
-def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
+def test_fault_30_starting_a_finished_run_reports_it_and_changes_no_file(finished: Path):
     before = contents(finished)
     for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
         answer = run_cli("fit", *argv, *EPOCHS, cwd=finished, warm=True)

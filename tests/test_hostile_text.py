@@ -79,7 +79,7 @@ def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = Non
     return config
 
 
-def test_the_table_has_every_field_that_holds_text():
+def test_the_table_contains_every_text_field():
     assert set(texts(TrainConfig())) - PARSED - OF_FIELDS == FREE_TEXTS
     for field in OF_FIELDS:
         with pytest.raises(ConfigError, match=field):

@@ -53,12 +53,12 @@ def rows_of(test: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d\d", match[1])] if match else []
 
 
-def test_every_row_is_there():
+def test_the_matrix_has_every_row():
     assert sorted(table()) == list(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_names_tests_that_exist_or_says_why_there_are_none(row: int):
+def test_a_row_names_existing_tests_or_gives_a_reason(row: int):
     cell = table()[row]
     tests = all_tests()
     named = re.findall(r"`([^`:]+\.py)::([^`]+)`", cell)
@@ -84,7 +84,7 @@ def test_every_test_with_a_row_number_is_in_that_row():
                 assert f"`{file}::{test}`" in rows[row], f"{file}::{test} is not in row {row}"
 
 
-def test_the_numbers_in_a_name_are_read():
+def test_row_numbers_are_parsed_from_test_names():
     assert rows_of("test_fault_01_02_03_05_killed") == [1, 2, 3, 5]
     assert rows_of("test_fault_17_and_18_all_missing") == [17, 18]
     assert rows_of("test_faults_without_a_step") == []

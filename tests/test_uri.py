@@ -366,7 +366,7 @@ def test_other_schemes_are_read_through_fsspec(pictures: Path):
     assert len(located("memory://pictures/train/*.parquet", None)[0].paths) == 2
 
 
-def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path):
+def test_row_groups_of_a_store_are_read_concurrently(s3: S3, pictures: Path):
     source = opened(s3.uri("pictures/train/0.parquet"))
     s3.most_at_once(delay_s=0.1)
     assert len(all_of(source)) == 20

@@ -231,7 +231,7 @@ def digest_of(task: Any) -> str:
         ('("a", ', '("b", '),
     ],
 )
-def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
+def test_a_change_of_a_scripts_class_or_its_dependencies_changes_its_digest(
     change: tuple[str, str],
 ):
     before = digest_of(of_script())

@@ -105,7 +105,7 @@ def test_a_plan_of_many_kills_contains_every_kind_of_fault_and_no_duplicates(tmp
     assert set(ranks) == {0, 1, 2}
 
 
-def test_faults_without_a_step_wait_for_those_before_them():
+def test_faults_without_a_step_wait_for_earlier_faults():
     plan = draw_faults(3, SHAPE, kills=200)
     for place, fault in enumerate(plan):
         assert fault.after == (place if fault.step is None else None)
@@ -274,7 +274,7 @@ def test_a_run_without_progress_is_killed_and_abandoned(
 # ------------------------------------------------------------------ comparing
 
 
-def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group, tmp_path: Path):
+def test_two_runs_are_equal_only_if_all_bits_records_and_files_are(workers: Group, tmp_path: Path):
     audited = LogConfig(every_steps=1, tensorboard=False, audit=True)
     config = tiny_config(tmp_path, "one", log=audited, epochs=1, limit_train_batches=4)
     workers(1, run_tiny, plain(config))

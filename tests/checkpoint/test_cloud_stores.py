@@ -163,7 +163,7 @@ def test_a_stopped_run_resumes_with_the_same_bits(place: str, tmp_path: Path):
     assert kept_steps(config) == kept_steps(alone)
 
 
-def test_data_are_listed(place: str):
+def test_a_data_set_in_a_cloud_store_is_listed(place: str):
     folder, question_mark, options = place.partition("?")
     for name in ("cat", "dog"):
         open_storage(place).join("train").join(name).write_atomic("1.png", b"123")

@@ -44,7 +44,9 @@ from raytrain_ddp.uri import without_secrets
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_fault_10_bit_flip(root: Path, seed: int) -> None:
+def test_fault_10_a_flipped_bit_is_detected_and_the_previous_checkpoint_used(
+    root: Path, seed: int
+) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -76,7 +78,9 @@ def test_fault_10_every_bit_of_the_manifest_counts() -> None:
 
 @pytest.mark.parametrize("filename", FILES)
 @pytest.mark.parametrize("part", ["0", "1", "half", "n-1", "longer"])
-def test_fault_09_truncated(root: Path, filename: str, part: str) -> None:
+def test_fault_09_a_truncated_file_is_detected_and_the_previous_checkpoint_used(
+    root: Path, filename: str, part: str
+) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -94,7 +98,7 @@ def test_fault_09_truncated(root: Path, filename: str, part: str) -> None:
     )
 
 
-def test_fault_10_read_checks_again(root: Path) -> None:
+def test_fault_10_a_read_verifies_the_hash_again(root: Path) -> None:
     checkpoint = commit(fresh(root), 10)
     checkpoint.verify()
     flip_bit(root / "step-00000010-a0001" / "model.safetensors", 77)
@@ -103,7 +107,7 @@ def test_fault_10_read_checks_again(root: Path) -> None:
         checkpoint.read("model.safetensors")
 
 
-def test_fault_11_latest_folder_missing(root: Path) -> None:
+def test_fault_11_a_missing_newest_folder_gives_the_previous_checkpoint(root: Path) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -240,7 +244,7 @@ def test_pruned_while_being_verified_is_not_damage(root: Path) -> None:
     assert (root / "step-00000020-a0001").exists()
 
 
-def test_all_pruned_while_being_verified(root: Path) -> None:
+def test_all_checkpoints_pruned_while_being_verified_are_not_damage(root: Path) -> None:
     """The reader is so slow that the trainer has replaced every checkpoint it listed."""
     store = fresh(root)
     commit(store, 10)
@@ -258,7 +262,7 @@ def test_all_pruned_while_being_verified(root: Path) -> None:
     assert reported == []
 
 
-def test_listing_beside_a_writer_raises_nothing(root: Path) -> None:
+def test_listing_during_a_write_does_not_raise(root: Path) -> None:
     writer, reader = fresh(root), fresh(root)
     commit(writer, 0)
     done = threading.Event()
@@ -330,7 +334,7 @@ def fields_of(whole: Manifest) -> dict[str, Any]:
 WHOLE = manifest(7, files={"a.bin": FileEntry(3, "0" * 64)})
 
 
-def test_sealing_in_the_tests_is_the_real_one() -> None:
+def test_the_tests_checksum_function_equals_the_real_one() -> None:
     assert Manifest.from_json(sealed(fields_of(WHOLE))) == WHOLE
 
 
@@ -525,7 +529,7 @@ def test_other_file_systems_are_not_local(root: Path) -> None:
     assert (root / "step-00000020-a0001" / "damaged.txt").exists()
 
 
-def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
+def test_an_fsspec_store_can_hold_checkpoints(tmp_path: Path) -> None:
     """As with hf:// and abfs://; the in-memory file system stands in for them."""
     storage = open_storage(f"memory://{tmp_path.name}/run")
     assert str(storage) == f"memory:///{tmp_path.name}/run"
@@ -544,7 +548,7 @@ def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
     assert storage.join("nowhere").walk() == []
 
 
-def test_fault_14_bad_storage(tmp_path: Path) -> None:
+def test_fault_14_an_invalid_storage_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for uri in ("", "foo://bucket/x", "file://host/x", "s3://", f"{tmp_path}/file", "a\0b"):
         with pytest.raises(PreflightError) as caught:

@@ -188,7 +188,7 @@ def test_help_imports_nothing_heavy():
     assert int(loaded.split()[-1]) < 180  # 130 when this was written, in 0.13 s of CPU time
 
 
-def test_a_class_without_a_docstring_or_texts_has_empty_help():
+def test_a_class_without_docstrings_has_empty_help():
     @dataclasses.dataclass
     class Bare:
         x: int = 0
@@ -199,7 +199,7 @@ def test_a_class_without_a_docstring_or_texts_has_empty_help():
 # ------------------------------------------------------------------ the list of commands
 
 
-def test_the_list_of_commands():
+def test_help_lists_the_commands():
     text = help_text("--help")
     assert help_text() == help_text("help") == text
     assert re.findall(r"^  (\w+)  ", text, re.MULTILINE) == [*COMMANDS]
@@ -208,7 +208,7 @@ def test_the_list_of_commands():
     assert help_text("help", "evaluate") == help_text("evaluate", "--help")
 
 
-def test_the_version():
+def test_the_version_is_printed():
     assert help_text("--version") == f"raytrain_ddp {version('raytrain_ddp')}\n"
 
 

@@ -474,7 +474,7 @@ def test_all_errors_of_a_recipe_are_reported_together():
         {"name": 5},
     ],
 )
-def test_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, Any]):
+def test_a_value_of_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, Any]):
     with pytest.raises(ConfigError) as caught:
         from_dict(values)
     field = next(iter(values))
@@ -496,7 +496,7 @@ def test_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, A
         ),
     )
 )
-def test_any_content_of_a_recipe_is_a_config_or_a_config_error(values: Any):
+def test_any_recipe_content_gives_a_config_or_a_config_error(values: Any):
     if not isinstance(values, dict):
         values = {"optim": values}
     with contextlib.suppress(ConfigError):
@@ -504,7 +504,7 @@ def test_any_content_of_a_recipe_is_a_config_or_a_config_error(values: Any):
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_bytes_as_a_recipe_are_a_config_or_a_config_error(content: bytes):
+def test_any_recipe_bytes_give_a_config_or_a_config_error(content: bytes):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.toml"
         path.write_bytes(content)

@@ -107,7 +107,7 @@ def test_a_flag_without_effect_is_refused(line: str, field: str):
         "digits --describe=true",
     ],
 )
-def test_a_flag_with_effect_is_taken(line: str):
+def test_a_flag_with_effect_is_accepted(line: str):
     parse_fit(line.split())
 
 
@@ -180,7 +180,7 @@ def test_recipe_fields_without_effect_are_noted_and_not_emitted(tmp_path: Path):
     assert "adamw" in command(config)
 
 
-def test_flags_are_recognised_in_all_their_forms():
+def test_flags_are_recognized_in_all_their_forms():
     argv = ["digits", "--optim.no-nesterov", "--epochs=3", "--log.every_steps", "-5", "--no-x"]
     assert {"optim.nesterov", "epochs", "log.every_steps", "x"} <= given_flags(argv)
 

@@ -418,7 +418,7 @@ def test_parquet_is_converted_row_by_row_with_paths_and_names(converted: Path, t
     assert not list((tmp_path / "glob").glob("val*"))
 
 
-def test_binary_columns_of_other_names_and_missing_bytes_are_understood(tmp_path: Path):
+def test_binary_columns_with_other_names_and_missing_bytes_are_supported(tmp_path: Path):
     images = [encoded(picture(n), "PNG") for n in range(4)]
     pq.write_table(pa.table({"jpg": images, "cls": [0, 1, 1, 2]}), tmp_path / "x.parquet")
     done = run_convert(
@@ -573,7 +573,7 @@ def test_a_torchvision_set_is_stored_as_png(tmp_path: Path):
     assert np.array_equal(np.stack([np.asarray(image) for image in images]), expected)
 
 
-def test_splits_of_different_classes_are_refused(tmp_path: Path):
+def test_splits_with_different_classes_are_refused(tmp_path: Path):
     for split, names in (("train", "ab"), ("val", "ac")):
         for name in names:
             (tmp_path / "src" / split / name).mkdir(parents=True)
@@ -843,7 +843,7 @@ def test_a_complete_data_set_is_recognized_and_unchanged(folder: Path, converted
     assert {path: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 
-def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Path):
+def test_the_destination_must_be_a_separate_folder(folder: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
@@ -985,7 +985,7 @@ def problems(folder: Path) -> list[str]:
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
 
-def test_an_untouched_data_set_verifies(converted: Path):
+def test_an_undamaged_data_set_passes_verification(converted: Path):
     reported = []
     dataset = verify(converted, 2, lambda images, size: reported.append(images))
     assert sum(reported) == TRAIN + VAL

@@ -128,7 +128,7 @@ def test_no_row_is_in_both_parts_and_none_is_lost(kind: str, tmp_path: Path):
     assert lines(splits)["evaluation"].endswith("0.2 of the training set (data.holdout)")
 
 
-def test_a_torchvision_set_without_parts_can_be_used(
+def test_a_torchvision_set_without_splits_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from torchvision import datasets

@@ -67,7 +67,7 @@ def test_the_fingerprint_is_of_text_vocabulary_and_length(tmp_path: Path):
     assert len({first.fingerprint(), *(other.fingerprint() for other in others)}) == 4
 
 
-def test_an_empty_vocabulary_has_no_character(tmp_path: Path):
+def test_an_empty_vocabulary_has_no_characters(tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcde")
     with pytest.raises(DataError, match="the character 'a' is not one of the 0"):
         TextSource(str(tmp_path), 4, "")

@@ -84,7 +84,7 @@ def test_any_number_of_records_gives_an_image(count: int, height: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_records_of_one_kind_alone(kind: str, drawn: list[Figure]) -> None:
+def test_records_of_a_single_kind_can_be_drawn(kind: str, drawn: list[Figure]) -> None:
     draw_curves([r for r in run(276, 23) if r["kind"] == kind], io.BytesIO(), "digits")
     loss, other = drawn[0].axes
     assert titles(drawn[0])[1] == ("Learning rate" if kind == "train" else "Accuracy (evaluation)")

@@ -170,7 +170,7 @@ def test_counts_are_formatted(count: float, text: str) -> None:
         ("stop1", 0.5, "0.5000"),
     ],
 )
-def test_metrics_have_four_digits_and_accuracies_are_percent(
+def test_metrics_have_four_digits_and_accuracies_are_percentages(
     name: str, value: float, text: str
 ) -> None:
     assert module.format_metric(name, value) == text

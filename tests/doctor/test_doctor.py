@@ -435,7 +435,7 @@ def test_the_table_fits_the_terminal_with_advice_below_each_problem(width: int):
     assert lines[at + 1].startswith("  -> Anyone who reaches Ray's ports")
 
 
-def test_an_error_of_a_node_is_reported_in_a_line():
+def test_a_nodes_error_is_reported_in_one_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
     assert cluster_probe.describe_error(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")

@@ -159,7 +159,7 @@ def test_a_run_with_a_finished_checkpoint_has_ended(tmp_path: Path):
     assert assess_run(status).rows[0].found == "finished"
 
 
-def test_fault_32_a_slow_rank_and_what_limits_the_run_are_reported(tmp_path: Path):
+def test_fault_32_a_slow_rank_and_the_bottleneck_are_reported(tmp_path: Path):
     straggler = {"kind": "straggler", "rank": 2, "host": "w2", "phase": "data", "text": ""}
     records = [line(10 * n, rank=2, ratio=3.0) for n in range(1, 9)]
     _, row = rows(written(tmp_path, [PLAN, straggler], records, owner=Owner.here()))

@@ -42,7 +42,7 @@ def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undis
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_a_storage_that_not_all_hosts_share_is_refused_before_the_first_step(lan: Cluster):
+def test_a_storage_not_shared_by_all_hosts_is_refused_before_the_first_step(lan: Cluster):
     command = lan.train("--scaling.num-workers 3", storage="/tmp/runs")
     assert command.wait(240) != 0, command
     output = command.output().partition("Status message")

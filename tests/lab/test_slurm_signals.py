@@ -58,7 +58,7 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
     wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
 
 
-def test_jobs_are_in_cgroups_if_slurm_is_to_use_them(slurm: SlurmCluster):
+def test_jobs_are_in_cgroups_if_slurm_is_configured_to_use_them(slurm: SlurmCluster):
     job = slurm.submit("--nodes=1 --wrap 'cat /proc/self/cgroup'")
     job.wait({"COMPLETED"}, 30)
     assert (f"/job_{job.number}/" in job.output) == (slurm.tracks == CGROUP)
@@ -134,7 +134,9 @@ def test_a_job_that_loses_a_node_is_requeued(slurm: SlurmCluster, tmp_path: Path
     tried.job.wait({"CANCELLED"}, 30)
 
 
-def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
+def test_two_concurrent_jobs_on_the_same_nodes_do_not_interfere(
+    slurm: SlurmCluster, tmp_path: Path
+):
     one, two = (StandInJob(slurm, tmp_path / name) for name in ("one", "two"))
     for tried in (one, two):
         tried.wait_for("training")
@@ -150,7 +152,7 @@ def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("ray", "tries"), [("slow", [3, 3]), ("late", [1, 5])])
-def test_a_ray_that_starts_slowly_is_started_again_on_its_node(
+def test_a_slow_ray_start_is_retried_on_its_node(
     slurm: SlurmCluster, tmp_path: Path, ray: str, tries: list[int]
 ):
     """As on a slow disk, where Ray's own limits are too short; or a node that lags behind."""

@@ -69,7 +69,7 @@ def test_a_module_can_replace_the_script():
     assert order.command("py", values) == ["py", "-u", "-m", "package.train", "-m", "x"]
 
 
-def test_two_dashes_end_our_flags():
+def test_a_double_dash_ends_our_flags():
     assert split(["--use-gpu", "--", "-odd.py", "--x"]) == ([("use-gpu", None)], ["-odd.py", "--x"])
 
 
@@ -100,7 +100,7 @@ def test_two_dashes_end_our_flags():
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
 )
-def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], reported: str):
+def test_invalid_flags_are_refused_with_a_remedy(argv: list[str], reported: str):
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     assert reported in str(caught.value)
@@ -501,7 +501,9 @@ def test_on_the_local_machine_the_shell_environment_is_used_with_rays_network_va
     }
 
 
-def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_exported_variable_that_is_not_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     in_folder(monkeypatch, tmp_path, "")
     with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
         run_script(RunOptions(RunFlags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
@@ -1567,7 +1569,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_fault_06_a_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
+def test_fault_06_a_script_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
     (tmp_path / "script.py").write_text(STUBBORN)
     environment = {**os.environ, **SETTINGS, "RAY_AUTH_MODE": "token"}
     environment.pop("RAY_ADDRESS", None)

@@ -441,7 +441,7 @@ def test_a_failure_report_has_a_matching_hint(script: str, hint: str, local: Loc
     assert re.search(f"^hint: .*{hint}", ran.report, re.MULTILINE)
 
 
-def test_a_store_that_ended_with_rank_0_is_the_cause_of_later_errors(local: Local):
+def test_the_exit_of_rank_0_with_the_store_is_the_cause_of_later_errors(local: Local):
     ran = local(
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0': sys.exit()\n"
@@ -495,7 +495,7 @@ def test_a_progress_bar_is_shown_as_on_a_terminal(local: Local):
     ]
 
 
-def test_streams_are_chosen_by_torchruns_flags(local: Local):
+def test_streams_are_selected_with_torchruns_flags(local: Local):
     script = "import sys; print('out'); print('err', file=sys.stderr)"
     ran = local(script, "-r 1 -t 1:1,2:3 --local-ranks-filter 0,1")
     assert ran.out.splitlines() == ["[rank 1] out"]
@@ -538,7 +538,7 @@ def test_ctrl_c_names_the_ranks_it_waits_for_until_they_are_killed(
     assert "failed first" not in ran.err
 
 
-def test_a_second_ctrl_c_ends_all_at_once(local: Local):
+def test_a_second_ctrl_c_ends_all_ranks_at_once(local: Local):
     stopped(local, 0.5, 0.5)
     ran = local(STUBBORN, "--grace-s 600")
     assert ran.seconds < 15
@@ -683,7 +683,7 @@ Traceback (most recent call last):
 ValueError: real"""
 
 
-def test_after_an_error_of_another_process_the_next_traceback_is_a_new_one():
+def test_a_traceback_after_another_process_error_is_a_separate_one():
     watch = TracebackFinder()
     for line in QUOTING.splitlines():
         watch.line("stderr", line, 1.0)

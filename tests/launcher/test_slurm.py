@@ -143,7 +143,7 @@ def test_another_program_at_the_heads_port_is_not_mistaken_for_ray(submit: Submi
     assert "no such luck" in job.output
 
 
-def test_a_ray_that_starts_slowly_is_started_again_on_each_node(submit: Submit):
+def test_a_slow_ray_start_is_retried_on_each_node(submit: Submit):
     job = submit(FAKE_RAY="slow", SLURM_JOB_NUM_NODES="2")
     job.wait_until((job.folder / "training").exists, 30)
     for node in range(2):

@@ -132,9 +132,7 @@ def test_an_export_that_cannot_be_loaded_is_reported(digits: str, tmp_path: Path
         reload.logits_of_export(tmp_path, request, np.zeros((2, 3, 8, 8), np.uint8))
 
 
-def test_a_package_that_is_missing_is_named(
-    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_package_is_named(digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     absent = lambda name, package=None: None if "onnx" in name else find(name, package)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", absent)
@@ -256,6 +254,6 @@ def test_the_documented_serving_example_works(
         (("--format", "onnx", "--out", "no/where"), "there is no folder no"),
     ],
 )
-def test_what_cannot_be_exported_is_refused(digits: str, argv: Sequence[str], message: str):
+def test_an_unsupported_export_is_refused(digits: str, argv: Sequence[str], message: str):
     with pytest.raises(ConfigError, match=message):
         export([digits, *argv])

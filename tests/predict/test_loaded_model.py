@@ -68,7 +68,7 @@ def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
     )
 
 
-def test_a_pipe_that_is_given_as_an_image_is_read(tmp_path: Path):
+def test_a_named_pipe_given_as_an_image_is_read(tmp_path: Path):
     pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe can buffer
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as writer:
@@ -210,7 +210,7 @@ def test_an_invalid_checkpoint_selector_is_refused(digits: str):
         raytrain_ddp.load(digits, checkpoint="worst", device="cpu")  # type: ignore[arg-type]
 
 
-def test_a_run_without_a_checkpoint(tmp_path: Path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(NoCheckpointError):
         raytrain_ddp.load(str(tmp_path))

@@ -71,7 +71,7 @@ def test_predictions_have_the_names_of_the_numbers_and_their_targets(run: str, t
     assert [float(row["target:size"]) for row in rows] == pytest.approx(np.linspace(1, 2, ROWS))
 
 
-def test_numbers_are_evaluated_on_columns_of_other_names(run: str, tmp_path: Path):
+def test_numeric_targets_are_evaluated_on_columns_with_other_names(run: str, tmp_path: Path):
     values = np.linspace(0, 1, ROWS)
     columns = {"image": hugging_face([png(i) for i in range(ROWS)]), "a": values, "b": values + 1}
     table = write_parquet(tmp_path / "t.parquet", columns)
@@ -85,7 +85,7 @@ def test_numbers_are_evaluated_on_columns_of_other_names(run: str, tmp_path: Pat
     assert found[0] == own != found[1]
 
 
-def test_an_image_that_is_named_again_is_used_once(
+def test_an_image_listed_twice_is_used_once(
     photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run, folder = photos

@@ -101,7 +101,7 @@ def test_probabilities_equal_a_plain_loop_over_the_same_batches_bitwise(
     np.testing.assert_allclose(found[0], found[1], atol=2e-6)
 
 
-def test_all_formats_have_the_same_values(digits: str, tmp_path: Path):
+def test_all_output_formats_have_the_same_values(digits: str, tmp_path: Path):
     flags = ("--top", "2", "--probabilities", "--layer", "head")
     for end in ("parquet", "csv", "jsonl"):
         predict(digits, "--out", tmp_path / f"p.{end}", *flags)
@@ -153,7 +153,9 @@ def test_broken_images_are_rows_with_an_error(
     assert all(row["class"] in ("dark", "light") for name, row in found.items() if name not in bad)
 
 
-def test_if_no_image_can_be_read_the_file_says_why(photos: tuple[str, Path], tmp_path: Path):
+def test_if_no_image_can_be_read_the_output_file_contains_the_errors(
+    photos: tuple[str, Path], tmp_path: Path
+):
     (tmp_path / "a.jpg").write_bytes(b"x")
     with pytest.raises(DataError, match="none of the 1 images can be read"):
         predict(photos[0], tmp_path / "a.jpg", "--out", tmp_path / "p.csv")
@@ -541,6 +543,6 @@ def test_invalid_input_is_reported_in_one_line(
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_a_run_without_a_checkpoint(tmp_path: Path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         predict(tmp_path, "--out", tmp_path / "p.csv")

@@ -220,7 +220,7 @@ def test_a_single_process_reports_that_it_uses_one_of_several_gpus(monkeypatch: 
     assert idle_gpus_note(alone) == ""
 
 
-def test_workers_are_not_replaced_if_each_has_a_share_of_the_optimizers_state():
+def test_workers_with_sharded_optimizer_state_are_not_replaced():
     """All of them restart from the newest checkpoint; Ray is not even asked."""
     shared = replace(config(), ddp=DdpConfig(shard_optimizer=True))
     assert start_of(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")).size == 0

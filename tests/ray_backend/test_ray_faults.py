@@ -270,7 +270,7 @@ def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart
 
 @pytest.mark.slow  # two minutes on two cores
 @pytest.mark.timeout(600)
-def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
+def test_fault_28_one_run_continues_with_three_two_one_and_three_workers(
     cluster: Any, tmp_path: Path
 ) -> None:
     reference = paced(tmp_path, "reference")

@@ -205,7 +205,7 @@ def test_the_learning_rate_follows_torchvisions_schedulers(name: str):
         ("mnist", 1_199_882 + 2 * 32 * 9),  # Keras prints 1,199,882; here, images have 3 channels
     ],
 )
-def test_a_model_has_the_size_of_the_source(name: str, parameters: int):
+def test_a_recipes_model_has_the_parameter_count_of_its_source(name: str, parameters: int):
     classes = 10 if name == "mnist" else 1000
     model = build(load(name).model, classes)
     assert sum(p.numel() for p in model.parameters()) == parameters

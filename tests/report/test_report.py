@@ -426,7 +426,7 @@ def test_a_tensor_that_is_not_an_image_is_left_out(
     assert drawn.startswith("data:image/") == is_shown
 
 
-def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp_path: Path):
+def test_the_worst_mistakes_are_shown_with_metrics_by_class(untrained: Path, tmp_path: Path):
     from raytrain_ddp.report.mistakes import predict
 
     found = predict(read_run(str(untrained)), "cpu", is_running=False)

@@ -55,7 +55,7 @@ def test_without_a_notice_none_is_reported(server: Server, name: str):
     assert cloud.look() == cloud.look() == []
 
 
-def test_aws_announces_an_end_behind_a_session_token(server: Server):
+def test_aws_announces_an_end_to_requests_with_a_session_token(server: Server):
     cloud = Aws(Metadata(server.url))
     assert cloud.look() == []
     assert server.asked[:2] == ["PUT /latest/api/token", f"GET {ACTION}"]

@@ -351,7 +351,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str):
         ('"low": ', '"low": -', "trial-0000"),
     ],
 )
-def test_a_file_that_contradicts_itself_is_damaged(tmp_path: Path, old: str, new: str, named: str):
+def test_an_inconsistent_sweep_file_counts_as_damaged(
+    tmp_path: Path, old: str, new: str, named: str
+):
     point: Point = {"optim.lr": 0.01, "augment.policy": "none"}
     sweep = Sweep(settings(1), trials=[Trial(0, "trial-0000", point, 0)])
     save(sweep, open_storage(str(tmp_path)))

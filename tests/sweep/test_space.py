@@ -67,7 +67,7 @@ def test_each_form_of_values_becomes_a_dimension_of_its_field():
         ("log.wandb=true,false", "does not change the result"),
     ],
 )
-def test_a_space_that_cannot_be_searched_is_refused(word: str, message: str):
+def test_an_invalid_search_space_is_refused(word: str, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_space([word])
     assert "\n" not in str(caught.value)
@@ -154,7 +154,7 @@ def test_numbers_are_uniform_in_the_range_or_in_its_logarithm():
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1.001, 1e4), st.booleans(), st.integers(0, 2**40))
-def test_a_drawn_number_lies_in_its_range(low: float, ratio: float, log: bool, seed: int):
+def test_a_drawn_number_is_in_its_range(low: float, ratio: float, log: bool, seed: int):
     dimension = Dimension("optim.lr", "float", low, low * ratio, log)
     (point,) = random_points([dimension], seed, 1)
     assert low <= point["optim.lr"] <= low * ratio

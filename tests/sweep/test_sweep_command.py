@@ -192,7 +192,7 @@ def test_per_trial_resources_set_the_scaling_of_a_trial():
 
 
 @pytest.mark.parametrize("resources", ["cpus=999", "gpus=1"])
-def test_a_trial_that_fits_nowhere_is_refused_before_ray_starts(
+def test_a_trial_that_fits_on_no_node_is_refused_before_ray_starts(
     resources: str, monkeypatch: pytest.MonkeyPatch
 ):
     have = {"CPU": 2.0, "GPU": 0.0}

@@ -115,7 +115,7 @@ def test_class_weights_are_computed_from_the_training_set():
 
 
 @pytest.mark.parametrize("name", ["bce", "focal"])
-def test_a_run_learns_by_each_loss(name: str, tmp_path: Path):
+def test_training_with_each_loss_learns(name: str, tmp_path: Path):
     config = TrainConfig(
         name=name,
         storage=str(tmp_path),

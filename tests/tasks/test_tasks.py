@@ -447,7 +447,7 @@ def test_a_class_that_is_not_a_task_is_refused(kind: Any, reported: str):
         ("max_epochs", "--epochs"),
     ],
 )
-def test_a_method_that_nothing_calls_is_refused(name: str, reported: str):
+def test_a_method_that_is_never_called_is_refused(name: str, reported: str):
     with pytest.raises(TaskError) as raised:
         task_of(TrainConfig(task=with_method(name)))
     assert f"nothing uses Mine.{name}: " in str(raised.value)
@@ -636,7 +636,7 @@ def test_a_model_entirely_in_evaluation_mode_is_noted(tmp_path: Path):
     assert any("model() returned the whole model in evaluation mode" in text for text in shown)
 
 
-def test_a_file_with_relative_imports_is_named_as_a_module(
+def test_a_file_with_relative_imports_is_refused_with_its_module_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "package").mkdir()

@@ -353,7 +353,7 @@ def test_other_machines_need_the_token_which_the_link_contains(place: Path):
     site.close()
 
 
-def test_trials_of_sweeps_in_a_storage_are_runs_of_it(site: Site, place: Path):
+def test_trials_of_sweeps_in_a_storage_are_listed_as_runs(site: Site, place: Path):
     steps = [train(step) for step in range(1, 4)]
     write(place / "tried" / "trial-0001", steps, [plan(), end(0, step=3)])
     (place / "tried" / "sweep.json").write_text("{}")

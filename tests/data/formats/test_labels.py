@@ -256,7 +256,7 @@ def test_equal_class_sizes_and_identical_subfolders_of_classes_are_reported(tmp_
     assert "the same folders" not in str(lines(splits_of(tmp_path)))
 
 
-def test_without_an_evaluation_split_the_remedy_is_reported(tmp_path: Path):
+def test_a_missing_evaluation_split_is_reported_with_a_remedy(tmp_path: Path):
     folder(tmp_path, a=2, b=2)
     reported = lines(splits_of(tmp_path))
     assert reported["evaluation"] == "none"
@@ -312,7 +312,7 @@ def test_unreadable_image_files_are_bad_records(tmp_path: Path):
         (tmp_path / "c").unlink()
 
 
-def test_a_pipe_or_device_among_images_is_a_bad_record_and_not_waited_for(tmp_path: Path):
+def test_a_named_pipe_or_device_among_images_is_a_bad_record_and_does_not_block(tmp_path: Path):
     folder(tmp_path, a=1, b=1)
     (tmp_path / "a" / "device.png").symlink_to(os.devnull)
     os.mkfifo(tmp_path / "a" / "pipe.png")

@@ -197,7 +197,7 @@ def test_a_missing_or_unnamed_image_is_a_bad_record(tmp_path: Path):
         assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
 
 
-def test_a_device_or_pipe_is_not_read_as_an_image_or_a_list(tmp_path: Path):
+def test_devices_and_named_pipes_are_not_read_as_images_or_lists(tmp_path: Path):
     images = pictures(tmp_path)
     images[2] = os.devnull
     source = splits_of(listed(tmp_path / "a.csv", images, LABELS["integers"])).train

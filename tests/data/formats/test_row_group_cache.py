@@ -241,7 +241,7 @@ def test_a_table_is_kept_for_the_next_process(tmp_path: Path):
     assert entries(tmp_path) == ["a-0"]
 
 
-def test_a_damaged_entry_is_dropped_and_read_again(tmp_path: Path):
+def test_a_damaged_cache_entry_is_dropped_and_reread(tmp_path: Path):
     path = tmp_path / "a-0.arrow"
     cache = cache_of(tmp_path)
     cache.table("a-0", lambda: table(1))

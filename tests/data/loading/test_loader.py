@@ -68,7 +68,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------ other sources
 
 
-def test_other_sources_have_fingerprints_of_their_content(image_folder: Path):
+def test_custom_sources_have_fingerprints_of_their_content(image_folder: Path):
     def array(values: list[int]) -> ArraySource:
         return ArraySource({"x": np.array(values)})
 
@@ -534,7 +534,7 @@ class Hinted:
         return ""
 
 
-def test_a_source_is_told_each_row_of_its_own_lanes_before_the_read():
+def test_a_source_is_notified_of_each_row_of_its_own_lanes_before_the_read():
     source = Hinted()
     data = Data(source, lambda records, _: {"row": torch.from_numpy(records["row"])})
     plan = Plan(160, slots=4, micro_batch=5)
@@ -569,7 +569,7 @@ def test_the_window_follows_from_the_size_of_the_blocks():
     assert window_for(rows_data(20), "auto") == 16
 
 
-def test_more_row_groups_than_memory_holds_are_reported():
+def test_more_row_groups_than_fit_in_memory_are_reported():
     data = Data(Hinted(), lambda records, _: {})
     plan = Plan(160, slots=4, micro_batch=5)
 
@@ -773,7 +773,7 @@ def test_an_iterable_resumes_at_the_right_item_and_restarts_each_epoch():
     assert rows == [second, [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], second]
 
 
-def test_an_iterable_that_is_shorter_than_announced_is_named():
+def test_an_iterable_shorter_than_its_length_is_named():
     with pytest.raises(DataError, match="Stream ended after 18 items, 20 were expected"):
         IterableSource(Stream(18), 20).read(np.arange(15, 20))
     with pytest.raises(DataError, match=r"Stream has no length: give .* rows="):

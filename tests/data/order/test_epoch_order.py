@@ -125,7 +125,7 @@ def test_any_step_of_the_order_can_be_read_directly(
     assert piece.tolist() == sequence[start:stop].tolist()
 
 
-def test_a_step_is_reached_without_making_the_order_before_it():
+def test_a_step_is_reached_without_computing_the_preceding_order():
     """Block shuffle of a million blocks: the first read computes one window, not the epoch."""
     order = EpochOrder(runs_of(10**9, 1000), "block", 0, 0)
     order.read(5 * 10**8, 5 * 10**8 + 64)

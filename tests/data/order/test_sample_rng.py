@@ -21,7 +21,7 @@ def of_many(seed: int = 0, epoch: int = 0, count: int = 2, stream: int = 0) -> n
 
 
 @given(ids, ids, rows, st.integers(1, 9), st.integers(0, 9))
-def test_draws_lie_in_0_to_1_and_have_a_row_for_each_sample(
+def test_draws_are_between_0_and_1_with_a_row_for_each_sample(
     seed: int, epoch: int, rows: np.ndarray, count: int, stream: int
 ):
     draws = Draws(seed, epoch, rows).uniform(count, stream)

@@ -370,7 +370,7 @@ def erase_draws(images: int, seed: int = 0) -> np.ndarray:
     return Draws(seed, 0, np.arange(images)).uniform(ERASE_DRAWS)
 
 
-def test_erased_boxes_lie_inside_and_are_distributed_as_torchvisions():
+def test_erased_boxes_are_inside_the_image_and_distributed_as_torchvisions():
     for height, width in ((64, 64), (32, 96)):
         boxes = erase_boxes((height, width), 1.0, erase_draws(4000))
         top, left, tall, wide = boxes.T.numpy()
@@ -389,7 +389,7 @@ def test_erased_boxes_lie_inside_and_are_distributed_as_torchvisions():
             assert np.abs(shares[0] - shares[1]).max() < 1.95 * (1 / 4000 + 1 / 2000) ** 0.5
 
 
-def test_the_probability_of_erasing_is_the_configs():
+def test_the_probability_of_erasing_follows_the_config():
     boxes = erase_boxes(32, 0.25, erase_draws(8000))
     erased = boxes[:, 2] > 0
     assert abs(erased.double().mean() - 0.25) < 0.025
@@ -608,7 +608,7 @@ def sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
     return modes
 
 
-def test_the_mode_that_forbids_waits_passes_with_warnings_as_errors_and_does_not_stay(
+def test_the_mode_that_forbids_waits_works_with_warnings_as_errors_and_is_reset(
     sync_modes: list[int | str],
 ):
     with suppress(ZeroDivisionError), no_wait_for_the_device():
