@@ -78,7 +78,7 @@ def test_fault_10_every_bit_of_the_manifest_counts() -> None:
 
 @pytest.mark.parametrize("filename", FILES)
 @pytest.mark.parametrize("part", ["0", "1", "half", "n-1", "longer"])
-def test_fault_09_a_truncated_file_is_detected_and_the_previous_checkpoint_used(
+def test_fault_09_a_file_of_the_wrong_size_is_detected_and_the_previous_checkpoint_used(
     root: Path, filename: str, part: str
 ) -> None:
     store = fresh(root)
