@@ -1,4 +1,4 @@
-"""What can be asked of a cluster file without a cluster; of those in clusters/ and of --emit's."""
+"""Checks of cluster files that need no cluster, for the files in clusters/ and those of --emit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
 # PyPI's kubernetes 37.0.2. And those of KubeRay 1.6's resources (ray.io/v1), from its reference,
 # by hand: of those only what may be used here.
-# The API server drops a field that it does not know without a word.
+# The API server silently drops unknown fields.
 SCHEMA: dict[str, dict[str, str]] = {
     **json.loads((GOLDEN / "pod_template.json").read_text(encoding="utf-8")),
     "RayJob": {
@@ -64,7 +64,7 @@ LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
 )
-HEAD = {  # what a head is reported in each kind of cluster
+HEAD = {  # how a head is given in each kind of cluster
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -93,7 +93,7 @@ def check_shell(script: str) -> None:
 
 
 def check_opening(text: str) -> None:
-    """Three commands, which a shell can read; what they say to `fit` is accepted."""
+    """Three commands that a shell can parse; their `fit` command lines are accepted."""
     commands = opening(text)
     assert len(commands) == 3, commands
     for command in commands.values():
@@ -104,7 +104,7 @@ def check_opening(text: str) -> None:
 
 
 def configs(text: str) -> list[TrainConfig]:
-    """What the file's calls of `fit` would train."""
+    """The configs of the file's `fit` commands."""
     words = []
     for line in text.splitlines():
         before, call, rest = line.partition("python -m raytrain_ddp.fit")
@@ -122,7 +122,8 @@ def commands_of(cluster: dict[str, Any]) -> Iterator[str]:
 
 
 def check_ray_up(text: str) -> dict[str, Any]:
-    """Ray's own schema; commands that a shell can read; the token; what it took to find out."""
+    """Ray's own schema, commands that a shell can parse, the token, and details found by
+    experiment."""
     check_opening(text)
     cluster: dict[str, Any] = yaml.safe_load(text)
     jsonschema.validate(cluster, json.loads(in_ray("autoscaler/ray-schema.json").read_text()))
@@ -148,7 +149,7 @@ def check_ray_up(text: str) -> dict[str, Any]:
 
 
 def check_fields(value: Any, kind: str, where: str) -> None:
-    """Each field is known, of its type, and there if it is required."""
+    """Each field is known and has its type, and no required field is missing."""
     if kind.startswith("List["):
         assert isinstance(value, list), where
         for number, each in enumerate(value):
@@ -212,7 +213,7 @@ def _check_cluster_spec(spec: dict[str, Any]) -> None:
 
 
 def check_sbatch(text: str) -> dict[str, str]:
-    """Directives before the first command, and a script that bash can read; returns them."""
+    """Directives come before the first command, and bash can parse the script; returns them."""
     check_opening(text)
     check_shell(text)
     assert text.startswith("#!/bin/bash\n")

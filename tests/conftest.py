@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""Fixtures shared by several test files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from processes import Group
 
-# Each of several processes would else compute on all cores, with threads that wait for each other
-# in loops; and so would each that they start.
+# Otherwise, each process and its children would compute on all cores, with busy-waiting threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tests import a million objects that stay; see pytest_collection_finish.
@@ -24,7 +23,7 @@ gc.disable()
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# Ignored below nohup or behind &, and then in all processes of the tests; some send them.
+# Ignored under nohup or in the background, and then in all test processes; some tests send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -120,7 +119,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not look through it again and again."""
+    """Imported objects stay alive: the garbage collector need not scan them repeatedly."""
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # else nanobind complains that objects were never freed

@@ -1,4 +1,4 @@
-"""Events for tests, written as the records of a run's files, and read back as such records."""
+"""Events for tests, written as records of a run's files and read back as such records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = {kind: name for name, kind in MESSAGES.items()} | {messages.WorkerFailed
 
 
 def event(record: Mapping[str, Any]) -> Any:
-    """The event of a record; fields that a test does not name are made up."""
+    """The event of a record; fields that a test does not give get made-up values."""
     kind = "worker_failed" if record["kind"] == "failed" and "start" in record else record["kind"]
     return _made(KINDS[kind], {k: v for k, v in record.items() if k != "kind"})
 
@@ -42,7 +42,7 @@ def record(event: Event) -> dict[str, Any]:
 
 
 def to(reported: list[Any]) -> Callable[[Event], None]:
-    """Appends the record of each event that it is given."""
+    """Appends the record of each event it receives."""
     return lambda event: reported.append(record(event))
 
 

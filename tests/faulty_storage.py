@@ -25,11 +25,11 @@ from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointStore
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: from then on the file system refuses everything."""
+    """Stands in for SIGKILL: from then on, the file system refuses every operation."""
 
 
 class Faults:
-    """Lets operation number ``at`` (from 0) go wrong in one way; without ``at`` it only counts.
+    """Makes operation number ``at`` (from 0) fail in one way; without ``at``, it only counts.
 
     eio, enospc: raises before the operation. late: raises EIO after it, as a lost reply would.
     torn: writes half, then EIO. kill: never returns. torn_kill: writes half and never returns.
@@ -236,8 +236,11 @@ def sweep_faults(
     mode: str,
     is_local: bool,
 ) -> Iterator[tuple[Path, bool, str]]:
-    """Run ``act`` once for each of its operations, which then fails. A run without fault counts
-    them. Yields the folder, whether ``act`` returned, and which operation it was."""
+    """Run ``act`` once for each of its operations, and let that operation fail.
+
+    A run without a fault counts the operations. Yields the folder, whether ``act`` returned, and
+    the operation.
+    """
     tmp_path.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         prepare(fresh(tmp_path / "count"))
@@ -270,7 +273,7 @@ def claims_in(root: Path) -> list[Claim]:
 def start(
     store: CheckpointStore, reported: list[str] | None = None
 ) -> tuple[Checkpoint | None, int]:
-    """What rank 0 does when its run starts or goes on: the checkpoint and its attempt."""
+    """What rank 0 does when its run starts or resumes: returns the checkpoint and its attempt."""
     found = store.latest((reported if reported is not None else []).append)
     attempt = store.claim(found.name if found else None, {"world_size": 3})
     store.sweep()
@@ -281,6 +284,6 @@ def both(tmp_path: Path, is_local: bool) -> CheckpointStore:
     return CheckpointStore(replace(open_storage(str(tmp_path)), is_local=is_local))
 
 
-def unaware(patch: pytest.MonkeyPatch) -> None:
-    """As if each process had looked for its successor just before there was one."""
+def skip_successor_checks(patch: pytest.MonkeyPatch) -> None:
+    """As if each process had checked for its successor just before there was one."""
     patch.setattr(CheckpointStore, "_owned", lambda store, *_: store._list())

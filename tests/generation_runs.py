@@ -1,5 +1,5 @@
-"""Runs of three ranks in processes of their own: one that is killed is replaced, and the others
-keep their state."""
+"""Runs of three ranks in separate processes: a killed one is replaced, and the others keep their
+state."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def _work(
     backend: str,
     outages: int,
 ) -> None:
-    """One process of a rank; also the first code that a forked process runs."""
-    gc.freeze()  # as workers do; a generation begins with a collection
+    """The process of one rank; also the first code that a forked process runs."""
+    gc.freeze()  # as workers do; a generation begins with a garbage collection
     import torch
 
     from raytrain_ddp.messages import Outcome
@@ -81,7 +81,7 @@ def _work(
             return roster.is_over(member)  # type: ignore[no-any-return]
 
     class Session(LocalSession):
-        """Asks for newcomers at each step, as Ray's does now and then."""
+        """Asks for joining workers at each step, as Ray's session does occasionally."""
 
         step = 0  # of this generation
 
@@ -146,8 +146,8 @@ def _work(
 
 
 def _fail(folder: Path, times: int) -> None:
-    """Makes the storage fail so many times in this process once a failpoint has fired, if none has
-    yet."""
+    """Makes the storage fail a given number of times in this process after a failpoint fired,
+    unless one has."""
     if not times or failpoints.fired(folder):
         return
     from raytrain_ddp.checkpoint import run_folder
@@ -176,7 +176,7 @@ def _fail(folder: Path, times: int) -> None:
 
 
 def forks() -> Any:
-    """Processes that have loaded torch."""
+    """Processes that have imported torch."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -235,7 +235,7 @@ class Run:
         return not self._awaited
 
     def wait(self) -> list[dict[str, Any]]:
-        """Until all ranks have ended; what the processes that ended normally note."""
+        """Waits until all ranks have ended; returns the notes of processes that ended normally."""
         until = time.monotonic() + _LIMIT_S
         while any(process.exitcode != 0 for process in self._ranks.values()):
             assert time.monotonic() < until, "not done in time"
@@ -257,7 +257,7 @@ class Run:
 
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """The log without times."""
+    """The log without timestamps."""
     timed = {"seconds", "seconds_total", "timing", "samples_per_s"}
     records = json.loads(newest(config).read("log.json"))
     return [{k: v for k, v in record.items() if k not in timed} for record in records]

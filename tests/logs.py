@@ -1,4 +1,4 @@
-"""What tests compare of a run's log."""
+"""The part of a run's log that tests compare."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from raytrain_ddp.config.train_config import TrainConfig
 
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the time of day."""
+    """metrics.jsonl without values that depend on the time of day."""
     history = read_history(run_storage(config))
     return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]

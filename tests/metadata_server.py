@@ -20,7 +20,7 @@ MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 
 
 class Server:
-    """What the service says now; a test changes it.
+    """The responses of the service, which a test can change.
 
     Args:
         texts: path -> body of its answers with status 200.

@@ -1,4 +1,4 @@
-"""Parquet files of images for tests, and what is read from them."""
+"""Parquet files of images for tests, and functions to read them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def located(
 
 
 def converted(root: Path, **changes: Any) -> Path:
-    """A folder as `convert` leaves it; the files hold their names."""
+    """A folder as `convert` leaves it; the files contain their names."""
     names = {"b.parquet": "train", "a.parquet": "train", "c.parquet": "validation"}
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)

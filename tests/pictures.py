@@ -26,14 +26,14 @@ BYTES = SIDE * SIDE
 
 
 def write_pictures(path: Path, rows: int) -> None:
-    """One byte a pixel; the first two of each picture are its row."""
+    """One byte per pixel; the first two bytes of each picture are its row."""
     pixels = (tiny_arrays(rows, 0)["x"] * 40 + 128).clip(0, 255).astype(np.uint8).reshape(rows, -1)
     pixels[:, 0], pixels[:, 1] = np.arange(rows) // 256, np.arange(rows) % 256
     path.write_bytes(pixels.tobytes())
 
 
 class OneFile:
-    """Is closed with its owner."""
+    """Closed together with its owner."""
 
     _path: str
     _file: Any = None
@@ -87,7 +87,7 @@ class Pictures(OneFile, Dataset):  # type: ignore[type-arg]
 
 
 class Lines(OneFile, IterableDataset):  # type: ignore[type-arg]
-    """Iterates with the one file that it has."""
+    """Iterates over its single file."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Processes for tests: commands in a process of their own, and groups of gloo workers."""
+"""Processes for tests: commands in a separate process, and groups of gloo workers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ with open(os.environ["TEST_NOTE"], "w") as note:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command did: exit status, output, which heavy modules it loaded, CPU seconds."""
+    """The result of a command: exit status, output, heavy modules loaded, CPU seconds."""
 
     status: int
     out: str
@@ -113,7 +113,7 @@ class Died:
     exit_code: int
 
 
-# What most workers import. The only thread is that of pyarrow's jemalloc, made for forks.
+# What most workers import. The only thread is that of pyarrow's jemalloc, which supports forks.
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
@@ -132,10 +132,10 @@ PRELOADED = [
 
 
 class Group:
-    """Standing processes, of which each call forms a new process group of the size it wants.
+    """Long-lived processes, of which each call forms a new process group of the given size.
 
-    Importing torch takes seconds, a process group milliseconds. So all tests share the processes,
-    and those that take the place of one that has died are forked from one that only imports.
+    Importing torch takes seconds, forming a process group milliseconds. Therefore all tests share
+    the processes, and replacements of dead ones are forked from a process that only imports.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Group:
         try:
             results = [self._answer(rank) for rank in range(size)]
         except BaseException:
-            self.end()  # whoever has not answered is in an unknown state
+            self.end()  # a process that has not responded is in an unknown state
             raise
         self._workers = [
             worker
@@ -234,7 +234,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             connections = Connections()
             store, wait = dist.FileStore(file, size), timedelta(seconds=wait_s)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
-            # A rank whose function ends the group at once would cut off one that still connects.
+            # A rank that destroys the group at once would cut off one that is still connecting.
             store.set(f"connected-{rank}", "")
             store.wait([f"connected-{each}" for each in range(size)], wait)
             connections.opened(dist.group.WORLD)
@@ -244,7 +244,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             status = getattr(error, "exit_status", 1)
             result = Raised(type(error).__name__, status, traceback.format_exc())
             traceback.clear_frames(error.__traceback__)
-            if size > 1:  # leftovers of the run may keep them open, and the others would wait
+            if size > 1:  # leftover processes may keep them open, and the others would wait
                 connections.cut()
         finally:
             if size > 1:

@@ -1,4 +1,4 @@
-"""Tasks that misbehave, for tests with a real Ray: imported by its workers."""
+"""Misbehaving tasks for tests with a real Ray; imported by its workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Faulty(ImageClassification):
 
 
 class Paced(ImageClassification):
-    """Digits, with a pause in each forward pass for as long as a file is there."""
+    """Digits, with a pause in each forward pass while a file exists."""
 
     def __init__(self, config: TrainConfig, slow: str, pause_s: str = "0.05") -> None:
         super().__init__(config)
@@ -40,7 +40,7 @@ class Paced(ImageClassification):
 
 
 class DiesOnce(ImageClassification):
-    """Digits; a process that predicts dies in its second batch, if it can delete the file."""
+    """Digits; a process that predicts dies in its second batch if it can delete the file."""
 
     def __init__(self, config: TrainConfig, bomb: str) -> None:
         super().__init__(config)

@@ -1,6 +1,6 @@
 """An S3-compatible server on loopback that counts its requests and can be made to fail.
 
-A process of its own: what it imports must not share the tests' interpreter and warnings.
+It runs in a separate process so that its imports do not share the tests' interpreter and warnings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CREDENTIALS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request that the server got: of which object (``bucket/key``) and which bytes of it."""
+    """A request received by the server: the object (``bucket/key``) and the range of bytes."""
 
     method: str
     path: str
@@ -62,7 +62,7 @@ class S3:
         self._send("DELETE", f"{self.bucket}/{quote(path)}")
 
     def requests(self) -> list[Request]:
-        """All since the last call."""
+        """All requests since the last call."""
         return [Request(*fields) for fields in json.loads(self._send("GET", "-/requests"))]
 
     def gets(self) -> list[Request]:
@@ -70,17 +70,17 @@ class S3:
         return [r for r in self.requests() if r.method == "GET" and "list-type" not in r.query]
 
     def fail(self, times: int, method: str = "GET") -> None:
-        """Answer that many of the next reads (GET) or writes (PUT) of objects with 500."""
+        """Responds with 500 to that many of the next reads (GET) or writes (PUT) of objects."""
         self._send("PUT", f"-/fail/{method}/{times}")
 
     def failing(self) -> dict[str, int]:
-        """How many reads and writes are still to be failed."""
+        """The number of reads and writes that will still fail."""
         failing: dict[str, int] = json.loads(self._send("GET", "-/failing"))
         return failing
 
     def most_at_once(self, delay_s: float) -> int:
-        """How many objects were read at the same time since the last call; from now on each read is
-        answered so much later."""
+        """The highest number of concurrent reads since the last call; delays each later response by
+        this time."""
         return int(self._send("GET", f"-/most/{delay_s}"))
 
     def _send(self, method: str, path: str, content: bytes | None = None) -> bytes:

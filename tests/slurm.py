@@ -1,4 +1,4 @@
-"""A Slurm for tests: one node, which is this machine, with the commands in fakes/."""
+"""A fake Slurm for tests: one node, this machine, with the commands in fakes/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAKES = Path(__file__).resolve().parent / "fakes"
 
 
 _given: set[int] = set()
-_random = random.SystemRandom()  # tests that run at the same time may set the same seed
+_random = random.SystemRandom()  # concurrent tests may set the same seed
 
 
 def port_of(number: int) -> int:
@@ -27,7 +27,7 @@ def port_of(number: int) -> int:
 
 
 def free_number() -> int:
-    """For a job whose ports and folder are nobody's."""
+    """A job number whose ports and folder are unused."""
     while True:
         number = _random.randrange(10_000, 1_000_000)
         first = port_of(number)
@@ -43,7 +43,7 @@ def _is_free(port: int) -> bool:
 
 
 class Job:
-    """A batch script as Slurm runs it, in a folder of its own."""
+    """A batch script, run as Slurm does, in its own folder."""
 
     def __init__(
         self, folder: Path, number: int, script: Path, words: Sequence[str] = (), **variables: str
@@ -72,37 +72,37 @@ class Job:
         )
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / f"slurm-{self.number}.out").read_text(encoding="utf-8")
 
     @property
     def requeued(self) -> list[str]:
-        """What scontrol was asked for."""
+        """The requests made to scontrol."""
         notes = self.folder / "scontrol"
         return notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
 
     def warn(self, number: signal.Signals = signal.SIGUSR1) -> None:
-        """As --signal=B: the script alone gets it."""
+        """Like --signal=B: only the script gets the signal."""
         self._process.send_signal(number)
 
     def wait_until(self, true: Callable[[], object], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not true():
-            assert self._process.poll() is None, self.said
-            assert time.monotonic() < deadline, self.said
+            assert self._process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
 
     def status(self, timeout_s: float = 120) -> int:
-        """Of the script, when it has ended."""
+        """The exit status of the script, once it has ended."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still runs after {timeout_s} s:\n{self.said}") from None
+            raise AssertionError(f"still runs after {timeout_s} s:\n{self.output}") from None
         finally:
             self.end()
 
     def end(self) -> None:
-        """Whatever of it is left."""
+        """Ends all of its leftover processes."""
         self._out.close()
         if self._process.poll() is None:
             for process in processes_of(self.folder):
@@ -112,7 +112,7 @@ class Job:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Those that have been started by the jobs of this folder."""
+    """The processes started by the jobs of this folder."""
     mark = f"FAKE_NOTES={folder}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Who may import whom, how long a file may be, and what the package offers."""
+"""The import rules, the limits on file length, and the public names of the package."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-def test_the_check_sees_the_package():
+def test_the_import_check_finds_imports():
     assert len(FILES) > 30
     assert {"torch", "raytrain_ddp"} <= {
         name.partition(".")[0] for path in FILES for name in imports(path)
@@ -119,7 +119,7 @@ def test_the_check_sees_the_package():
 
 
 TURN_BACK = {
-    # What a person asks of a result, when all is done.
+    # What users call on a result, after the training.
     "result.py": {"display", "report"},
     # The type of what it is given.
     "training/async_evaluation.py": {"prepared_run"},
@@ -127,7 +127,7 @@ TURN_BACK = {
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_arrows_of_import_never_turn_back(path: Path):
+def test_imports_between_parts_follow_the_ranks(path: Path):
     if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
         return  # offers names from everywhere; holds data
     mine = part_of(path)
@@ -143,7 +143,7 @@ WITHIN = [path for path in FILES if part_of(path) in RANKS_WITHIN and path.stem 
 
 
 @pytest.mark.parametrize("path", WITHIN, ids=name_of)
-def test_arrows_within_a_part_do_not_turn_back_either(path: Path):
+def test_imports_within_a_part_follow_the_ranks(path: Path):
     part = part_of(path)
     ranks = RANKS_WITHIN[part]
     mine = path.relative_to(PACKAGE / part).parts[0].removesuffix(".py")
@@ -156,8 +156,8 @@ def test_arrows_within_a_part_do_not_turn_back_either(path: Path):
 
 
 NOT_PUBLIC = {
-    # Which nodes will be taken away: Ray Train says it only to workers that end together, and there
-    # is no public way to ask. If this goes, all workers are restarted: see `start_of`.
+    # Which nodes will be removed: Ray Train reports it only to workers that end together, and
+    # there is no public API. If this is removed, all workers are restarted: see `start_of`.
     "ray_backend/mailbox.py": ("ray._private.state",),
     # Which script sets workers up, and what Ray starts without a dashboard. If these go, all starts
     # as usual: see `quick_start`.
@@ -182,14 +182,14 @@ def test_ray_is_imported_by_few_parts_and_by_public_names(path: Path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_has_one_job(path: Path):
-    """A file of over 300 lines has two; design.md section 4."""
+def test_each_file_stays_within_the_line_limit_and_has_a_docstring(path: Path):
+    """A file of over 300 lines has two jobs; design.md section 4."""
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module without a docstring"
 
 
-def test_each_package_keeps_to_its_budget_of_lines():
+def test_each_package_stays_within_its_line_budget():
     """The table of CONTRIBUTING.md."""
     table = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
     budgets = dict(
@@ -222,7 +222,7 @@ def test_each_command_has_a_main_and_runs_as_a_module():
         assert "run_command(main)" in ast.unparse(tree.body[-1]), path
 
 
-def test_a_module_name_says_which_module_it_is():
+def test_module_names_are_unique():
     names = [path.stem for path in FILES if not path.stem.startswith("__")]
     assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
 
@@ -269,8 +269,8 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
         "sweep.run_sweep",
     ],
 )
-def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
-    """The first: a run that is complete or refused answers at once."""
+def test_light_modules_import_neither_torch_nor_ray(module: str):
+    """The first one: a complete or refused run exits at once."""
     assert not loaded_after(f"import raytrain_ddp.{module}") & {"torch", "ray"}
 
 
@@ -282,7 +282,7 @@ def test_modules_that_promise_it_load_neither_torch_nor_ray(module: str):
         "from raytrain_ddp import fit; import raytrain_ddp.fit; fit = raytrain_ddp.fit",
     ],
 )
-def test_fit_can_be_called_whichever_way_it_was_imported(statements: str):
+def test_fit_can_be_called_however_it_was_imported(statements: str):
     """The module `raytrain_ddp.fit` hides the function of that name once it is imported."""
     code = (
         f"{statements}\nimport raytrain_ddp.driver.fit_driver as driver\n"

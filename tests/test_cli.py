@@ -1,4 +1,4 @@
-"""The commands `fit` and `evaluate` from outside: what they print, and how they exit."""
+"""The commands `fit` and `evaluate` from outside: their output and exit status."""
 
 from __future__ import annotations
 
@@ -84,17 +84,17 @@ def test_print_config_is_toml_that_loads_to_the_same_config(argv: tuple[str, ...
     assert [path.name for path in tmp_path.iterdir()] == ["again.toml"]
 
 
-def test_flags_win_over_the_recipe():
+def test_flags_take_precedence_over_the_recipe():
     config = parse_fit(["cifar10", "--epochs", "2"]).config
     assert (config.epochs, config.optim.lr) == (2, load("cifar10").optim.lr)
 
 
-def test_a_recipe_behind_the_flags_is_used_or_refused_but_not_ignored():
+def test_a_recipe_after_the_flags_is_used_or_refused_but_not_ignored():
     with contextlib.suppress(SystemExit, ConfigError):
         assert parse_fit(["--local", "cifar10"]).config == load("cifar10")
 
 
-def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
+def test_dry_run_prints_the_plan_and_starts_no_worker(tmp_path: Path):
     argv = ("--dry-run", "--epochs", "10", "--batch-size", "96", "--micro-batch", "32")
     answer = run_cli("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path, warm=True)
     assert answer.status == 0, answer.err
@@ -115,7 +115,7 @@ def test_dry_run_prints_the_arithmetic_and_takes_no_worker(tmp_path: Path):
     assert "[data]" not in said  # only what differs from the defaults
 
 
-def test_a_local_dry_run_tells_the_same_of_one_process(
+def test_a_local_dry_run_prints_the_plan_for_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -139,14 +139,16 @@ def test_a_local_dry_run_tells_the_same_of_one_process(
         fit_main(wanted)
 
 
-def test_dry_run_tells_what_this_machine_lacks(tmp_path: Path):
+def test_dry_run_reports_what_this_machine_lacks(tmp_path: Path):
     config = TrainConfig(
         storage=str(tmp_path), batch_size=1024, scaling=ScalingConfig(num_workers=64)
     )
     assert re.search(r"CPU: want 64 .*have \d+", dry_run(config))
 
 
-def test_dry_run_of_a_finished_run_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch):
+def test_dry_run_of_a_finished_run_reports_that_it_is_finished(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(finished)
     before = contents(finished)
     assert "complete at step 6" in dry_run(parse_fit([*TRAIN, *EPOCHS]).config)
@@ -195,7 +197,7 @@ LONG = "a" * 300
         (("--name", "a/b"), 2, ("name", "a/b")),
     ],
 )
-def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
+def test_invalid_input_is_refused_briefly_with_its_own_exit_status(
     argv: tuple[str, ...], status: int, reported: tuple[str, ...], tmp_path: Path
 ):
     (tmp_path / "bad.toml").write_text("epochs = [\n")
@@ -212,7 +214,7 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
     assert "Traceback" not in answer.err
     assert len(answer.err.splitlines()) <= 20
     assert answer.heavy == []
-    assert contents(tmp_path) == before  # nothing is begun
+    assert contents(tmp_path) == before  # no run is started
 
 
 @pytest.mark.parametrize(
@@ -223,21 +225,21 @@ def test_wrong_input_is_refused_in_few_words_with_its_own_exit_status(
         ("fit", "--dry-run", "--task", f"{LONG}.py:Task"),
     ],
 )
-def test_what_is_too_long_for_a_path_is_one_line(argv: tuple[str, ...], tmp_path: Path):
+def test_a_name_too_long_for_a_path_is_refused_in_one_line(argv: tuple[str, ...], tmp_path: Path):
     answer = run_cli(*argv, cwd=tmp_path, warm=True)
     assert answer.status == 2
     assert re.fullmatch(rf"error: \S*{LONG}\S*: File name too long\.\n", answer.err)
 
 
 @pytest.mark.parametrize("place", ["nothing", "runs/nothing", "."])
-def test_evaluate_of_nothing_exits_5(place: str, tmp_path: Path):
+def test_evaluate_without_a_checkpoint_exits_with_status_5(place: str, tmp_path: Path):
     answer = run_cli("evaluate", place, cwd=tmp_path)
     assert (answer.status, answer.heavy) == (5, [])
     assert place in answer.err
     assert "Traceback" not in answer.err
 
 
-def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
+def test_evaluate_suggests_a_run_with_a_similar_name(finished: Path):
     answer = run_cli("evaluate", "smal", cwd=finished, warm=True)
     assert answer.status == 5
     assert "'small'" in answer.err
@@ -246,7 +248,7 @@ def test_evaluate_suggests_the_run_that_was_meant(finished: Path):
 # ------------------------------------------------------------------ a finished run
 
 
-def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
+def test_fault_30_starting_a_finished_run_reports_it_and_changes_no_file(finished: Path):
     before = contents(finished)
     for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
         answer = run_cli("fit", *argv, *EPOCHS, cwd=finished, warm=True)
@@ -256,9 +258,7 @@ def test_fault_30_a_finished_run_says_so_and_changes_no_file(finished: Path):
         assert contents(finished) == before
 
 
-def test_what_a_finished_run_suggests_trains_it_longer_also_if_fewer_steps_are_given(
-    finished: Path, tmp_path: Path
-):
+def test_the_command_a_finished_run_suggests_trains_it_longer(finished: Path, tmp_path: Path):
     shutil.copytree(finished, tmp_path / "copy")
     answer = run_cli("fit", *TRAIN, "--steps", "3", cwd=tmp_path / "copy", warm=True)
     assert answer.status == 0
@@ -279,7 +279,7 @@ def killed_at(point: str, folder: Path) -> TrainConfig:
     return replace(parse_fit([*TRAIN, *EPOCHS, *often]).config, storage=str(folder / "runs"))
 
 
-def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_is_started_again(
+def test_fault_03_30_a_restart_finishes_pruning_that_was_killed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = killed_at("prune.manifest:kill@step=4", tmp_path)
@@ -295,7 +295,7 @@ def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_i
 
     (Path(run.path) / "lease.json").unlink()
     before = contents(tmp_path)
-    with Lease.take(run):  # somebody trains on with it
+    with Lease.take(run):  # training continues with it
         again()
     after = contents(tmp_path)
     assert {path for path in after if after[path] != before.get(path)} == {run.path}
@@ -312,7 +312,7 @@ def test_fault_03_30_what_a_kill_in_the_last_pruning_left_is_done_when_the_run_i
     assert contents(tmp_path) == done
 
 
-def test_a_kill_before_the_last_pruning_leaves_no_checkpoint_too_many_and_no_log_too_short(
+def test_a_kill_before_the_last_pruning_leaves_no_extra_checkpoint_and_a_complete_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = killed_at("checkpoint.committed:kill@step=6", tmp_path)
@@ -327,7 +327,7 @@ def test_a_kill_before_the_last_pruning_leaves_no_checkpoint_too_many_and_no_log
     assert run.read("metrics.jsonl") == log
 
 
-def test_a_run_leaves_all_its_files(finished: Path):
+def test_a_run_writes_all_its_files(finished: Path):
     run = finished / "runs" / "small"
     names = {path.name for path in run.iterdir()}
     assert {"config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"} <= names
@@ -360,7 +360,7 @@ def figures(answer: Answer) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def test_evaluate_prints_the_figures_of_training(finished: Path):
+def test_evaluate_prints_the_metrics_of_training(finished: Path):
     records = (finished / "runs/small/metrics.jsonl").read_text().splitlines()
     logged = next(r for r in map(json.loads, records) if r["kind"] == "eval")["metrics"]
     answer = run_cli("evaluate", "small", "--per-class", "--device", "cpu", cwd=finished, warm=True)
@@ -380,7 +380,7 @@ def test_evaluate_prints_the_figures_of_training(finished: Path):
         ("s3://bucket/figures.json", "s3://bucket/figures.json: must be a path on this machine."),
     ],
 )
-def test_evaluate_refuses_a_file_that_it_cannot_write_before_it_evaluates(
+def test_evaluate_refuses_an_unwritable_output_file_before_it_evaluates(
     out: str, words: str, finished: Path
 ):
     answer = run_cli("evaluate", "small", "--out", out, cwd=finished)
@@ -414,7 +414,7 @@ def cut_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_model, cut_manifest])
-def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
+def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_with_status_5(
     damage: Callable[[Path], None], finished: Path, tmp_path: Path
 ):
     shutil.copytree(finished / "runs", tmp_path / "runs")
@@ -426,7 +426,7 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_5(
     assert "step-" in answer.err
 
 
-def test_ctrl_c_in_the_midst_of_a_fork_is_not_lost(tmp_path: Path):
+def test_ctrl_c_during_a_fork_is_not_lost(tmp_path: Path):
     script = """
 import os, signal, subprocess, sys, time
 from raytrain_ddp.ray_backend.ray_start import interruptible
@@ -446,7 +446,7 @@ except KeyboardInterrupt:
     assert (ended.stdout, ended.stderr) == ("stopped True\n", "")
 
 
-def test_what_came_before_a_restart_is_not_reported_as_start_up(
+def test_time_before_a_restart_is_not_reported_as_startup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = [10.0]

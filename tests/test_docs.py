@@ -1,4 +1,5 @@
-"""What the README and the documentation say is there, is there: files, tests, flags, commands."""
+"""Everything that the README and the documentation mention exists: files, tests, flags,
+commands."""
 
 from __future__ import annotations
 
@@ -104,13 +105,13 @@ KNOWN |= {"help", "help-all", "version", "print-completion"}
 
 
 def file_of_tests(name: str) -> Path:
-    """The file of that name anywhere below tests/; no two have the same."""
+    """The file of that name anywhere below tests/; file names are unique."""
     found = [*(ROOT / "tests").rglob(name)]
     assert len(found) == 1, f"{name}: {found}"
     return found[0]
 
 
-def test_what_follows_from_the_code_is_up_to_date():
+def test_generated_documentation_is_up_to_date():
     old = [shown(page) for page in PAGES if generate.renewed(TEXTS[page]) != TEXTS[page]]
     assert not old, "run: python docs/generate.py"
 
@@ -153,7 +154,7 @@ def test_the_tree_has_every_file_of_the_package():
             assert about, f"{path}: not a word about it"
 
 
-def test_the_paths_through_the_code_name_what_there_is():
+def test_the_code_walkthroughs_name_existing_code():
     text = TEXTS[DOCS / "contributing" / "paths.md"]
     steps = [line for line in text.splitlines() if re.match(r"[\w/]+\.py ", line)]
     assert len(steps) > 35
@@ -230,7 +231,7 @@ def test_every_flag_in_a_document_exists(document: Path):
 
 
 def lines_of_code(text: str) -> Iterator[str]:
-    """The lines of indented blocks, and those behind a ``$`` in fenced ones; none is cut."""
+    """The lines of indented blocks, and those after ``$`` in fenced ones, joined if continued."""
     text = re.sub(r"```(python|toml|text)\n.*?```", "", text, flags=re.DOTALL)
     text = text.replace("\\\n", " ")
     fenced = re.findall(r"```\w*\n(.*?)```", text, re.DOTALL)
@@ -243,7 +244,8 @@ def lines_of_code(text: str) -> Iterator[str]:
 
 
 def commands_of(text: str) -> Iterator[str]:
-    """What a reader may type, of this package: lines of code, and commands within a line."""
+    """The commands of this package that a reader may type: code lines, and commands in a
+    sentence."""
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
     for line in (*lines_of_code(text), *inline):
         for found in re.findall(r"(?:python -m raytrain_ddp[. ]|\braytrain )([a-z]+\b.*)", line):
@@ -253,7 +255,7 @@ def commands_of(text: str) -> Iterator[str]:
 
 
 def typed() -> list[str]:
-    """All commands of this package, but for those without arguments or with a placeholder."""
+    """All commands of this package except those without arguments or with a placeholder."""
     found = [line for text in TEXTS.values() for line in commands_of(text)]
     found = [re.split(r" > |   #|' && |  #|'$", line)[0].strip() for line in found]
     placeholder = re.compile(r" \.\.\.|RUN\b|\bNAME\b|SCRIPT|\[|\|")
@@ -281,8 +283,8 @@ def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytes
     assert {**PARSERS, **BESIDES}[command](argv)
 
 
-def test_the_commands_are_found():
-    """So that the test above does not pass by finding none."""
+def test_some_commands_are_found_in_the_documents():
+    """Otherwise, the test above could pass by finding none."""
     found = [line for text in TEXTS.values() for line in commands_of(text)]
     assert len(found) > 80
     assert {re.findall(r"raytrain_ddp\.(\w+)", line)[0] for line in found} == {*PARSERS, *BESIDES}
@@ -290,7 +292,7 @@ def test_the_commands_are_found():
 
 @each_document
 def test_an_indented_block_has_commands_only(document: Path):
-    """What is not a command, as output, stands in a fenced block, and is marked as ``text``."""
+    """Anything else, such as output, is in a fenced block marked as ``text``."""
     if document.name == "CHANGELOG.md":
         return  # its indented lines belong to lists
     for line in lines_of_code(WRITTEN[document]):
@@ -337,7 +339,7 @@ def test_every_link_leads_to_a_file_and_a_heading(document: Path):
             assert anchor in anchors_of(file), f"{file.name}#{anchor}"
 
 
-def test_every_page_is_two_clicks_from_the_readme():
+def test_every_page_is_within_two_links_of_the_readme():
     near, reached = [README], {README}
     for _ in range(2):
         near = [file for page in near for file, _ in links_of(page)]
@@ -356,7 +358,7 @@ def test_the_readme_is_short_and_begins_with_the_two_commands():
     assert "reference/exit-statuses.md" in text
 
 
-def test_every_message_of_troubleshooting_is_one_of_the_code():
+def test_every_message_in_troubleshooting_exists_in_the_code():
     text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
     said = re.sub(r'"\s*\n\s*f?"', "", text)
     messages = re.findall(r"^\*\*`(.+?)`\*\*", TEXTS[DOCS / "troubleshooting.md"], re.MULTILINE)
@@ -391,7 +393,8 @@ def test_the_task_of_the_readme_trains_and_its_weights_are_plain_pytorch(
 def test_the_weights_of_a_torchvision_model_load_as_the_readme_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """With the names of torchvision's own model, as the class that trains it makes it."""
+    """With the parameter names of torchvision's own model, created as by the class that trains
+    it."""
     from safetensors.torch import save_file
     from torchvision.models import resnet18
 
@@ -447,7 +450,7 @@ reload_dataloaders_every_n_epochs default_root_dir
 
 
 @pytest.mark.parametrize("trainer", OTHER_ARGUMENTS)
-def test_every_argument_of_other_trainers_has_its_place(trainer: str) -> None:
+def test_every_argument_of_other_trainers_is_documented(trainer: str) -> None:
     text = (DOCS / "reference" / "other-trainers.md").read_text()
     (section,) = (part for part in re.split(r"^## ", text, flags=re.M) if part.startswith(trainer))
     there = {name for row in re.findall(r"^\| (.*?) \|", section, re.M)

@@ -1,4 +1,4 @@
-"""The examples do what their first lines say."""
+"""The examples do what their first lines state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_example_is_short(path: Path) -> None:
 
 
 def squares(folder: Path, count: int, seed: int) -> None:
-    """Noise with a bright square, which is class 1; an edge of the mask is not known."""
+    """Noise with a bright square of class 1; the border of the mask is unlabeled."""
     random = np.random.Generator(np.random.Philox(seed))
     for kind in ("images", "masks"):
         (folder / kind).mkdir(parents=True)
@@ -67,13 +67,13 @@ def test_the_segmentation_example_finds_squares(tmp_path: Path) -> None:
     options = ["folder", str(tmp_path / "photos"), "classes", "2", "size", "32"]
     training = ["--batch-size", "16", "--epochs", "6", "--optim.lr", "0.05"]
     found = trained(tmp_path, "segmentation.py:Segmentation", *training, "--task-options", *options)
-    assert found[-1]["mean_iou"] > 0.6  # 0.38 if all is background
+    assert found[-1]["mean_iou"] > 0.6  # 0.38 if everything is predicted as background
 
 
-def test_the_mean_iou_of_the_segmentation_example_is_that_of_one_worker_on_three(
+def test_the_segmentation_example_has_the_same_mean_iou_on_three_workers_as_on_one(
     tmp_path: Path, workers: Group
 ) -> None:
-    """Also of its weights, with `exact`; the sizes of neither set are multiples of anything."""
+    """And the same weights, with `exact`; the sizes of both sets are multiples of nothing."""
     squares(tmp_path / "photos" / "train", 19, seed=1)
     squares(tmp_path / "photos" / "val", 7, seed=2)
     found = []
@@ -98,8 +98,8 @@ def test_the_mean_iou_of_the_segmentation_example_is_that_of_one_worker_on_three
     assert 0 < found[0][0][-1] < 1
 
 
-def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: Path) -> None:
-    """A perfect model reaches an error of noise ** 2 = 0.25; the mean of y would have about 24."""
+def test_the_custom_tabular_task_example_approaches_the_noise_level(tmp_path: Path) -> None:
+    """A perfect model has an error of noise ** 2 = 0.25; predicting the mean of y has about 24."""
     task = ["--task", f"{EXAMPLES / 'tabular.py'}:Friedman", "--task-options", "noise", "0.5"]
     training = ["--local", "--epochs", "12", "--optim.lr", "0.02", "--storage", str(tmp_path)]
     command = [sys.executable, "-m", "raytrain_ddp.fit", *task, *training]
@@ -111,7 +111,7 @@ def test_a_task_of_your_own_the_tabular_example_comes_near_the_noise(tmp_path: P
     assert 0.25 < evaluations[-1]["metrics"]["mse"] < 1.5
 
 
-def test_the_char_lm_recipe_learns_more_than_the_frequencies_of_characters(tmp_path: Path) -> None:
+def test_the_char_lm_recipe_beats_character_frequencies(tmp_path: Path) -> None:
     text = Path(textwrap.__file__).read_text()
     shares = [text.count(character) / len(text) for character in set(text)]
     entropy = -sum(share * math.log(share) for share in shares)  # 3.2 nats, without context
@@ -139,7 +139,7 @@ def customers(path: Path, rows: int, seed: int) -> float:
     return float((ranks[left].mean() - (left.sum() + 1) / 2) / (~left).sum())
 
 
-def test_the_example_of_a_table_nears_the_best_area_under_the_curve(tmp_path: Path) -> None:
+def test_the_table_example_approaches_the_best_possible_auroc(tmp_path: Path) -> None:
     customers(tmp_path / "train.csv", 2000, seed=1)
     best = customers(tmp_path / "val.csv", 500, seed=2)
     files = ["train", str(tmp_path / "train.csv"), "eval", str(tmp_path / "val.csv")]
@@ -158,10 +158,10 @@ def test_the_example_of_a_table_nears_the_best_area_under_the_curve(tmp_path: Pa
     assert best - 0.05 < found[-1]["auroc"] <= best + 0.01
 
 
-def test_the_fine_tuning_example_starts_from_a_file_and_is_resumed_after_a_kill(
+def test_the_fine_tuning_example_starts_from_a_file_and_resumes_after_a_kill(
     tmp_path: Path,
 ) -> None:
-    """With equal bits, after the backbone is trained, too."""
+    """With equal bits, including after the backbone is unfrozen."""
     import timm  # seconds
     import torch
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Failpoints: refused if they make no sense, fired once per run, and all but free when unarmed."""
+"""Failpoints: refused if invalid, fired once per run, and nearly free when unarmed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _disarm(tmp_path: Path) -> Iterator[None]:
 
 
 def in_a_process(code: str, armed: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs code after `failpoint` is imported, with this in its environment."""
+    """Runs code after `failpoint` is imported, with this environment."""
     return subprocess.run(
         [sys.executable, "-c", f"from raytrain_ddp.failpoints import failpoint\n{code}"],
         env={**os.environ, VARIABLE: armed, FOLDER_VARIABLE: str(folder)},
@@ -64,20 +64,20 @@ def in_a_process(code: str, armed: str, folder: Path) -> subprocess.CompletedPro
         ("train.loss:kill@rank=1 step=2", "SITE:ACTION"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(text: str, words: str, tmp_path: Path):
+def test_an_invalid_failpoint_is_refused_in_one_line(text: str, words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         arm(text, str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_process_that_is_armed_wrongly_does_not_start(tmp_path: Path):
+def test_a_process_with_invalid_failpoints_does_not_start(tmp_path: Path):
     done = in_a_process("print('alive')", "no.site:kill", tmp_path)
     assert done.returncode != 0
     assert "no.site" in done.stderr
     assert "alive" not in done.stdout
 
 
-def test_armed_without_a_folder_to_note_what_fired_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_failpoints_without_a_folder_for_fired_ones_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "train.loss:nan")
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=FOLDER_VARIABLE):
@@ -87,7 +87,7 @@ def test_armed_without_a_folder_to_note_what_fired_is_refused(monkeypatch: pytes
 # ------------------------------------------------------------------ when it fires
 
 
-def test_all_conditions_must_hold_and_it_fires_once(tmp_path: Path):
+def test_a_failpoint_fires_once_when_all_conditions_hold(tmp_path: Path):
     arm("train.loss:nan@rank=1,step=7", str(tmp_path / "fired"))
     assert failpoint("train.loss", rank=0, step=7) == 1
     assert failpoint("train.loss", rank=1, step=6) == 1
@@ -97,8 +97,8 @@ def test_all_conditions_must_hold_and_it_fires_once(tmp_path: Path):
     assert [path.read_text() for path in (tmp_path / "fired").iterdir()] == ["1 7"]
 
 
-def test_arming_again_is_another_process_of_the_same_run(tmp_path: Path):
-    """What has fired is known from the folder, not from memory."""
+def test_a_fired_failpoint_does_not_fire_again_in_another_process(tmp_path: Path):
+    """Fired failpoints are recorded in the folder, not in memory."""
     arm("train.loss:nan@step=7", str(tmp_path))
     assert math.isnan(failpoint("train.loss", step=7))
     arm("train.loss:nan@step=7", str(tmp_path))
@@ -107,14 +107,14 @@ def test_arming_again_is_another_process_of_the_same_run(tmp_path: Path):
     assert math.isnan(failpoint("train.loss", step=7))
 
 
-def test_hit_counts_the_matches_in_one_process(tmp_path: Path):
+def test_hit_counts_matches_within_one_process(tmp_path: Path):
     arm("checkpoint.payload:nan@step=5,hit=3", str(tmp_path))
     steps = [4, 5, 5, 4, 5, 5]
     values = [failpoint("checkpoint.payload", step=step) for step in steps]
     assert [math.isnan(value) for value in values] == [False, False, False, False, True, False]
 
 
-def test_after_waits_for_others(tmp_path: Path):
+def test_after_waits_for_other_failpoints(tmp_path: Path):
     arm("start.loaded:nan@after=2;train.loss:nan@step=1;train.loss:nan@step=2", str(tmp_path))
     for step in (1, 2):
         assert failpoint("start.loaded") == 1
@@ -122,21 +122,21 @@ def test_after_waits_for_others(tmp_path: Path):
     assert math.isnan(failpoint("start.loaded"))
 
 
-def test_from_is_the_first_step_that_the_rank_makes(tmp_path: Path):
-    """Others may go on without it while it is replaced."""
+def test_from_is_the_first_step_at_which_it_may_fire(tmp_path: Path):
+    """While a rank is being replaced, the others may continue without it."""
     arm("train.loss:nan@rank=2,from=7", str(tmp_path))
     visits = [(2, 6), (0, 7), (1, 7), (0, 8), (2, 9), (2, 10)]
     found = [math.isnan(failpoint("train.loss", rank, step)) for rank, step in visits]
     assert found == [False, False, False, False, True, False]
 
 
-def test_two_faults_at_one_place_come_one_after_the_other(tmp_path: Path):
+def test_two_faults_at_one_site_fire_one_after_the_other(tmp_path: Path):
     arm("train.loss:nan@hit=1;train.loss:nan@hit=2", str(tmp_path))
     assert [math.isnan(failpoint("train.loss")) for _ in range(3)] == [True, True, False]
 
 
-def test_of_several_processes_one_fires(tmp_path: Path):
-    """Threads here: what decides is the file system either way."""
+def test_only_one_of_several_processes_fires(tmp_path: Path):
+    """Threads in this test: the file system decides in either case."""
     results: list[bool] = []
     arm("train.loss:nan@hit=1", str(tmp_path))
     points = failpoints._armed["train.loss"]
@@ -161,7 +161,7 @@ def test_of_several_processes_one_fires(tmp_path: Path):
 @pytest.mark.parametrize(
     ("action", "status"), [("kill", -signal.SIGKILL), ("exit(3)", 3), ("term", -signal.SIGTERM)]
 )
-def test_a_process_ends_as_its_failpoint_says_and_goes_past_the_next_time(
+def test_a_process_ends_as_its_failpoint_specifies_and_passes_it_the_next_time(
     action: str, status: int, tmp_path: Path
 ):
     code = "failpoint('train.loss', rank=1, step=2); print('past')"
@@ -173,7 +173,7 @@ def test_a_process_ends_as_its_failpoint_says_and_goes_past_the_next_time(
 
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", errno.ENOSPC), ("eio", errno.EIO)])
-def test_errors_of_a_disk_have_their_number(action: str, number: int, tmp_path: Path):
+def test_disk_errors_have_their_errno(action: str, number: int, tmp_path: Path):
     arm(f"checkpoint.payload:{action}", str(tmp_path))
     with pytest.raises(OSError, match=r"failpoint checkpoint\.payload") as caught:
         failpoint("checkpoint.payload")
@@ -206,7 +206,7 @@ def test_raise_sleep_and_gil(tmp_path: Path):
     ticking.join()
     meanwhile = [t for t in ticks if began + 0.02 < t < ended - 0.02]
     assert ended - began >= 0.2
-    assert not meanwhile  # no thread of Python ran
+    assert not meanwhile  # no Python thread ran
 
 
 # ------------------------------------------------------------------ in the package
@@ -223,12 +223,12 @@ def sites_called() -> set[str]:
     return set(calls)
 
 
-def test_every_site_of_the_list_is_in_the_code_and_no_other():
+def test_the_listed_sites_are_exactly_those_in_the_code():
     assert sites_called() == set(SITES)
 
 
-def test_unarmed_it_costs_less_than_a_microsecond():
-    """A look into an empty dictionary: 0.05 us; a hundred times less than a log line."""
+def test_an_unarmed_failpoint_costs_less_than_a_microsecond():
+    """A lookup in an empty dictionary: 0.05 us, a hundredth of a log line."""
     assert not failpoints._armed
     count = 20_000
     best = math.inf

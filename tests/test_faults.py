@@ -1,4 +1,4 @@
-"""Rows of the matrix of faults that belong to no other file; FAULTS.md has them all."""
+"""Rows of the fault matrix that belong to no other file; FAULTS.md lists all of them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def log_of(config: TrainConfig) -> list[dict[str, object]]:
 # ------------------------------------------------------------------ 36: clocks
 
 
-def run_with_a_mad_clock(
+def run_with_a_wrong_clock(
     rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
 ) -> Ran:
-    """Each rank's clock of the day is off by its own amount, and jumps at each look."""
+    """Each rank's wall clock is off by its own amount, and jumps at each reading."""
     real, jumps = time.time, random.Random(rank)
     shift = offset_s * (rank + 1)
     time.time = lambda: real() + shift + jumps.uniform(-HOUR_S, HOUR_S)
@@ -38,13 +38,15 @@ def run_with_a_mad_clock(
         time.time = real
 
 
-def test_fault_36_clocks_that_differ_and_jump_change_nothing(workers: Group, tmp_path: Path):
-    """Back by an hour, then forward by a day, with the files' times shuffled: order is by step."""
+def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
+    workers: Group, tmp_path: Path
+):
+    """Back by an hour, then forward by a day, with shuffled file times: the order is by step."""
     whole, config = (tiny_config(tmp_path, name) for name in ("whole", "skewed"))
     workers(3, run_tiny, plain(whole))
     shuffled = random.Random(36)
     for stop, offset_s in ((11, 0.0), (13, -HOUR_S), (24, 24 * HOUR_S), (0, -24 * HOUR_S)):
-        ran = workers(3, run_with_a_mad_clock, plain(config), offset_s, stop)
+        ran = workers(3, run_with_a_wrong_clock, plain(config), offset_s, stop)
         assert ran[0].outcome.step == (stop or ran[0].outcome.total_steps)
         for path in (tmp_path / "skewed").rglob("*"):
             moment = shuffled.uniform(0, 2e9)
@@ -66,7 +68,7 @@ SECRETS = {
 }
 
 
-def test_fault_45_no_secret_of_the_environment_is_in_anything_that_a_run_writes_or_says(
+def test_fault_45_no_secret_from_the_environment_appears_in_files_or_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in SECRETS.items():
@@ -105,4 +107,4 @@ def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_p
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
-# ------------------------------------------------------------------ 13: Ray's own register
+# ------------------------------------------------------------------ 13: Ray's own state

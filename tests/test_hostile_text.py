@@ -1,4 +1,4 @@
-"""Text in a config is text: in no file or command that is made of it can it be anything else."""
+"""Text in a config stays text: it has no other effect in any emitted file or command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PRINTABLE = [
     *("lan.yaml", "EOF", "'\\''", "a\u00a0b", "  # a comment", "'; touch pwned; '", '"$@x'),
     *("a)", "(a", "&& touch pwned", "\\"),
 ]
-# Other texts are names that are known, or have few letters only.
+# Other texts are known names, or allow only few characters.
 FREE_TEXTS = {
     *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
     *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
@@ -44,7 +44,7 @@ PARSED = {"name", "scaling.num_workers", "max_time", "optim.groups", "data.targe
 
 
 def value_with(field: str, text: str) -> Any:
-    """A value of the field with the text in it."""
+    """A value of the field that contains the text."""
     of_field = {
         "task_options": {text: text},
         "data.classes": (text, "b"),
@@ -79,7 +79,7 @@ def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = Non
     return config
 
 
-def test_the_table_has_every_field_that_holds_text():
+def test_the_table_contains_every_text_field():
     assert set(texts(TrainConfig())) - PARSED - OF_FIELDS == FREE_TEXTS
     for field in OF_FIELDS:
         with pytest.raises(ConfigError, match=field):
@@ -109,8 +109,8 @@ def test_control_characters_are_refused_wherever_a_config_comes_from(field: str)
                 from_dict(values)
 
 
-def test_half_a_character_is_refused():
-    """What Python makes of bytes that are no UTF-8, on a command line."""
+def test_lone_surrogates_are_refused():
+    """Python creates them from command-line bytes that are not UTF-8."""
     with pytest.raises(ConfigError, match=r"log\.project.*U\+DC80"):
         with_text(["log.project"], "\udc80")
 
@@ -125,7 +125,7 @@ def test_control_characters_are_refused_in_recipes_and_flags(tmp_path: Path):
 
 
 @pytest.mark.parametrize("turn", range(12))
-def test_every_emitted_file_has_the_very_texts(turn: int):
+def test_every_emitted_file_preserves_hostile_texts_exactly(turn: int):
     """Each field has another text each time, and each text is in several fields."""
     config = with_text([], "")
     for place, field in enumerate(sorted(FREE_TEXTS)):
@@ -151,8 +151,10 @@ def test_every_emitted_file_has_the_very_texts(turn: int):
 
 
 def read(kind: str, text: str) -> TrainConfig:
-    """What the file's command would train; all else of it is as without hostile texts."""
-    usual_source = with_text(["data.source"], "photos")  # its memory is not that of the digits
+    """The config that the file's command would train; otherwise, it is as without hostile texts."""
+    usual_source = with_text(
+        ["data.source"], "photos"
+    )  # its memory differs from that of the digits
     plain, _ = emit(usual_source, kind)  # type: ignore[arg-type]
     if kind == "slurm":
         check_shell(text)
@@ -180,12 +182,12 @@ def get(config: TrainConfig, field: str) -> Any:
 
 
 @pytest.mark.parametrize("storage", ["s3://a b/x", "gs://a: {b}/x", "s3://a'b/x", "s3:///x"])
-def test_what_is_no_name_of_a_bucket_does_not_come_into_a_file(storage: str):
+def test_an_invalid_bucket_name_is_not_emitted(storage: str):
     with pytest.raises(ConfigError, match=r"storage = .*is not a valid bucket"):
         emit(with_text(["storage"], storage), "ray-up")
 
 
-def test_a_blank_in_the_users_own_path_is_not_filled_in():
+def test_a_placeholder_in_the_users_own_path_is_not_filled_in():
     config = with_text(["storage"], "s3://mine/BUCKET/ACCOUNT")
     (reported,) = configs(emit(config, "ray-up")[0])
     assert reported.storage == config.storage

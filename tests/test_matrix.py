@@ -1,4 +1,4 @@
-"""FAULTS.md: every row of the matrix of faults has its tests, or says why not."""
+"""FAULTS.md: every row of the fault matrix has tests, or a reason why not."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def rows_of(test: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d\d", match[1])] if match else []
 
 
-def test_every_row_is_there():
+def test_the_matrix_has_every_row():
     assert sorted(table()) == list(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_names_tests_that_exist_or_says_why_there_are_none(row: int):
+def test_a_row_names_existing_tests_or_gives_a_reason(row: int):
     cell = table()[row]
     tests = all_tests()
     named = re.findall(r"`([^`:]+\.py)::([^`]+)`", cell)
@@ -68,7 +68,7 @@ def test_a_row_names_tests_that_exist_or_says_why_there_are_none(row: int):
         assert re.match(r"None: .{20,}", cell), f"row {row} has neither tests nor a reason"
 
 
-def test_what_does_not_run_by_default_is_said():
+def test_opt_in_tests_are_marked_as_opt_in():
     for row, cell in table().items():
         by_default, _, on_demand = cell.partition("Opt in: ")
         for tests, said in ((by_default, False), (on_demand, True)):
@@ -76,7 +76,7 @@ def test_what_does_not_run_by_default_is_said():
                 assert (test in opted_in(file)) == said, f"row {row}: {test}"
 
 
-def test_every_test_that_bears_a_row_is_in_it():
+def test_every_test_with_a_row_number_is_in_that_row():
     rows = table()
     for file, tests in all_tests().items():
         for test in tests:
@@ -84,7 +84,7 @@ def test_every_test_that_bears_a_row_is_in_it():
                 assert f"`{file}::{test}`" in rows[row], f"{file}::{test} is not in row {row}"
 
 
-def test_the_numbers_in_a_name_are_read():
+def test_row_numbers_are_parsed_from_test_names():
     assert rows_of("test_fault_01_02_03_05_killed") == [1, 2, 3, 5]
     assert rows_of("test_fault_17_and_18_all_missing") == [17, 18]
     assert rows_of("test_faults_without_a_step") == []

@@ -1,4 +1,5 @@
-"""Whoever reads a command's output may go: no traceback, and the status of other Unix tools."""
+"""A reader of a command's output may exit early: no traceback, and the status of other Unix
+tools."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ COMMANDS = ("fit", "run", "evaluate", "convert", "doctor", "report", "chaos", "s
 
 
 def ended(folder: Path, script: str, unread: str) -> tuple[int, str]:
-    """Status and other output of a command whose stream (``stdout`` or ``stderr``) nobody reads."""
+    """Exit status and other output of a command whose stream (``stdout`` or ``stderr``) has no
+    reader."""
     reads, writes = os.pipe()
     os.close(reads)
     other = {"stdout": "stderr", "stderr": "stdout"}[unread]
@@ -54,17 +56,17 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_fault_58_a_command_whose_output_nobody_reads_ends_with_141_and_no_word(
+def test_fault_58_a_command_with_a_closed_output_pipe_exits_with_status_141_silently(
     call: str, tmp_path: Path
 ):
     assert ended(tmp_path, run_cli(*CALLS[call]), "stdout") == (141, "")
 
 
-def test_so_it_is_with_errors(tmp_path: Path):
+def test_a_command_with_a_closed_error_pipe_exits_with_status_141(tmp_path: Path):
     assert ended(tmp_path, run_cli("run", "--num-workers", "2"), "stderr")[0] == 141
 
 
-# A command's main, in a process of its own.
+# A command's main, in a separate process.
 MAIN = """
 import sys
 from raytrain_ddp.command_line import run_command
@@ -80,18 +82,18 @@ run_command(main)
     [
         ("print('x', flush=True); return 0", 141),
         ("print('x'); return 0", 141),
-        ("print('x'); return 6", 6),  # that it failed tells more
+        ("print('x'); return 6", 6),  # the failure is more informative
         ("import rich.console; rich.console.Console().print('x'); return 0", 141),
         ("return 0", 0),
     ],
 )
-def test_the_status_is_that_of_a_broken_pipe_unless_the_command_has_failed(
+def test_a_broken_pipe_sets_the_exit_status_unless_the_command_failed(
     body: str, status: int, tmp_path: Path
 ):
     assert ended(tmp_path, MAIN.format(body), "stdout") == (status, "")
 
 
-def test_a_connection_that_broke_is_no_reader_that_has_gone():
+def test_a_broken_connection_is_not_treated_as_a_closed_output_pipe():
     def main(argv: object) -> int:
         raise BrokenPipeError("of a socket")
 
@@ -133,7 +135,7 @@ def test_a_deleted_working_folder_is_an_error_in_one_line(tmp_path: Path):
     assert done.stderr.count("\n") == 1
 
 
-def test_another_full_disk_keeps_its_traceback():
+def test_a_full_disk_elsewhere_keeps_its_traceback():
     def main(argv: object) -> int:
         raise OSError(errno.ENOSPC, "of a data set")
 
@@ -141,7 +143,7 @@ def test_another_full_disk_keeps_its_traceback():
         run_command(main)
 
 
-def test_closed_streams_give_their_numbers_to_no_file(tmp_path: Path):
+def test_files_do_not_reuse_the_descriptors_of_closed_streams(tmp_path: Path):
     body = "f = open('data', 'w'); print('lost', file=sys.stderr); f.write('kept'); return 0"
     script = MAIN.format(f"print('said'); {body}")
     closed = f"exec '{sys.executable}' -c \"$SCRIPT\" 2>&- <&-"

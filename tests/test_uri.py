@@ -1,4 +1,4 @@
-"""URIs: what they open, what is shown of them; Parquet files in object stores."""
+"""URIs: what they open and how they are shown; Parquet files in object stores."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def pictures(s3: S3, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_module, "RETRY_S", (0.01, 0.01))
 
 
@@ -99,7 +99,7 @@ def test_paths_and_uris_are_opened_and_written_back():
     assert "key:secret@" in uri_beside("s3://key:secret@bucket/a?region=x", "bucket/b")
 
 
-def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_error(
+def test_an_unknown_scheme_or_a_missing_package_is_a_config_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(ConfigError, match=r"^foo://bucket/x: unknown scheme foo://"):
@@ -111,7 +111,7 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=r"^abfs://x: a package is missing: Install adlfs"):
         open_uri("abfs://x")
-    if hasattr(pafs, "AzureFileSystem"):  # pyarrow's takes its place if the URI names an account
+    if hasattr(pafs, "AzureFileSystem"):  # pyarrow's own is used if the URI names an account
         uri = "abfs://box@mine.dfs.core.windows.net/a%20b"
         fs, path = open_uri(uri)
         assert (fs.type_name, path) == ("abfs", "box/a b")
@@ -122,7 +122,7 @@ def test_a_scheme_that_nothing_knows_or_whose_package_is_missing_is_a_config_err
         open_uri("file://box/a/b")
 
 
-def test_fault_45_neither_names_nor_reasons_hold_secrets():
+def test_fault_45_neither_shown_uris_nor_errors_contain_secrets():
     assert without_secrets("hf://datasets/a/b@main/x?y") == "hf://datasets/a/b@main/x"
     uri = f"s3://KEY:{SECRET}/more@bucket/folder/x?token=se%2Fcret&region=eu"
     for text in (uri, f"port {SECRET}", "no se/cret", "no se%2Fcret", "Key", "MORE\nx"):
@@ -134,7 +134,7 @@ def test_fault_45_neither_names_nor_reasons_hold_secrets():
     assert reason_of("/a/b", OSError("/a/b?c=d gone")) == "/a/b?c=d gone"
 
 
-def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
+def test_fault_45_a_shareable_uri_keeps_the_location_but_not_the_credentials():
     endpoint = "endpoint_override=http%3A%2F%2F127.0.0.1%3A9000"
     for uri, reported in (
         (f"s3://b/x?{endpoint}&region=eu-1&scheme=http", None),
@@ -167,7 +167,7 @@ def test_fault_45_what_is_shared_of_a_uri_says_where_but_not_who():
         assert shareable(shareable(uri)) == shareable(uri)
 
 
-def test_who_does_not_answer_is_left_behind():
+def test_a_call_that_does_not_return_in_time_is_abandoned():
     gate = threading.Event()
     assert isinstance(answer_within(0.02, gate.wait), TimeoutError)
     gate.set()
@@ -202,14 +202,14 @@ def test_a_folder_file_or_pattern_of_a_store_is_located_as_on_disk(s3: S3, pictu
     )
 
 
-def test_a_store_is_asked_for_one_list(s3: S3, pictures: Path):
+def test_a_store_is_listed_once(s3: S3, pictures: Path):
     s3.requests()
     located(s3.uri("pictures"), None)
     lists = [r for r in s3.requests() if "list-type" in r.query and "max-keys=1000" in r.query]
     assert len(lists) == 1
 
 
-def test_fault_17_what_is_not_in_a_store_is_named_without_secrets(s3: S3, pictures: Path):
+def test_fault_17_missing_store_objects_are_named_without_secrets(s3: S3, pictures: Path):
     s3.put("texts/readme.txt", b"no pictures")
     for path, reported in (
         ("nothing", "no such file or folder"),
@@ -269,7 +269,7 @@ def test_a_store_gives_the_same_rows_and_fingerprint_as_the_disk(s3: S3, picture
     there.close()
 
 
-def test_each_row_group_is_fetched_once_and_nothing_beside_it(s3: S3, tmp_path: Path):
+def test_each_row_group_is_fetched_once_and_nothing_else(s3: S3, tmp_path: Path):
     columns = {
         "waste": ["waste" * 10_000] * 12,
         "image": hugging_face([png(i) for i in range(12)], ["x" * 9000] * 12),
@@ -295,7 +295,7 @@ def test_each_row_group_is_fetched_once_and_nothing_beside_it(s3: S3, tmp_path: 
     assert Counter(request.range for request in s3.gets()) == wanted
 
 
-def test_a_store_that_stumbles_is_asked_again_and_one_that_falls_is_named(s3: S3, pictures: Path):
+def test_a_temporarily_failing_store_is_retried_and_a_failing_one_is_named(s3: S3, pictures: Path):
     source = opened(s3.uri("pictures/train/0.parquet"))
     s3.fail(3)
     assert len(all_of(source)) == 20
@@ -309,7 +309,7 @@ def test_a_store_that_stumbles_is_asked_again_and_one_that_falls_is_named(s3: S3
     source.close()
 
 
-def test_images_beside_a_file_of_a_store_are_read_from_there_only(s3: S3, tmp_path: Path):
+def test_images_next_to_a_file_in_a_store_are_read_only_from_there(s3: S3, tmp_path: Path):
     (tmp_path / "local.png").write_bytes(b"private")
     paths = ["a/0.png", "gone.png", str(tmp_path / "local.png"), "../x.png", "file:///etc/passwd"]
     columns = {"image": hugging_face([None] * 5, paths), "label": [0] * 5}
@@ -366,7 +366,7 @@ def test_other_schemes_are_read_through_fsspec(pictures: Path):
     assert len(located("memory://pictures/train/*.parquet", None)[0].paths) == 2
 
 
-def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path):
+def test_row_groups_of_a_store_are_read_concurrently(s3: S3, pictures: Path):
     source = opened(s3.uri("pictures/train/0.parquet"))
     s3.most_at_once(delay_s=0.1)
     assert len(all_of(source)) == 20
@@ -374,12 +374,12 @@ def test_row_groups_of_a_store_are_read_at_the_same_time(s3: S3, pictures: Path)
     source.close()
 
 
-# ------------------------------------------------------------------ written down, and gone on with
+# ------------------------------------------------------------------ saved configs and resuming
 
 
 def run_clis(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(output, error) of each ``raytrain argv...``, in a standing process with the store's
-    credentials in its environment."""
+    """(output, error) of each ``raytrain argv...``, run in a long-lived process that has the
+    store's credentials in its environment."""
     from importlib import import_module
 
     from raytrain_ddp.errors import RaytrainError
@@ -400,7 +400,7 @@ def run_clis(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, s
     return answers
 
 
-def test_fault_20_a_run_on_data_of_a_store_is_evaluated_from_what_it_wrote_down(
+def test_fault_20_a_run_on_data_in_a_store_is_evaluated_from_its_saved_config(
     s3: S3, workers: Group, tmp_path: Path
 ):
     write_images(tmp_path / "set" / "train.parquet", 8)
@@ -440,7 +440,7 @@ def test_fault_20_a_run_on_data_of_a_store_is_evaluated_from_what_it_wrote_down(
     assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
 
 
-def test_a_folder_in_a_store_has_an_address_that_opens_it_again_and_no_secret(tmp_path: Path):
+def test_the_address_of_a_folder_in_a_store_reopens_it_and_contains_no_secret(tmp_path: Path):
     options = "endpoint_override=127.0.0.1:1&scheme=http&region=here"
     place = f"s3://key:word@bucket/runs?{options}"
     file_system, path = open_uri(place)
@@ -456,7 +456,7 @@ def test_a_folder_in_a_store_has_an_address_that_opens_it_again_and_no_secret(tm
 
 
 @pytest.mark.parametrize("place", ["s3:/bucket/runs", "s3://bucket/x", "file:/tmp/x", "GS://b/x"])
-def test_a_uri_is_not_taken_for_a_folder(place: str):
+def test_a_uri_is_not_treated_as_a_local_folder(place: str):
     with pytest.raises(ConfigError, match="must be a path on this machine"):
         expanded(place)
 
@@ -464,18 +464,16 @@ def test_a_uri_is_not_taken_for_a_folder(place: str):
 @pytest.mark.parametrize(
     "place", ["runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x", "run-10:30:/x", "data:/x"]
 )
-def test_a_path_stays_a_path(place: str):
+def test_a_local_path_is_not_treated_as_a_uri(place: str):
     assert str(expanded(place)).endswith(place.removeprefix("~"))
 
 
-def test_one_slash_too_few_in_storage_is_refused_before_anything_is_written(tmp_path: Path):
+def test_a_missing_slash_in_a_storage_uri_is_refused_before_any_write(tmp_path: Path):
     with pytest.raises(ConfigError, match="URIs begin with s3://"):
         fit_locally(TrainConfig(storage="s3:/bucket/runs"))
 
 
-def test_where_there_is_no_run_in_a_store_those_that_exist_and_missing_buckets_are_named(
-    s3: S3, tmp_path: Path
-):
+def test_a_missing_run_in_a_store_names_existing_runs_or_the_missing_bucket(s3: S3, tmp_path: Path):
     s3.put("own/digits/config.toml", b"")
     s3.put("own/photos/config.toml", b"")
     for place in ("own/digit", "own"):
@@ -490,6 +488,6 @@ def test_where_there_is_no_run_in_a_store_those_that_exist_and_missing_buckets_a
         find_checkpoint(gone)
 
 
-def test_the_address_of_what_is_below_keeps_the_options():
+def test_the_uri_of_a_child_keeps_the_options():
     assert below("/a/b", "c d") == "/a/b/c d"
     assert below("s3://b/a?region=x", "c d") == "s3://b/a/c%20d?region=x"

@@ -1,4 +1,5 @@
-"""The user's modules in another process: the sources that the first one had, wherever files are."""
+"""The user's modules in another process: the sources of the first process, wherever the files
+are."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ print(words.read_text() if words.is_file() else "none")
 
 @pytest.fixture
 def imported(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the user's modules, which this process has imported."""
+    """A folder with the user's modules, which are imported in this process."""
     folder = tmp_path / "here"
     for name, text in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def imported(tmp_path: Path) -> Iterator[Path]:
 
 
 def shown(code: UserCode, folder: Path, file: Path) -> list[str]:
-    """What another process finds, whose import path has the folder."""
+    """What another process finds with the folder on its import path."""
     file.write_bytes(pickle.dumps(code))
     command = [sys.executable, "-c", SHOW, str(file), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -94,7 +95,7 @@ def test_only_the_users_modules_are_sent(imported: Path) -> None:
     assert others.isdisjoint({"raytrain_ddp", "pytest", "torch", "json", "importlib", "__main__"})
 
 
-def test_edited_files_do_not_count(imported: Path, tmp_path: Path) -> None:
+def test_later_edits_of_imported_files_are_not_sent(imported: Path, tmp_path: Path) -> None:
     code = user_code.loaded_packages()
     for path in imported.rglob("*.py"):
         path.write_text("raise RuntimeError('edited')\n")
@@ -102,17 +103,17 @@ def test_edited_files_do_not_count(imported: Path, tmp_path: Path) -> None:
     assert shown(code, imported, tmp_path / "code") == wanted
 
 
-def test_another_node_needs_no_files(imported: Path, tmp_path: Path) -> None:
+def test_another_node_needs_no_source_files(imported: Path, tmp_path: Path) -> None:
     code = user_code.loaded_packages()
     imported.rename(tmp_path / "elsewhere")
     wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "none"]
     assert shown(code, tmp_path / "empty", tmp_path / "code") == wanted
-    # Where it has them in another place, that is where they look for what lies beside them.
+    # If the files are elsewhere on that node, modules look for data files there.
     wanted[1], wanted[4] = str(tmp_path / "elsewhere" / "loose"), "words"
     assert shown(code, tmp_path / "elsewhere", tmp_path / "code") == wanted
 
 
-def test_too_large_a_program_is_read_from_its_files(
+def test_a_program_too_large_to_send_is_imported_from_its_files(
     imported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert user_code.loaded().sources
@@ -122,7 +123,7 @@ def test_too_large_a_program_is_read_from_its_files(
 
 @pytest.fixture
 def receiving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What this process receives is forgotten afterward."""
+    """Forgets what this process received, after the test."""
     before = [*sys.meta_path]
     monkeypatch.setattr(user_code, "_finder", user_code._Sources())
     yield
@@ -150,7 +151,7 @@ def test_loader_processes_import_what_their_worker_has_received(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("receiving")
-def test_a_task_that_was_received_needs_no_file() -> None:
+def test_a_received_task_needs_no_source_file() -> None:
     task = TrainConfig(task="/no/such/folder/own_task.py:Own").task
     with pytest.raises(ConfigError, match="there is no file"):
         check_task_name(task)
@@ -230,7 +231,7 @@ def digest_of(task: Any) -> str:
         ('("a", ', '("b", '),
     ],
 )
-def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
+def test_a_change_of_a_scripts_class_or_its_dependencies_changes_its_digest(
     change: tuple[str, str],
 ):
     before = digest_of(of_script())
@@ -238,7 +239,7 @@ def test_a_change_of_a_scripts_class_and_of_what_it_uses_changes_its_digest(
     assert digest_of(of_script(("class Base", "# moved\n\nclass Base"))) == before
     assert digest_of(cloudpickle.loads(cloudpickle.dumps(of_script()))) == before
     assert digest_of(of_script()()) == before
-    beside = ("class Base", "def under(x): ...\n\nclass Base")  # only an attribute has its name
+    beside = ("class Base", "def under(x): ...\n\nclass Base")  # only an attribute has this name
     assert digest_of(of_script(beside)) == before
 
 
@@ -254,7 +255,7 @@ def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):
         assert user_code.module_digest(unknown) == {}
 
 
-def test_a_complete_run_whose_code_has_changed_says_so(
+def test_a_complete_run_reports_that_its_code_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "own_task.py").write_text("from tiny import TinyTask as Task\n")

@@ -1,4 +1,4 @@
-"""What tests rely on: a forked process is as one that Python starts."""
+"""What tests rely on: a forked process behaves like one that Python starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROGRAMS["threads and handlers"][1] += (
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_answers_as_one_that_python_starts(program: str, tmp_path: Path):
+def test_a_forked_python_responds_like_a_started_one(program: str, tmp_path: Path):
     code = "import sys\nprint(sys.argv, __file__ if __name__ != '__main__' else __name__)\nx"
     (tmp_path / "script.py").write_text(code)
     command: Any = [sys.executable, *PROGRAMS[program]]
@@ -59,8 +59,8 @@ def test_it_answers_as_one_that_python_starts(program: str, tmp_path: Path):
     assert ended[0] == ended[1]
 
 
-def test_it_has_the_package_of_this_tree():
-    """Also without PYTHONPATH, where another one may be installed."""
+def test_a_forked_python_imports_the_package_of_this_tree():
+    """Also without PYTHONPATH, where another version may be installed."""
     environment = {name: value for name, value in ENV.items() if name != "PYTHONPATH"}
     code = "import raytrain_ddp.errors; print(raytrain_ddp.errors.__file__)"
     command = [sys.executable, "-c", code]
@@ -68,7 +68,7 @@ def test_it_has_the_package_of_this_tree():
     assert done.stdout == f"{ROOT / 'raytrain_ddp' / 'errors.py'}\n"
 
 
-def test_it_can_be_watched_stopped_and_asked_for_its_status():
+def test_a_forked_python_can_be_polled_stopped_and_waited_for():
     code = "import time; print('on', flush=True); time.sleep(100)"
     command = [sys.executable, "-c", code]
     pipe = subprocess.PIPE
@@ -99,7 +99,7 @@ def test_random_numbers_differ():
     assert not {*reported[0].split()} & {*reported[1].split()}
 
 
-def test_all_end_with_the_process_of_pytest(tmp_path: Path):
+def test_forked_processes_end_with_the_pytest_process(tmp_path: Path):
     code = f"""
 import os, socket, sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})

@@ -178,14 +178,14 @@ def _tensors(records: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 class ScriptedSession(LocalSession):
-    """Asks to stop, or dies, when a step begins; on the last rank only, so that all must agree."""
+    """Asks to stop, or dies, at the start of a step; on the last rank only, so all must agree."""
 
     def __init__(self, config: TrainConfig, world: World, stop_at: int, die_at: int) -> None:
         from event_records import to  # not where this file is used alone, as a task
 
         self.events: list[dict[str, Any]] = []
         self.start_step = 0
-        self.step = 0  # the one that is worked on, from 1; 0 before training
+        self.step = 0  # the step in progress, from 1; 0 before training
         self.model: nn.Module | None = None
         self.before_step: Callable[[int], None] = lambda step: None
         self._script = (stop_at, die_at) if world.rank == world.size - 1 else (0, 0)
@@ -211,7 +211,7 @@ class ScriptedSession(LocalSession):
 
 @dataclass(frozen=True)
 class Ran:
-    """What a worker saw of a run."""
+    """What a worker observed of a run."""
 
     outcome: Outcome
     start_step: int
@@ -250,7 +250,7 @@ def run_tiny(
     return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 
-# ------------------------------------------------------------------ what a run left behind
+# ------------------------------------------------------------------ what a run wrote
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def run_named(rank: int, size: int, config: Mapping[str, Any]) -> int:
 
 
 def commit_untrained_digits(run: Path, config: TrainConfig) -> None:
-    """A checkpoint of weights as they begin, which are wrong about most digits."""
+    """A checkpoint of untrained weights, which are wrong about most digits."""
     torch.manual_seed(0)
     manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
     weights = encode_tensors(DigitsCNN(10).state_dict())

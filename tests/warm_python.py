@@ -53,7 +53,7 @@ _server = _Server()
 
 
 class WarmPython(subprocess.Popen[Any]):
-    """``subprocess.Popen([sys.executable, ...])``, as far as a fork can be the same.
+    """``subprocess.Popen([sys.executable, ...])``, as far as a fork can be equivalent.
 
     The command is ``-m MODULE``, ``-c CODE``, ``-``, or a script, with arguments. The environment
     must have OMP_NUM_THREADS=1: it is read when torch is loaded.
@@ -129,7 +129,7 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run([sys.executable, ...])`` by a `WarmPython`."""
+    """``subprocess.run([sys.executable, ...])`` with a `WarmPython`."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of this tree, not the installed one
 from raytrain_ddp import warm
 
-sys.path.insert(0, str(warm.__path__[0]))  # they import each other from there
+sys.path.insert(0, str(warm.__path__[0]))  # test modules import each other from there
 import fork_child
 import fork_server
 
@@ -69,7 +69,7 @@ def main(channel: socket.socket) -> dict[str, Any]:
 
 
 def _inherit(request: dict[str, Any], files: list[int]) -> None:
-    """Takes over what exec would have passed on."""
+    """Sets up what exec would have passed on."""
     if request["session"]:
         os.setsid()
     for number, file in enumerate(files):

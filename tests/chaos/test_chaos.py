@@ -1,4 +1,4 @@
-"""Killed many times and still equal: the command `chaos`, and what it stands on."""
+"""The command `chaos`: runs that are killed many times and still end with the same result."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ HERE = Path(__file__).parents[1]
 SHAPE = RunShape(total_steps=100, world_size=3, save_every=5)
 TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
-# Of the driver, of a worker that only evaluates, and one that changes the result.
+# Sites of the driver, of the evaluating worker, and one that changes the result.
 NOT_DRAWN = {"driver.event", "evaluate.checkpoint", "train.weights"}
 NOT_DRAWN |= {
     "start.met",
     "start.alone",
     "train.log",
     "train.compare",
-}  # where others keep their state
-NOT_DRAWN |= {"checkpoint.part", "checkpoint.sealed", "checkpoint.parts"}  # of large states only
+}  # where the other workers keep their state
+NOT_DRAWN |= {"checkpoint.part", "checkpoint.sealed", "checkpoint.parts"}  # only with large states
 
 
 class Notes(Watcher):
-    """Keeps what is reported to it."""
+    """Collects everything that is reported to it."""
 
     def __init__(self) -> None:
         self.faults: list[FiredFault] = []
@@ -78,7 +78,7 @@ def test_a_plan_is_a_function_of_its_arguments():
 
 
 def test_the_plan_of_a_seed_never_changes():
-    """Else the line that replays a run would be void after an upgrade."""
+    """Otherwise, the command that replays a run would not work after an upgrade."""
     assert armed(draw_faults(0, SHAPE, kills=3, drivers=1)) == PINNED
 
 
@@ -89,7 +89,7 @@ PINNED = (
 )
 
 
-def test_a_plan_of_many_kills_has_all_that_can_go_wrong_and_nothing_twice(tmp_path: Path):
+def test_a_plan_of_many_kills_contains_every_kind_of_fault_and_no_duplicates(tmp_path: Path):
     plan = draw_faults(0, SHAPE, kills=400, drivers=3)
     assert len({str(fault) for fault in plan}) == len(plan)
     sites = {fault.site for fault in plan}
@@ -105,18 +105,18 @@ def test_a_plan_of_many_kills_has_all_that_can_go_wrong_and_nothing_twice(tmp_pa
     assert set(ranks) == {0, 1, 2}
 
 
-def test_faults_without_a_step_wait_for_those_before_them():
+def test_faults_without_a_step_wait_for_earlier_faults():
     plan = draw_faults(3, SHAPE, kills=200)
     for place, fault in enumerate(plan):
         assert fault.after == (place if fault.step is None else None)
-    assert plan[0].step is not None  # a start is killed that follows a kill
+    assert plan[0].step is not None  # the start after a kill is killed
     pairs = pairwise(plan)
     assert any(a.site.startswith("start.") and b.site.startswith("start.") for a, b in pairs)
     steps = [fault.step for fault in plan if fault.step is not None]
     assert steps == sorted(steps)
 
 
-def test_more_kills_than_there_are_places_are_refused():
+def test_more_kills_than_failpoints_are_refused():
     short = RunShape(total_steps=5, world_size=1, save_every=5)
     with pytest.raises(ConfigError, match="too many kills"):
         draw_faults(0, short, kills=100)
@@ -128,8 +128,8 @@ def test_more_kills_than_there_are_places_are_refused():
 # ------------------------------------------------------------------ watching
 
 
-def test_the_log_is_followed_through_every_start_and_each_step_counted(tmp_path: Path):
-    """Two starts were made between two looks at worst; a line that is not whole is left alone."""
+def test_the_log_is_followed_across_restarts_and_each_step_is_counted(tmp_path: Path):
+    """At most two starts between two polls; an incomplete line is ignored."""
     path = tmp_path / "metrics.jsonl"
     log = LogFollower(path)
     log.look()
@@ -148,7 +148,7 @@ def test_the_log_is_followed_through_every_start_and_each_step_counted(tmp_path:
     log.look()
     assert log.executed == 4
     with path.open("a") as file:
-        file.write(line(5, 0.6))  # never seen before the file is replaced
+        file.write(line(5, 0.6))  # the file is replaced before a poll
     again = tmp_path / "again"
     again.write_text("".join(first[:2]) + line(3, 0.05))
     again.replace(path)
@@ -157,7 +157,7 @@ def test_the_log_is_followed_through_every_start_and_each_step_counted(tmp_path:
     log.close()
 
 
-def test_what_fired_is_reported_once_with_the_place_where_it_did(tmp_path: Path):
+def test_a_fired_fault_is_reported_once_with_its_location(tmp_path: Path):
     plan = [
         Fault("train.loss", 1, 4),
         Fault(DRIVER, step=6),
@@ -167,7 +167,7 @@ def test_what_fired_is_reported_once_with_the_place_where_it_did(tmp_path: Path)
     faults = FaultMonitor(plan, tmp_path / "fired")
     assert faults.news() == []
     (tmp_path / "fired" / "fired-1").write_text("0 30")
-    (tmp_path / "fired" / "fired-2").write_text("")  # killed while it wrote
+    (tmp_path / "fired" / "fired-2").write_text("")  # killed during a write
     reported = faults.news()
     assert [(f.number, f.fault.site, f.rank, f.step) for f in reported] == [
         (1, "start.loaded", 0, 30),
@@ -184,7 +184,7 @@ def test_what_fired_is_reported_once_with_the_place_where_it_did(tmp_path: Path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-def test_processes_that_are_left_are_found_by_their_environment():
+def test_leftover_processes_are_found_by_their_environment():
     code = "import os, time; os.fork(); print(flush=True); time.sleep(60)"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -206,7 +206,7 @@ def test_processes_that_are_left_are_found_by_their_environment():
 
 
 class Scripted:
-    """A runner whose starts end with these statuses; each may fire a fault."""
+    """A runner whose starts exit with these statuses; each may fire a fault."""
 
     def __init__(self, starts: Sequence[tuple[int, str]], fired: Path) -> None:
         self._starts, self._fired = list(starts), fired
@@ -238,7 +238,7 @@ class Scripted:
         ([(-9, "fired-0"), (1, ""), (0, "")], 2, "it failed (1) without a fault: ValueError: no"),
     ],
 )
-def test_a_run_is_started_again_after_a_fault_and_given_up_without_one(
+def test_a_run_is_restarted_after_a_fault_and_abandoned_after_an_unexplained_exit(
     starts: list[tuple[int, str]], made: int, problem: str, tmp_path: Path
 ):
     faults = FaultMonitor([Fault("train.loss"), Fault("train.loss", 1)], tmp_path / "fired")
@@ -260,7 +260,7 @@ class Frozen(Scripted):
         self.killed = True
 
 
-def test_a_run_in_which_nothing_happens_is_killed_and_given_up(
+def test_a_run_without_progress_is_killed_and_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("raytrain_ddp.chaos.observation.STUCK_S", 0.1)
@@ -274,7 +274,7 @@ def test_a_run_in_which_nothing_happens_is_killed_and_given_up(
 # ------------------------------------------------------------------ comparing
 
 
-def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group, tmp_path: Path):
+def test_two_runs_are_equal_only_if_all_bits_records_and_files_are(workers: Group, tmp_path: Path):
     audited = LogConfig(every_steps=1, tensorboard=False, audit=True)
     config = tiny_config(tmp_path, "one", log=audited, epochs=1, limit_train_batches=4)
     workers(1, run_tiny, plain(config))
@@ -324,13 +324,15 @@ def test_two_runs_are_equal_only_if_every_bit_record_and_file_is(workers: Group,
         results_of(run_storage(other))
 
 
-# ------------------------------------------------------------------ the whole
+# ------------------------------------------------------------------ whole runs
 
 
 @pytest.fixture
 def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that forks the workers is itself forked from one that has loaded torch. What is
-    left of it could not be found: a fork keeps the environment in /proc."""
+    """The process that forks the workers is itself forked from one that has loaded torch.
+
+    Its leftover processes could not be found: a fork keeps the original environment in /proc.
+    """
     started = SimpleNamespace(Popen=WarmPython, PIPE=subprocess.PIPE)
     monkeypatch.setattr("raytrain_ddp.chaos.runners.subprocess", started)
 
@@ -341,8 +343,8 @@ def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int =
     return ChaosOptions(config, kills, drivers, workers=3, local=True)
 
 
-def everywhere() -> list[Fault]:
-    """A kill at every site, on each rank, in each phase of a commit, and of starts in a row."""
+def faults_at_every_site() -> list[Fault]:
+    """A kill at every site, on each rank, in each phase of a commit, and in consecutive starts."""
     plan = [
         Fault("train.before_step", 1, 2),
         Fault("train.loss", 2, 4),
@@ -371,8 +373,8 @@ def everywhere() -> list[Fault]:
     ]
 
 
-def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_path: Path):
-    """Three workers without Ray, once undisturbed and once killed twenty-three times."""
+def test_fault_01_02_03_05_a_run_killed_at_every_failpoint_ends_with_the_same_bits(tmp_path: Path):
+    """Three workers without Ray, once undisturbed and once killed 23 times."""
     config = replace(
         tiny_order(tmp_path, 0, 0, epochs=3).config,
         log=LogConfig(every_steps=1, tensorboard=False, audit=True),
@@ -381,8 +383,8 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
     notes = Notes()
     left, rans = [], []
     with Zygote(tag("sweep", os.environ)) as zygote:
-        zygote.order("kill")  # comes too late for a run that has ended: nothing happens
-        for name, plan in (("undisturbed", []), ("disturbed", everywhere())):
+        zygote.order("kill")  # after the run has ended: no effect
+        for name, plan in (("undisturbed", []), ("disturbed", faults_at_every_site())):
             ours = replace(config, name=name)
             faults = FaultMonitor(plan, tmp_path / f"fired-{name}")
             log = LogFollower(tmp_path / name / METRICS_FILE)
@@ -396,7 +398,9 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
     assert list(left[1].steps) == list(range(1, TOTAL_STEPS + 1))
     assert left[1].leftovers == []
     reported = notes.faults
-    assert sorted(str(fired.fault) for fired in reported) == sorted(map(str, everywhere()))
+    assert sorted(str(fired.fault) for fired in reported) == sorted(
+        map(str, faults_at_every_site())
+    )
     assert {fired.fault.site for fired in reported} == {*SITES, DRIVER} - NOT_DRAWN
     assert rans[0].executed == TOTAL_STEPS < rans[1].executed
     assert len(reported) / 2 < rans[1].starts <= 1 + len(reported)  # two ranks may die at once
@@ -404,7 +408,8 @@ def test_fault_01_02_03_05_killed_at_every_place_and_equal_to_the_last_bit(tmp_p
 
 
 def require_equal(outcome: ChaosOutcome, notes: Notes) -> None:
-    """Nothing differs, and nearly all faults of the plan came: some may find no occasion."""
+    """Asserts no difference, and that nearly all faults of the plan fired; some may have no
+    occasion."""
     assert outcome.equal, [row for row in outcome.rows if not row.right]
     assert [row.what for row in outcome.rows[:4]] == [
         f"{name} (sha256)" for name in ("weights", "optimizer", "samples", "log")
@@ -415,7 +420,8 @@ def require_equal(outcome: ChaosOutcome, notes: Notes) -> None:
 
 
 def resized(order: ChaosOptions, notes: Notes) -> ChaosOutcome:
-    """With 1 to 4 workers, another number at each start, and exact: equal to one worker's run."""
+    """With 1 to 4 workers, a different number at each start, and exact: equal to a one-worker
+    run."""
     order = replace(order, config=replace(order.config, exact=True), resize=True, workers=4)
     outcome = chaos(order, notes)
     assert outcome.equal, [row for row in outcome.rows if not row.right]
@@ -423,7 +429,7 @@ def resized(order: ChaosOptions, notes: Notes) -> ChaosOutcome:
 
 
 @pytest.mark.usefixtures("warm_zygote")
-def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
+def test_a_killed_and_resized_run_equals_one_undisturbed_worker(tmp_path: Path):
     notes = Notes()
     outcome = resized(tiny_order(tmp_path, kills=8, drivers=1, epochs=3, seed=2), notes)
     assert outcome.undisturbed.sizes == [1]
@@ -435,7 +441,7 @@ def test_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_thousand_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_path: Path):
+def test_a_run_with_a_thousand_kills_and_resizes_equals_one_undisturbed_worker(tmp_path: Path):
     notes = Notes()
     outcome = resized(tiny_order(tmp_path, kills=1000, drivers=20, epochs=40, seed=1), notes)
     assert outcome.fired >= 0.95 * outcome.planned
@@ -445,7 +451,7 @@ def test_a_thousand_kills_and_resizes_are_equal_to_one_undisturbed_worker(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_thousand_kills_and_equal_to_the_last_bit(tmp_path: Path):
+def test_a_run_with_a_thousand_kills_ends_with_the_same_bits(tmp_path: Path):
     notes = Notes()
     started = time.monotonic()
     outcome = chaos(tiny_order(tmp_path, kills=1000, drivers=20, epochs=40, seed=1), notes)
@@ -468,7 +474,7 @@ def digits_order(storage: Path, kills: int, drivers: int) -> ChaosOptions:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fault_01_05_on_ray_workers_and_the_driver_are_killed_and_nothing_is_left(tmp_path: Path):
+def test_fault_01_05_killed_workers_and_a_killed_driver_on_ray_leave_no_processes(tmp_path: Path):
     notes = Notes()
     outcome = chaos(digits_order(tmp_path, kills=3, drivers=2), notes)
     require_equal(outcome, notes)
@@ -479,10 +485,14 @@ def test_fault_01_05_on_ray_workers_and_the_driver_are_killed_and_nothing_is_lef
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(tmp_path: Path):
-    """Ray's server (GCS) killed under an embedded Ray: the run ends by itself, in bounded time,
-    and goes on when it is started again; its end is that of a run without Ray."""
-    slow = tmp_path / "slow"  # workers do not miss the server: with few steps left they would end
+def test_fault_06_after_the_head_is_lost_the_same_command_resumes_on_a_new_one(tmp_path: Path):
+    """Ray's server (GCS) of an embedded Ray is killed: the run ends by itself within bounded time.
+
+    The same command resumes it, and the result equals that of a run without Ray.
+    """
+    slow = (
+        tmp_path / "slow"
+    )  # workers do not need the server: with few steps left, they would finish
     config = replace(
         digits_order(tmp_path, 0, 0).config,
         task=f"{HERE / 'ray_tasks.py'}:Paced",
@@ -493,10 +503,10 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
     )
     environment = tag("head", os.environ)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
-    plan = [Fault("driver.event", step=40)]  # noted here by hand when the server is killed
+    plan = [Fault("driver.event", step=40)]  # recorded here when the server is killed
     faults = FaultMonitor(plan, tmp_path / "fired")
 
-    class Headsman(Watcher):
+    class HeadKiller(Watcher):
         def at(self, step: int) -> None:
             if step >= 40 and not (tmp_path / "fired" / "fired-0").exists():
                 (server,) = [pid for pid, line in tagged("head").items() if "gcs_server" in line]
@@ -518,11 +528,11 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
         assert drive(local, log, nothing, Watcher()).problem == ""
         log.close()
     log = LogFollower(tmp_path / "disturbed" / METRICS_FILE)
-    ran = drive(Again(wild, environment), log, faults, Headsman())
+    ran = drive(Again(wild, environment), log, faults, HeadKiller())
     log.close()
     assert (ran.problem, ran.starts, ran.statuses) == ("", 2, [0])
     assert results_of(run_storage(wild)) == results_of(run_storage(calm))
-    deadline = time.monotonic() + 90  # two agents of Ray's own notice late
+    deadline = time.monotonic() + 90  # two of Ray's own agents notice it late
     while tagged("head") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert tagged("head") == {}
@@ -531,8 +541,8 @@ def test_fault_06_the_head_is_lost_and_the_same_command_goes_on_with_a_new_one(t
 # ------------------------------------------------------------------ a difference
 
 
-class Meddling(Notes):
-    """Changes the loss in one line of the disturbed run's log before the two are compared."""
+class TamperingWatcher(Notes):
+    """Changes the loss in one line of the disturbed run's log before the comparison."""
 
     def __init__(self, storage: Path) -> None:
         super().__init__()
@@ -546,7 +556,7 @@ class Meddling(Notes):
 
 @pytest.mark.usefixtures("warm_zygote")
 def test_a_difference_is_reported_and_both_runs_are_kept(tmp_path: Path):
-    outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), Meddling(tmp_path))
+    outcome = chaos(tiny_order(tmp_path, kills=1, drivers=0, epochs=1), TamperingWatcher(tmp_path))
     assert not outcome.equal
     assert [row.what for row in outcome.rows if not row.right] == ["log (sha256)"]
     assert (outcome.folder / "disturbed" / METRICS_FILE).exists()
@@ -583,7 +593,7 @@ def test_the_command_prints_the_faults_the_verdict_and_the_line_that_replays_it(
         (("--storage", "a-file/runs", "--local"), "cannot be written: Not a directory"),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_one_line(
+def test_invalid_arguments_are_refused_in_one_line(
     argv: tuple[str, ...], words: str, tmp_path: Path
 ):
     (tmp_path / "a-file").touch()
@@ -604,7 +614,7 @@ def test_help_answers_at_once(tmp_path: Path):
         assert flag in answer.out
 
 
-def test_a_recipe_comes_first_and_flags_win_over_it():
+def test_flags_override_the_recipe():
     args = parse(["digits", "--epochs", "5", "--kills", "7"])
     assert (args.recipe, args.config.epochs, args.kills) == ("digits", 5, 7)
     assert parse([]).config == TrainConfig()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the checkpoint store."""
+"""Fixtures for the checkpoint store tests."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def root(tmp_path: Path) -> Path:
 def _no_waiting_for_the_disk(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No test cuts the power; that the calls are made is tested by counting them."""
+    """Skips fsync: no test cuts the power. Tests that need the calls count them."""
     if request.path.stem in STORE_TESTS:
         monkeypatch.setattr(os, "fsync", lambda fd: None)

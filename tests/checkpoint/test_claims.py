@@ -1,4 +1,4 @@
-"""Fault 7: writers that lost their claim, and what claims fence off."""
+"""Fault 7: writers that lost their claim, and which checkpoints claims fence off."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from faulty_storage import (
     latest,
     manifest,
     payload,
+    skip_successor_checks,
     start,
     sweep_faults,
     tree,
-    unaware,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ from raytrain_ddp.failpoints import arm
 
 
 def persistent_start(store: CheckpointStore) -> tuple[Checkpoint | None, int]:
-    """What the recorder makes of it: again, as after any OSError."""
+    """Retries a contended start, as the recorder does after any OSError."""
     while True:
         try:
             return start(store)
@@ -55,7 +55,7 @@ def persistent_start(store: CheckpointStore) -> tuple[Checkpoint | None, int]:
             time.sleep(random.uniform(0, 0.01))
 
 
-def test_a_claim_says_all_in_its_name(root: Path) -> None:
+def test_a_claims_file_name_contains_attempt_base_and_token(root: Path) -> None:
     store = fresh(root)
     assert start(store) == (None, 1)
     commit(store, 200, 1)
@@ -91,7 +91,7 @@ def test_claim_round_trip(attempt: int, base: CheckpointName | None, token: int)
         ".tmp-claim-a0001-00000000.json",
     ],
 )
-def test_other_files_are_no_claims(root: Path, text: str) -> None:
+def test_other_file_names_are_not_claims(root: Path, text: str) -> None:
     assert Claim.parse(text) is None
 
 
@@ -113,7 +113,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("name", [*GARBAGE, b"step-\xff\xfe", "link", "loop"])
-def test_names_that_are_none_of_ours_are_passed_over(root: Path, name: str | bytes) -> None:
+def test_unknown_file_names_are_ignored(root: Path, name: str | bytes) -> None:
     store = fresh(root)
     start(store)
     commit(store, 20, 1)
@@ -140,7 +140,7 @@ def test_names_that_are_none_of_ours_are_passed_over(root: Path, name: str | byt
         store.storage.sweep()
 
 
-def test_a_checkpoint_whose_folder_is_a_link_counts(root: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_folder_may_be_a_symlink(root: Path, tmp_path: Path) -> None:
     store = fresh(root)
     commit(store, 20, 1)
     (root / "step-00000020-a0001").rename(tmp_path / "elsewhere")
@@ -148,15 +148,15 @@ def test_a_checkpoint_whose_folder_is_a_link_counts(root: Path, tmp_path: Path) 
     assert fresh(root).names() == [CheckpointName(20, 1)]
 
 
-def test_a_number_after_which_there_is_none_is_named(root: Path) -> None:
+def test_an_attempt_number_without_a_successor_is_named_in_the_error(root: Path) -> None:
     root.mkdir(parents=True)
     (root / "claim-a100000000000000-0a1b2c3d.json").touch()
     with pytest.raises(CheckpointError, match="100000000000000"):
         start(fresh(root))
 
 
-def test_of_two_claims_of_one_number_the_one_that_saw_less_fences_nothing() -> None:
-    """Its process died before it could withdraw it."""
+def test_of_two_claims_with_one_number_the_one_with_the_older_base_fences_nothing() -> None:
+    """The process of the older one died before it could withdraw it."""
     paths = ["claim-a0003-from-step-00000100-a0002-ffffffff.json"]
     paths += ["claim-a0003-from-step-00000150-a0002-00000000.json"]
     paths += [f"step-00000{step}-a0002/manifest.json" for step in (100, 150)]
@@ -164,7 +164,7 @@ def test_of_two_claims_of_one_number_the_one_that_saw_less_fences_nothing() -> N
     assert CheckpointListing.of([paths[0], *paths[2:]]).fenced() == [CheckpointName(150, 2)]
 
 
-def test_attempts_count_up_whatever_is_swept(root: Path) -> None:
+def test_attempt_numbers_increase_although_old_claims_are_swept(root: Path) -> None:
     for attempt in range(1, 15):
         assert start(fresh(root))[1] == attempt
     assert [claim.attempt for claim in claims_in(root)] == list(range(5, 15))  # the newest ten
@@ -191,7 +191,7 @@ def test_fault_07_a_replaced_writer_notices_it_after_a_long_upload(root: Path) -
     commit(zombie, 10, 1)
 
     class Slow(dict[str, bytes]):
-        def items(self) -> Any:  # the successor comes while the files are written
+        def items(self) -> Any:  # the successor starts while the files are written
             yield from super().items()
             start(fresh(root))
 
@@ -201,7 +201,7 @@ def test_fault_07_a_replaced_writer_notices_it_after_a_long_upload(root: Path) -
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_07_a_late_commit_does_not_count(
+def test_fault_07_a_late_commit_is_ignored(
     tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zombie, store = both(tmp_path, is_local), both(tmp_path, is_local)
@@ -209,8 +209,8 @@ def test_fault_07_a_late_commit_does_not_count(
     for step in (10, 20):
         commit(zombie, step, 1)
     start(store)
-    with monkeypatch.context() as patch:  # it had looked before
-        unaware(patch)
+    with monkeypatch.context() as patch:  # it had checked before
+        skip_successor_checks(patch)
         late = commit(zombie, 30, 1)
     late.verify()
     assert [name.step for name in both(tmp_path, is_local).names()] == [20, 10]
@@ -218,26 +218,26 @@ def test_fault_07_a_late_commit_does_not_count(
     store.prune(2)
     with pytest.raises(RunLockedError):
         zombie.prune(2)
-    assert [name.step for name in store.names()] == [20, 10]  # it was not counted
+    assert [name.step for name in store.names()] == [20, 10]  # it was ignored
     successor = both(tmp_path, is_local)
     found, attempt = start(successor)
     assert (content(found), attempt) == (payload(20), 3)
-    assert (tmp_path / "step-00000030-a0001").exists()  # as long as it may be all that is left
+    assert (tmp_path / "step-00000030-a0001").exists()  # because it may be the only checkpoint left
     commit(successor, 25, 3)
     successor.prune(9)
     assert not (tmp_path / "step-00000030-a0001").exists()
     assert [name.step for name in successor.names()] == [25, 20, 10]
 
 
-def test_fault_07_a_late_commit_counts_until_the_successor_has_one(
+def test_fault_07_a_late_commit_counts_until_the_successor_commits(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is lost by it: another start may as well go on from there."""
+    """Nothing is lost: another start may resume from it."""
     zombie, store = fresh(root), fresh(root)
     start(zombie)
     start(store)
     with monkeypatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         commit(zombie, 10, 1)
     assert fresh(root).names() == [CheckpointName(10, 1)]
     commit(store, 5, 2)
@@ -262,8 +262,8 @@ def test_a_claim_whose_base_was_pruned_meanwhile_is_withdrawn(root: Path) -> Non
     assert persistent_start(store) == (store.open(CheckpointName(40, 1)), 2)
 
 
-def test_a_start_that_found_nothing_gives_way_to_what_was_committed_meanwhile(root: Path) -> None:
-    """Else it would begin at step 0, and in the end remove what the other has done."""
+def test_a_start_that_found_no_checkpoint_is_refused_after_a_concurrent_commit(root: Path) -> None:
+    """Otherwise, it would begin at step 0 and eventually remove the other writer's work."""
     writer, store = fresh(root), fresh(root)
     start(writer)
     assert store.latest() is None
@@ -273,8 +273,9 @@ def test_a_start_that_found_nothing_gives_way_to_what_was_committed_meanwhile(ro
     assert persistent_start(store) == (store.open(CheckpointName(10, 1)), 2)
 
 
-def test_a_writer_whose_claim_is_gone_commits_nothing(root: Path) -> None:
-    """As where all was replaced by an older backup, and somebody goes on from that."""
+def test_a_writer_whose_claim_was_deleted_commits_nothing(root: Path) -> None:
+    """For example, after the folder was replaced by an older backup and resumed by another
+    process."""
     writer = fresh(root)
     start(writer)
     commit(writer, 10, 1)
@@ -290,15 +291,15 @@ def test_a_writer_whose_claim_is_gone_commits_nothing(root: Path) -> None:
     assert [name.step for name in writer.names()] == [10]
 
 
-def test_what_a_start_went_on_from_counts_though_a_later_claim_stands_above_it(root: Path) -> None:
-    """10 of attempt 1; attempt 2 goes on from it; a zombie of attempt 1 commits 30 and removes 10;
-    attempt 3 goes on from 30, and all that attempt 3 and 4 go back to is kept."""
+def test_the_base_of_a_start_stays_valid_despite_a_later_claim(root: Path) -> None:
+    """Attempt 2 resumes from step 10 of attempt 1; a zombie of attempt 1 commits 30 and removes 10;
+    attempt 3 resumes from 30. Every base of attempts 3 and 4 is kept."""
     zombie, second = fresh(root), fresh(root)
     start(zombie)
     commit(zombie, 10, 1)
     start(second)
     with pytest.MonkeyPatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         commit(zombie, 30, 1)
         zombie._delete(CheckpointName(10, 1))
     third = fresh(root)
@@ -310,7 +311,7 @@ def test_what_a_start_went_on_from_counts_though_a_later_claim_stands_above_it(r
     assert [name.step for name in fourth.names()] == [50, 40, 30]
 
 
-def test_of_starts_at_the_same_instant_one_can_commit(root: Path) -> None:
+def test_of_simultaneous_starts_exactly_one_can_commit(root: Path) -> None:
     for round_ in range(10):
         begin = threading.Barrier(6)
         stores: list[tuple[CheckpointStore, int]] = []
@@ -332,7 +333,7 @@ def test_of_starts_at_the_same_instant_one_can_commit(root: Path) -> None:
         for thread in threads:
             thread.join()
         attempts = {attempt for _, attempt in stores}
-        assert len(attempts) == 6  # no two have one number
+        assert len(attempts) == 6  # all numbers are different
         assert claims_in(root)[-1].attempt == max(attempts)
         committed = 0
         for store, attempt in stores:
@@ -347,7 +348,7 @@ def test_of_starts_at_the_same_instant_one_can_commit(root: Path) -> None:
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 @pytest.mark.parametrize("mode", Faults.MODES)
-def test_fault_02_08_any_operation_of_a_claim_fails(
+def test_fault_02_08_a_failure_of_any_operation_of_a_claim(
     tmp_path: Path, mode: str, is_local: bool
 ) -> None:
     def prepare(store: CheckpointStore) -> None:
@@ -376,10 +377,10 @@ def test_fault_02_08_any_operation_of_a_claim_fails(
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 @pytest.mark.parametrize("mode", Faults.MODES)
-def test_fault_02_08_any_operation_of_a_start_fails(
+def test_fault_02_08_a_failure_of_any_operation_of_a_start(
     tmp_path: Path, mode: str, is_local: bool
 ) -> None:
-    """With all there is to do: a late commit, a leftover, a temporary file, old claims."""
+    """With everything a start does: a late commit, a leftover, a temporary file, old claims."""
 
     def prepare(store: CheckpointStore) -> None:
         for _ in range(11):
@@ -390,7 +391,7 @@ def test_fault_02_08_any_operation_of_a_start_fails(
         commit(zombie, 20, attempt + 1)
         start(store)
         with pytest.MonkeyPatch.context() as patch:
-            unaware(patch)
+            skip_successor_checks(patch)
             commit(zombie, 30, attempt + 1)
         root = Path(store.storage.path)
         (root / "step-00000025-a0013").mkdir()
@@ -408,7 +409,7 @@ def test_fault_02_08_any_operation_of_a_start_fails(
         store.prune(2)
         folders = [path.name for path in root.iterdir() if path.is_dir()]
         kept = ["step-00000020-a0012", f"step-00000021-a{attempt:04d}"]
-        assert sorted(folders) == kept, where  # the late one is gone, too
+        assert sorted(folders) == kept, where  # the late commit is removed, too
         assert [claim.attempt for claim in claims_in(root)][-1] == attempt, where
 
 
@@ -419,8 +420,10 @@ def interleaved(
     act: Callable[[CheckpointStore], Any],
     other: Callable[[Path], Any],
 ) -> Iterator[tuple[Path, Any, Any, str]]:
-    """Run ``act`` once for each of its operations, before which another process does ``other``.
-    Yields the folder, what ``act`` and ``other`` gave or raised, and which operation it was."""
+    """Run ``act`` once for each of its operations, and run ``other`` before that operation.
+
+    Yields the folder, the results or errors of ``act`` and ``other``, and the operation.
+    """
 
     def outcome(do: Callable[[], Any]) -> Any:
         try:
@@ -530,7 +533,7 @@ def test_fault_07_a_zombie_commits_before_any_operation_of_a_start(
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_31_a_whole_start_before_any_operation_of_a_start_is_never_lost(
+def test_fault_31_a_start_and_commit_before_any_operation_of_another_start_are_never_lost(
     tmp_path: Path, is_local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = iter(range(2**32 - 1, 0, -1))  # the slower one has the higher token
@@ -560,7 +563,7 @@ def test_fault_31_a_whole_start_before_any_operation_of_a_start_is_never_lost(
 
 
 @pytest.mark.parametrize("site", ["begin", "payload", "manifest", "committed"])
-def test_failpoints_of_a_commit_are_where_they_say(
+def test_failpoints_of_a_commit_fire_at_their_documented_place(
     root: Path, tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointStore, "_delete", lambda *_: None)  # as a kill would leave it
@@ -584,7 +587,7 @@ def test_failpoints_of_a_commit_are_where_they_say(
 
 
 @pytest.mark.parametrize(("site", "left"), [("manifest", 4), ("done", 2)])
-def test_failpoints_of_pruning_are_where_they_say(
+def test_failpoints_of_pruning_fire_at_their_documented_place(
     root: Path, tmp_path: Path, site: str, left: int
 ) -> None:
     store = fresh(root)
@@ -600,8 +603,9 @@ def test_failpoints_of_pruning_are_where_they_say(
     assert len(store.names()) == min(left, 3)
 
 
-def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
-    """The claim of an earlier start tells that there was a checkpoint: never step 0 again."""
+def test_fault_12_a_missing_base_checkpoint_is_an_error(root: Path) -> None:
+    """The claim of an earlier start proves that a checkpoint existed, so the run must not restart
+    at 0."""
     start(fresh(root))
     commit(fresh(root), 10, 1)
     start(fresh(root))
@@ -611,8 +615,9 @@ def test_fault_12_a_base_that_is_gone_is_an_error(root: Path) -> None:
             start(fresh(root))
 
 
-def test_fault_31_who_meets_another_at_the_same_instant_may_try_again(root: Path) -> None:
-    """In whatever process it is reported, and by whoever tries again after an OSError."""
+def test_fault_31_a_contended_start_can_be_retried(root: Path) -> None:
+    """By any code that retries after an OSError; the error also survives pickling between
+    processes."""
     store = fresh(root)
     assert store.latest() is None
     start(fresh(root))
@@ -626,7 +631,7 @@ def test_fault_31_who_meets_another_at_the_same_instant_may_try_again(root: Path
     assert start(store) == (None, 2)
 
 
-def test_fault_07_a_replaced_writer_prunes_nothing_more(root: Path) -> None:
+def test_fault_07_a_replaced_writer_stops_pruning(root: Path) -> None:
     zombie = fresh(root)
     start(zombie)
     for step in (10, 20, 30, 40, 50):
@@ -648,8 +653,8 @@ def test_fault_07_a_replaced_writer_prunes_nothing_more(root: Path) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_a_start_whose_base_is_gone_gives_the_run_back(tmp_path: Path, is_local: bool) -> None:
-    """A replaced writer had looked before there was a claim, and prunes after that."""
+def test_a_start_whose_base_was_deleted_withdraws_its_claim(tmp_path: Path, is_local: bool) -> None:
+    """A replaced writer checked before there was a claim, and prunes afterward."""
     writer, store = both(tmp_path, is_local), both(tmp_path, is_local)
     start(writer)
     commit(writer, 10, 1)
@@ -657,11 +662,11 @@ def test_a_start_whose_base_is_gone_gives_the_run_back(tmp_path: Path, is_local:
     assert found is not None
     for step in (20, 30):
         commit(writer, step, 1)
-    store._look()  # as if these were damaged, and could not be set aside
+    store._look()  # as if these were damaged and could not be marked
     assert store.claim(found.name, {}) == 2
     assert both(tmp_path, is_local).names() == [found.name]
     with pytest.MonkeyPatch.context() as patch:
-        unaware(patch)
+        skip_successor_checks(patch)
         writer._delete(found.name)
     assert [name.step for name in both(tmp_path, is_local).names()] == [30, 20]
     with pytest.raises(ContendedError, match="just removed step-00000010-a0001"):
@@ -671,8 +676,9 @@ def test_a_start_whose_base_is_gone_gives_the_run_back(tmp_path: Path, is_local:
     assert start(store)[0] == store.open(CheckpointName(40, 1))
 
 
-def test_fault_12_a_backup_counts_whatever_was_claimed_since(root: Path) -> None:
-    """Older than all that the claims tell of, or newer: nobody need know of fences to restore."""
+def test_fault_12_a_restored_backup_is_used_despite_later_claims(root: Path) -> None:
+    """Whether it is older or newer than the bases in the claims: restoring needs no knowledge of
+    fencing."""
     for attempt, step in [(1, 100), (2, 200), (3, 300)]:
         store = fresh(root)
         start(store)
@@ -688,13 +694,13 @@ def test_fault_12_a_backup_counts_whatever_was_claimed_since(root: Path) -> None
         found, reported = latest(root)
         assert (found, reported) == (fresh(root).open(name), [])
     (root / str(name)).rename(root / "step-00000300-a0001")  # fenced off by attempts 2 and 3 ...
-    assert fresh(root).names() == [CheckpointName(300, 1)]  # ... but they have nothing
+    assert fresh(root).names() == [CheckpointName(300, 1)]  # ... but they have no checkpoint
     shutil.copytree(root.parent / "backup" / "step-00000200-a0002", root / "step-00000200-a0002")
     assert fresh(root).names() == [CheckpointName(200, 2)]
 
 
 def test_without_any_claim_nothing_is_committed(root: Path) -> None:
-    """As where a file system is not mounted: the folder below it is another one."""
+    """For example, if a file system is not mounted: the folder is then a different one."""
     store = fresh(root)
     store.claim(None, {})
     commit(store, 10)

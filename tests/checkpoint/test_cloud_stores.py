@@ -1,6 +1,6 @@
-"""Runs in a bucket of Google Cloud Storage and in a container of Azure: emulators on loopback.
+"""Runs in Google Cloud Storage and Azure: local emulators.
 
-Azure's is Azurite (npm install -g azurite), read by adlfs.
+Azure's is Azurite (npm install -g azurite), accessed with adlfs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raytrain_ddp.checkpoint.streams import new_memory
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.errors import RunLockedError
 
-# Published by Microsoft: each Azurite has this account and key.
+# Published by Microsoft: every Azurite has this account and key.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 EMULATOR = "import sys; from gcp_storage_emulator.__main__ import main; main(sys.argv[1:])"
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 def serve(command: list[str], port: int) -> subprocess.Popen[bytes]:
-    """A server that answers; skips where it cannot be started."""
+    """A server that responds; skips the test if it cannot be started."""
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
     until = time.monotonic() + 60
@@ -93,13 +93,13 @@ def azure() -> Iterator[str]:
 
 @pytest.fixture(params=["gcs", "azure"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A URI that no other test has."""
+    """A URI that no other test uses."""
     uri: str = request.getfixturevalue(request.param)
     return uri.replace("PLACE", tmp_path.name)
 
 
-def test_files_and_folders_are_as_on_a_disk(place: str, tmp_path: Path):
-    """Folders of which no object has the name; a folder that does not exist."""
+def test_files_and_folders_behave_as_on_a_local_disk(place: str, tmp_path: Path):
+    """Including folders without an object of that name, and a folder that does not exist."""
     seen = []
     for root in (open_storage(place), open_storage(str(tmp_path / "disk"))):
         inner = root.join("a").join("b")
@@ -131,7 +131,7 @@ def test_checkpoints_are_committed_listed_and_removed(place: str):
     assert newest.manifest.step == 3
 
 
-def test_ranges_are_the_file(place: str, monkeypatch: pytest.MonkeyPatch):
+def test_ranges_add_up_to_the_file(place: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(read_ahead, "CHUNK_BYTES", 2**17)
     folder, data = open_storage(place), random.Random(1).randbytes(3 * 2**20 + 7)
     written = folder.write("large", data)
@@ -142,7 +142,7 @@ def test_ranges_are_the_file(place: str, monkeypatch: pytest.MonkeyPatch):
     assert folder.sha256("large") == written[1]
 
 
-def test_one_process_has_the_lease(place: str):
+def test_only_one_process_holds_the_lease(place: str):
     storage = open_storage(place)
     lease = Lease.take(storage)
     with pytest.raises(RunLockedError):
@@ -151,7 +151,7 @@ def test_one_process_has_the_lease(place: str):
     Lease.take(storage).release()
 
 
-def test_a_run_that_is_stopped_goes_on_with_the_same_bits(place: str, tmp_path: Path):
+def test_a_stopped_run_resumes_with_the_same_bits(place: str, tmp_path: Path):
     alone = tiny_config(tmp_path, "alone")
     run_tiny(0, 1, plain(alone))
     config = replace(alone, name="run", storage=place)
@@ -163,7 +163,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_bits(place: str, tmp_path: 
     assert kept_steps(config) == kept_steps(alone)
 
 
-def test_data_are_listed(place: str):
+def test_a_data_set_in_a_cloud_store_is_listed(place: str):
     folder, question_mark, options = place.partition("?")
     for name in ("cat", "dog"):
         open_storage(place).join("train").join(name).write_atomic("1.png", b"123")

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, manifests and storages: what is noticed, and what still counts."""
+"""Damaged checkpoints, manifests, and storage: what is detected, and what remains usable."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ from raytrain_ddp.uri import without_secrets
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_fault_10_bit_flip(root: Path, seed: int) -> None:
+def test_fault_10_a_flipped_bit_is_detected_and_the_previous_checkpoint_used(
+    root: Path, seed: int
+) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -76,7 +78,9 @@ def test_fault_10_every_bit_of_the_manifest_counts() -> None:
 
 @pytest.mark.parametrize("filename", FILES)
 @pytest.mark.parametrize("part", ["0", "1", "half", "n-1", "longer"])
-def test_fault_09_truncated(root: Path, filename: str, part: str) -> None:
+def test_fault_09_a_file_of_the_wrong_size_is_detected_and_the_previous_checkpoint_used(
+    root: Path, filename: str, part: str
+) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -94,7 +98,7 @@ def test_fault_09_truncated(root: Path, filename: str, part: str) -> None:
     )
 
 
-def test_fault_10_read_checks_again(root: Path) -> None:
+def test_fault_10_a_read_verifies_the_hash_again(root: Path) -> None:
     checkpoint = commit(fresh(root), 10)
     checkpoint.verify()
     flip_bit(root / "step-00000010-a0001" / "model.safetensors", 77)
@@ -103,7 +107,7 @@ def test_fault_10_read_checks_again(root: Path) -> None:
         checkpoint.read("model.safetensors")
 
 
-def test_fault_11_latest_folder_missing(root: Path) -> None:
+def test_fault_11_a_missing_newest_folder_gives_the_previous_checkpoint(root: Path) -> None:
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -143,7 +147,9 @@ def test_fault_11_manifest_missing_is_a_leftover(root: Path) -> None:
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_12_all_damaged_is_an_error_for_ever(root: Path, is_local: bool) -> None:
+def test_fault_12_a_run_whose_checkpoints_are_all_damaged_stays_an_error(
+    root: Path, is_local: bool
+) -> None:
     storage = replace(open_storage(str(root)), is_local=is_local)
     store = CheckpointStore(storage)
     for step in (10, 20):
@@ -156,7 +162,7 @@ def test_fault_12_all_damaged_is_an_error_for_ever(root: Path, is_local: bool) -
         assert not isinstance(caught.value, DamagedError)
         for part in ("step-00000010-a0001", "step-00000020-a0001", "--name"):
             assert part in str(caught.value)
-    assert len(reported) == 2  # once for each
+    assert len(reported) == 2  # once per checkpoint
     store.sweep()
     assert store._list().next_attempt() == 2
     with pytest.raises(CheckpointError, match="all are damaged"):
@@ -165,7 +171,7 @@ def test_fault_12_all_damaged_is_an_error_for_ever(root: Path, is_local: bool) -
     assert content(store.latest()) == payload(5, 2)
 
 
-def test_damaged_ones_of_one_name_are_all_kept(root: Path) -> None:
+def test_damaged_checkpoints_with_the_same_name_are_all_kept(root: Path) -> None:
     store = fresh(root)
     for _ in range(3):
         commit(store, 10)
@@ -177,7 +183,7 @@ def test_damaged_ones_of_one_name_are_all_kept(root: Path) -> None:
     ]
 
 
-def test_damage_in_a_store_that_cannot_be_written(
+def test_a_damaged_checkpoint_that_cannot_be_marked_is_still_skipped(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(fresh(root), 10)
@@ -185,7 +191,7 @@ def test_damage_in_a_store_that_cannot_be_written(
     flip_bit(root / "step-00000020-a0001" / "state.json", 3)
     count = Faults()
     faulty_store(root, count, False, monkeypatch).latest(lambda line: None)
-    assert "put" in count.done  # the mark, which the next lines make impossible
+    assert "put" in count.done  # writing the mark, which fails below
     (root / "step-00000020-a0001" / "damaged.txt").unlink()
     for n, what in enumerate(count.done):
         if what == "put":
@@ -196,7 +202,7 @@ def test_damage_in_a_store_that_cannot_be_written(
             assert "step-00000020-a0001" in reported[0]
 
 
-def test_a_manifest_of_another_checkpoint(root: Path) -> None:
+def test_a_manifest_of_another_checkpoint_is_damage(root: Path) -> None:
     store = fresh(root)
     commit(store, 10)
     shutil.copytree(root / "step-00000010-a0001", root / "step-00000099-a0001")
@@ -207,7 +213,7 @@ def test_a_manifest_of_another_checkpoint(root: Path) -> None:
 
 
 def test_fault_14_an_outage_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that fails while it is read must not cost the newest checkpoint."""
+    """A store that fails during a read must not cost the newest checkpoint."""
     commit(fresh(root), 10)
     commit(fresh(root), 20)
     before = tree(root)
@@ -221,7 +227,7 @@ def test_fault_14_an_outage_is_not_damage(root: Path, monkeypatch: pytest.Monkey
 
 
 def test_pruned_while_being_verified_is_not_damage(root: Path) -> None:
-    """A reader beside the trainer (evaluate, say) may find its checkpoint half deleted."""
+    """A reader beside the trainer, such as evaluate, may find its checkpoint half deleted."""
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -238,8 +244,8 @@ def test_pruned_while_being_verified_is_not_damage(root: Path) -> None:
     assert (root / "step-00000020-a0001").exists()
 
 
-def test_all_pruned_while_being_verified(root: Path) -> None:
-    """A reader so slow that the trainer meanwhile replaced all that it had listed."""
+def test_all_checkpoints_pruned_while_being_verified_are_not_damage(root: Path) -> None:
+    """The reader is so slow that the trainer has replaced every checkpoint it listed."""
     store = fresh(root)
     commit(store, 10)
     commit(store, 20)
@@ -256,7 +262,7 @@ def test_all_pruned_while_being_verified(root: Path) -> None:
     assert reported == []
 
 
-def test_listing_beside_a_writer_raises_nothing(root: Path) -> None:
+def test_listing_during_a_write_does_not_raise(root: Path) -> None:
     writer, reader = fresh(root), fresh(root)
     commit(writer, 0)
     done = threading.Event()
@@ -313,7 +319,7 @@ def test_manifest_round_trip() -> None:
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """Any content, sealed as to_json seals it."""
+    """Any content with the checksum that to_json would add."""
     head = json.dumps(content, indent=1).removesuffix("\n}") + ",\n "
     seal = hashlib.sha256(head.encode()).hexdigest()
     return f'{head}"sha256": "{seal}"\n}}\n'.encode()
@@ -328,7 +334,7 @@ def fields_of(whole: Manifest) -> dict[str, Any]:
 WHOLE = manifest(7, files={"a.bin": FileEntry(3, "0" * 64)})
 
 
-def test_sealing_in_the_tests_is_the_real_one() -> None:
+def test_the_tests_checksum_function_equals_the_real_one() -> None:
     assert Manifest.from_json(sealed(fields_of(WHOLE))) == WHOLE
 
 
@@ -361,7 +367,7 @@ JSON = st.recursive(
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(fields_of(WHOLE))), JSON, st.booleans())
 def test_manifest_fuzz_sealed_nonsense(key: str, value: Any, drop: bool) -> None:
-    """Even with a right seal, what comes out is a manifest that can be written again."""
+    """Even with a valid checksum, the result is a manifest that can be written again."""
     fields = fields_of(WHOLE)
     if drop:
         del fields[key]
@@ -438,7 +444,7 @@ def test_fault_44_name_traversal(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "damaged.txt"])
-def test_commit_refuses_its_own_names(root: Path, name: str) -> None:
+def test_commit_refuses_reserved_names(root: Path, name: str) -> None:
     with pytest.raises(ValueError, match="checkpoint file"):
         fresh(root).commit(manifest(1), {name: b"x"})
 
@@ -454,7 +460,7 @@ def test_fault_44_traversal_in_a_stored_manifest(root: Path) -> None:
 
 
 def test_newer_format_stops_and_is_not_damage(root: Path) -> None:
-    """Going on from an older one would silently lose work after a downgrade."""
+    """Resuming from an older checkpoint would silently lose work after a downgrade."""
     commit(fresh(root), 10)
     commit(fresh(root), 20)
     newer = {"format": 2, "written_by": "9.8.7", "other": "fields"}
@@ -492,7 +498,9 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         storage.read("x")
 
 
-def test_write_atomic_replaces_whole_or_not(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomic_replaces_the_whole_file_or_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root.mkdir(parents=True)
     for mode in Faults.MODES:
         for n in range(5):  # open, write, close, fsync, move
@@ -501,7 +509,7 @@ def test_write_atomic_replaces_whole_or_not(root: Path, monkeypatch: pytest.Monk
             with pytest.raises((OSError, Killed)):
                 store.storage.write_atomic("x", b"new!")
             monkeypatch.undo()
-            # Only a lost reply to the rename itself can leave the new content.
+            # Only a lost response to the rename itself can leave the new content.
             expected = b"new!" if (mode, n) == ("late", 4) else b"old"
             assert (root / "x").read_bytes() == expected
             left = sorted(os.listdir(root))
@@ -521,8 +529,8 @@ def test_other_file_systems_are_not_local(root: Path) -> None:
     assert (root / "step-00000020-a0001" / "damaged.txt").exists()
 
 
-def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
-    """As hf:// and abfs:// do; the memory of this process stands for them."""
+def test_an_fsspec_store_can_hold_checkpoints(tmp_path: Path) -> None:
+    """As with hf:// and abfs://; the in-memory file system stands in for them."""
     storage = open_storage(f"memory://{tmp_path.name}/run")
     assert str(storage) == f"memory:///{tmp_path.name}/run"
     assert str(open_storage(str(storage))) == str(storage)
@@ -540,7 +548,7 @@ def test_a_store_of_fsspec_keeps_checkpoints(tmp_path: Path) -> None:
     assert storage.join("nowhere").walk() == []
 
 
-def test_fault_14_bad_storage(tmp_path: Path) -> None:
+def test_fault_14_an_invalid_storage_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for uri in ("", "foo://bucket/x", "file://host/x", "s3://", f"{tmp_path}/file", "a\0b"):
         with pytest.raises(PreflightError) as caught:

@@ -1,4 +1,4 @@
-"""Large files on local disks pass the page cache by, with the same bytes."""
+"""Large files on local disks bypass the page cache, with the same bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SIZES = [1, 4095, 4096, 4097, 3 * 4096, 3 * 4096 + 1, 20 * 4096, 100_003]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_directly_has_the_same_bytes(size: int, tmp_path: Path) -> None:
+def test_a_direct_write_has_the_same_bytes(size: int, tmp_path: Path) -> None:
     draw, path = random.Random(size), tmp_path / "file"
     data = draw.randbytes(size)
     cuts = sorted(draw.choices(range(size + 1), k=5))
@@ -49,7 +49,7 @@ def test_what_is_written_directly_has_the_same_bytes(size: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_read_directly_has_the_same_bytes(size: int, tmp_path: Path) -> None:
+def test_a_direct_read_has_the_same_bytes(size: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(data := random.Random(size).randbytes(size))
     view = new_memory(size)
@@ -61,7 +61,7 @@ def test_what_is_read_directly_has_the_same_bytes(size: int, tmp_path: Path) -> 
     assert view == data
 
 
-def test_the_cache_is_asked_without_filling_it(tmp_path: Path) -> None:
+def test_querying_the_page_cache_does_not_fill_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_direct(str(path), random.Random(1).randbytes(2**20))
     assert not is_cached(str(path))
@@ -82,7 +82,7 @@ def refused(code: int, flags: Sequence[int]) -> Any:
 
 
 @pytest.mark.parametrize("flags", [(os.O_WRONLY,), (os.O_RDONLY,), (os.O_WRONLY, os.O_RDONLY)])
-def test_where_it_is_refused_files_are_written_and_read_as_others(
+def test_without_direct_io_support_files_are_written_and_read_normally(
     flags: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "open", refused(errno.EINVAL, flags))
@@ -96,7 +96,9 @@ def test_where_it_is_refused_files_are_written_and_read_as_others(
     assert view == data == (tmp_path / "x").read_bytes()
 
 
-def test_a_full_disk_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_treated_as_missing_direct_io_support(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "full")
 

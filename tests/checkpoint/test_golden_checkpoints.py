@@ -1,7 +1,7 @@
-"""Checkpoints of earlier versions, which must open for ever; and random damage to one of them.
+"""Checkpoints of earlier versions, which must always open, and random damage to one of them.
 
-tests/golden/format-1/ was written by version 0.1.0. A format that is written by a later version
-gets a folder of its own; those that are there never change.
+tests/golden/format-1/ was written by version 0.1.0. A format written by a later version gets a
+folder of its own; existing folders never change.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ DIGEST = "69d260710e4b82bea7389e315118eb94950cab60de2b328fa1764bbeb7be3b2f"
 
 
 def golden_state() -> TrainState:
-    """A model and optimizer as those that the golden checkpoint was made of."""
+    """A model and an optimizer like those of the golden checkpoint."""
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
 
 def digest_of(state: TrainState) -> str:
-    """Of all numbers in the model and the optimizer."""
+    """Digest of all numbers in the model and the optimizer."""
     digest = hashlib.sha256()
     tensors = dict(state.model.state_dict())
     for number, moments in state.optimizer.state_dict()["state"].items():
@@ -79,7 +79,7 @@ def test_fault_47_the_format_that_is_written_now_has_a_golden_checkpoint() -> No
 
 
 def reseal(folder: Path, **changes: object) -> None:
-    """Writes other fields into a manifest, sealed as it should be."""
+    """Writes other fields into a manifest, with a valid checksum."""
     fields = json.loads((folder / "manifest.json").read_bytes())
     del fields["sha256"]
     head = json.dumps({**fields, **changes}, indent=1).removesuffix("\n}") + ",\n "
@@ -87,11 +87,11 @@ def reseal(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(f'{head}"sha256": "{seal}"\n}}\n')
 
 
-def test_fault_47_a_newer_format_ends_the_run_and_names_its_version(tmp_path: Path) -> None:
+def test_fault_47_a_newer_format_stops_the_run_and_is_named_in_the_error(tmp_path: Path) -> None:
     store = copied(tmp_path)
     folder = tmp_path / "checkpoints" / str(NEWEST)
     reseal(folder, format=FORMAT + 1, written_by="9.8.7", more={"unknown": 1})
-    for _ in range(2):  # and it is not taken for damage
+    for _ in range(2):  # and it is not treated as damage
         with pytest.raises(CheckpointError, match=r"written by raytrain_ddp 9\.8\.7") as caught:
             store.latest()
         assert caught.value.exit_status == 5
@@ -114,7 +114,7 @@ class Canary:
 def test_fault_43_no_file_of_a_checkpoint_is_ever_unpickled(
     tmp_path: Path, victim: str, kind: str
 ) -> None:
-    """Also where a stranger has sealed it well."""
+    """Even if an attacker added a valid checksum."""
     store = copied(tmp_path)
     folder, canary = tmp_path / "checkpoints" / str(NEWEST), tmp_path / "canary"
     if kind == "torch":
@@ -136,7 +136,7 @@ def test_fault_43_no_file_of_a_checkpoint_is_ever_unpickled(
 
 
 def corrupted(data: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """What became of a file's bytes, and what it is called."""
+    """The damaged bytes of a file, and the name of the damage."""
     kind = draw.choice(["bit", "bits", "truncated", "overwritten", "zeros", "appended", "moved"])
     start = draw.randrange(len(data) or 1)
     end = draw.randint(start, min(len(data), start + draw.choice([1, 8, 64, 512])))
@@ -153,21 +153,23 @@ def corrupted(data: bytes, draw: random.Random) -> tuple[str, bytes]:
         changed[start:end] = bytes(end - start)
     elif kind == "appended":
         changed += draw.randbytes(draw.randint(1, 100))
-    else:  # a block lands where another belongs
+    else:  # a block is written to another block's position
         changed[start:end] = data[: end - start]
     return kind, bytes(changed)
 
 
 def damage_at_random(tmp_path: Path, cases: int, seed: int) -> Counter[str]:
-    """Damages one file at a time of the newest checkpoint or its claims, and counts how each is
-    taken: noticed, harmless (nothing depends on it) or without effect (the bytes are the same)."""
+    """Damages one file of the newest checkpoint or its claims at a time, and counts the outcomes.
+
+    Outcomes: detected, harmless (nothing depends on it), or without effect (the bytes are equal).
+    """
     store = copied(tmp_path)
     older = store.open(NEWEST)
     files = {name: older.read(name) for name in older.manifest.files}
     store.claim(NEWEST, {"world_size": 3})
     store.commit(replace(older.manifest, step=20, attempt=2), files)
     store.claim(CheckpointName(20, 2), {"world_size": 3})
-    # With marks for the damaged, which are easily taken off again.
+    # Damaged checkpoints get a mark, which is easy to remove.
     store = CheckpointStore(replace(store.storage, is_local=False))
     root = tmp_path / "checkpoints"
     newest = root / "step-00000020-a0002"
@@ -195,7 +197,7 @@ def damage_at_random(tmp_path: Path, cases: int, seed: int) -> Counter[str]:
             assert found == str(NEWEST), where
             assert len(reported) == 1, where
             assert victim.name in reported[0] or "manifest" in reported[0], where
-            assert victim.read_bytes() == changed, where  # kept as it is
+            assert victim.read_bytes() == changed, where  # kept unchanged
         victim.write_bytes(data)
         (newest / "damaged.txt").unlink(missing_ok=True)
     return outcomes

@@ -1,4 +1,5 @@
-"""Who drives a run: one process at a time, on any storage, whatever dies or the clocks say."""
+"""Who drives a run: one process at a time, on any storage, despite dead processes and wrong
+clocks."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ except RunLockedError as error:
 
 @contextmanager
 def owner_process(uri: str, heartbeat_s: float = 0.2) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lease until it is killed, or ends with 8 once it has lost it."""
+    """A process that holds the lease until it is killed, or exits with 8 once it has lost it."""
     command = [sys.executable, "-c", OWNER, uri, str(heartbeat_s), str(4 * heartbeat_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -59,7 +60,7 @@ def owner_process(uri: str, heartbeat_s: float = 0.2) -> Iterator[subprocess.Pop
 
 
 @pytest.fixture(autouse=True)
-def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "_SETTLE_S", 0.05)
     monkeypatch.setattr(lease_module, "_SLACK_S", 0.3)
 
@@ -76,9 +77,9 @@ def run(tmp_path: Path) -> Storage:
 
 
 @pytest.fixture(params=["local", "mounted", "s3", "fsspec"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """A run's folder on a disk, on one that takes no rename (as FUSE mounts may), in a bucket, in a
-    store of fsspec."""
+def any_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    """A run's folder on a disk, on a disk without rename (as with FUSE), in a bucket, and in
+    fsspec."""
     if request.param == "s3":
         return open_storage(request.getfixturevalue("s3").uri(f"runs/{tmp_path.name}"))
     if request.param == "fsspec":
@@ -86,8 +87,8 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return replace(open_storage(str(tmp_path / "run")), is_local=request.param == "local")
 
 
-def stranger(**changes: object) -> Owner:
-    """A process of another machine."""
+def foreign_owner(**changes: object) -> Owner:
+    """A process on another machine."""
     owner = Owner("0" * 32, "node-7", 4321, "2026-01-02 03:04:05 UTC", "boot pid:[1]", 99)
     return replace(owner, **changes)  # type: ignore[arg-type]
 
@@ -104,7 +105,7 @@ def written(owner: Owner) -> bytes:
 
 
 def refusal(act: Callable[[], object]) -> str:
-    """The one line with which it is refused, at once."""
+    """The one-line error, which must come at once."""
     started = time.monotonic()
     with pytest.raises(RunLockedError) as caught:
         act()
@@ -132,18 +133,26 @@ def is_lost(lease: Lease) -> bool:
 # ------------------------------------------------------------------------- two at once
 
 
-def test_fault_31_a_second_start_is_refused_and_learns_who_has_the_run(anywhere: Storage) -> None:
-    said: list[str] = []
-    with Lease.take(anywhere, said.append) as lease:
-        line = refusal(lambda: Lease.take(anywhere, said.append))
-        for part in (str(anywhere), socket.gethostname(), f"pid {os.getpid()}", "since 20", "UTC"):
+def test_fault_31_a_second_start_is_refused_and_the_owner_is_named_in_the_error(
+    any_storage: Storage,
+) -> None:
+    notes: list[str] = []
+    with Lease.take(any_storage, notes.append) as lease:
+        line = refusal(lambda: Lease.take(any_storage, notes.append))
+        for part in (
+            str(any_storage),
+            socket.gethostname(),
+            f"pid {os.getpid()}",
+            "since 20",
+            "UTC",
+        ):
             assert part in line
         assert "runs out in 60 s" in line or "runs out in 59 s" in line or "out in 58 s" in line
         lease.require()
-    assert not anywhere.exists(LEASE_FILE)
-    assert [path for path in anywhere.walk() if not path.endswith("/")] == []
-    Lease.take(anywhere, said.append).release()
-    assert said == []
+    assert not any_storage.exists(LEASE_FILE)
+    assert [path for path in any_storage.walk() if not path.endswith("/")] == []
+    Lease.take(any_storage, notes.append).release()
+    assert notes == []
 
 
 def test_fault_31_another_process_is_refused_in_ten_seconds(run: Storage) -> None:
@@ -155,7 +164,7 @@ def test_fault_31_another_process_is_refused_in_ten_seconds(run: Storage) -> Non
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
-def test_fault_31_of_many_starters_at_the_same_instant_one_wins(anywhere: Storage) -> None:
+def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(any_storage: Storage) -> None:
     begin = threading.Barrier(4)
     taken: list[Lease] = []
     refused: list[str] = []
@@ -163,7 +172,7 @@ def test_fault_31_of_many_starters_at_the_same_instant_one_wins(anywhere: Storag
     def start() -> None:
         begin.wait()
         try:
-            taken.append(Lease.take(anywhere, heartbeat_s=0.3))
+            taken.append(Lease.take(any_storage, heartbeat_s=0.3))
         except RunLockedError as error:
             refused.append(str(error))
 
@@ -174,19 +183,19 @@ def test_fault_31_of_many_starters_at_the_same_instant_one_wins(anywhere: Storag
         thread.join()
     assert len(taken) + len(refused) == 4
     assert taken
-    # A starter that was held up for long may have taken it from one that had it already.
+    # A delayed process may have taken the lease from the one that already held it.
     wait_until(lambda: sum(not is_lost(lease) for lease in taken) == 1)
     time.sleep(0.7)
     assert sum(not is_lost(lease) for lease in taken) == 1
     for lease in taken:
         lease.release()
-    assert not anywhere.exists(LEASE_FILE)
+    assert not any_storage.exists(LEASE_FILE)
 
 
-def test_an_old_folder_of_the_same_run_is_not_taken_for_the_one_that_is_driven(
+def test_an_old_copy_of_a_runs_folder_is_not_mistaken_for_the_active_one(
     run: Storage, tmp_path: Path
 ) -> None:
-    """As on a host that does not share the storage, but once drove a run of that name itself."""
+    """As on a host without the shared storage that once ran a run of the same name."""
     other = open_storage(str(tmp_path / "other host"))
     other.mkdir()
     other.write_atomic("config.toml", b"")
@@ -196,53 +205,56 @@ def test_an_old_folder_of_the_same_run_is_not_taken_for_the_one_that_is_driven(
         assert is_seen(run, token, 0.1)
         assert not is_seen(other, token, 0.1)  # no lease
         other.write_atomic(LEASE_FILE, json.dumps(asdict(Owner.here())).encode())
-        assert not is_seen(other, token, 0.1)  # that of an older start
+        assert not is_seen(other, token, 0.1)  # the lease of an older start
         late = threading.Timer(0.3, other.write_atomic, (LEASE_FILE, run.read(LEASE_FILE)))
         late.start()
-        assert is_seen(other, token, 20.0)  # NFS shows it after a while
+        assert is_seen(other, token, 20.0)  # NFS shows it after a delay
         late.join()
 
 
-def test_the_loser_of_a_tie_names_the_winner(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_a_race_names_the_winner(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def overwritten(_: float) -> None:
-        put(run, written(stranger()))
+        put(run, written(foreign_owner()))
 
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", overwritten)
         line = refusal(lambda: Lease.take(run))
     assert "host node-7, pid 4321, since 2026-01-02 03:04:05 UTC" in line
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 @pytest.mark.parametrize("asks", [True, False], ids=["probe", "lease"])
-def test_fault_31_a_starter_whose_temporary_file_is_swept_is_refused_like_any(
-    anywhere: Storage, asks: bool, monkeypatch: pytest.MonkeyPatch
+def test_fault_31_a_start_whose_temporary_file_is_swept_is_refused_normally(
+    any_storage: Storage, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other takes the run while this one asks for the time, or writes its lease, and sweeps."""
+    """The other process takes the run and sweeps while this one reads the clock or writes its
+    lease."""
     write, swept = Storage._write, []
 
     def swept_at_once(storage: Storage, path: str, data: bytes) -> object:
         result = write(storage, path, data)
         if TEMP_PREFIX in path and not swept:
             swept.append(path)
-            put(anywhere, written(stranger()))
-            anywhere.sweep()
+            put(any_storage, written(foreign_owner()))
+            any_storage.sweep()
         return result
 
     if asks:
-        put(anywhere, written(stranger(token="1" * 32)))
+        put(any_storage, written(foreign_owner(token="1" * 32)))
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "_write", swept_at_once)
-        if asks or anywhere.is_local:  # others write no lease under a temporary name
-            assert "host node-7, pid 4321" in refusal(lambda: Lease.take(anywhere))
+        if asks or any_storage.is_local:  # other stores do not use a temporary file
+            assert "host node-7, pid 4321" in refusal(lambda: Lease.take(any_storage))
             assert swept
-            assert Owner.parse(anywhere.read(LEASE_FILE)) == stranger()
+            assert Owner.parse(any_storage.read(LEASE_FILE)) == foreign_owner()
         else:
-            Lease.take(anywhere).release()
+            Lease.take(any_storage).release()
             assert not swept
 
 
-def test_fault_31_the_sweep_of_a_starter_costs_no_owner_its_lease(
+def test_fault_31_a_concurrent_sweep_does_not_remove_an_owners_lease(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, swept = Storage._write, []
@@ -265,15 +277,15 @@ def test_fault_31_the_sweep_of_a_starter_costs_no_owner_its_lease(
 
 
 def test_fault_31_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
-    run, said = open_storage(str(tmp_path)), []
+    run, notes = open_storage(str(tmp_path)), []
     with owner_process(str(tmp_path), heartbeat_s=10) as process:
-        process.kill()  # and not waited for: it stays in the table of processes
+        process.kill()  # and not waited for: it remains as a zombie process
         wait_until(lambda: lease_module._state(process.pid) in (None, ("Z", process_born(run))))
         started = time.monotonic()
-        with Lease.take(run, said.append):
+        with Lease.take(run, notes.append):
             assert time.monotonic() - started < 5
-    assert len(said) == 1
-    assert f"a dead process (host {socket.gethostname()}, pid {process.pid}, since " in said[0]
+    assert len(notes) == 1
+    assert f"a dead process (host {socket.gethostname()}, pid {process.pid}, since " in notes[0]
 
 
 def process_born(run: Storage) -> int:
@@ -282,25 +294,25 @@ def process_born(run: Storage) -> int:
     return owner.born
 
 
-def test_fault_31_a_pid_that_is_another_process_now_is_a_dead_owner(run: Storage) -> None:
+def test_fault_31_an_owner_whose_pid_was_reused_counts_as_dead(run: Storage) -> None:
     here = Owner.here()
     put(run, written(replace(here, born=here.born - 1)))
-    said: list[str] = []
-    Lease.take(run, said.append).release()
-    assert "dead process" in said[0]
+    notes: list[str] = []
+    Lease.take(run, notes.append).release()
+    assert "dead process" in notes[0]
 
 
 @pytest.mark.parametrize(
     "elsewhere", [{"host": "other"}, {"machine": "other boot"}, {"machine": ""}]
 )
-def test_the_pid_of_another_machine_says_nothing(run: Storage, elsewhere: dict[str, str]) -> None:
-    """Nor does one of another container on this machine: it has its own process namespace."""
+def test_a_pid_of_another_machine_is_ignored(run: Storage, elsewhere: dict[str, str]) -> None:
+    """So is one in another container on this machine, which has its own PID namespace."""
     put(run, written(replace(Owner.here(), pid=2**22 + 1, **elsewhere)))  # no such pid here
     assert "another process" in refusal(lambda: Lease.take(run))
 
 
-def test_a_process_that_is_hidden_from_us_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """/proc may be mounted such that other users' processes do not show."""
+def test_an_owner_hidden_in_proc_does_not_count_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may be mounted so that other users' processes are invisible."""
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
@@ -313,14 +325,14 @@ def test_a_process_that_is_hidden_from_us_is_not_dead(monkeypatch: pytest.Monkey
     assert not owner.is_dead()
 
 
-def test_fault_31_a_stopped_owner_is_replaced_and_finds_out(tmp_path: Path) -> None:
-    run, said = open_storage(str(tmp_path)), []
+def test_fault_31_a_stopped_owner_is_replaced_and_notices_the_loss(tmp_path: Path) -> None:
+    run, notes = open_storage(str(tmp_path)), []
     with owner_process(str(tmp_path)) as process:
         process.send_signal(signal.SIGSTOP)
         time.sleep(1)
-        with Lease.take(run, said.append, **FAST) as lease:
-            assert f"pid {process.pid}" in said[0]
-            assert "not renewed for" in said[0]
+        with Lease.take(run, notes.append, **FAST) as lease:
+            assert f"pid {process.pid}" in notes[0]
+            assert "not renewed for" in notes[0]
             process.send_signal(signal.SIGCONT)
             assert process.wait(10) == 8
             assert process.stdout is not None
@@ -332,23 +344,25 @@ def test_fault_31_a_stopped_owner_is_replaced_and_finds_out(tmp_path: Path) -> N
     assert not run.exists(LEASE_FILE)
 
 
-def test_an_owner_that_is_replaced_leaves_the_lease_of_its_successor_alone(run: Storage) -> None:
+def test_a_replaced_owner_does_not_release_its_successors_lease(run: Storage) -> None:
     lease = Lease.take(run, **FAST)
-    put(run, written(stranger()))
+    put(run, written(foreign_owner()))
     wait_until(lambda: is_lost(lease))
     assert "node-7" in refusal(lease.require)
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
-def test_an_owner_that_does_not_know_yet_leaves_it_alone_too(run: Storage) -> None:
+def test_an_owner_unaware_of_its_replacement_does_not_release_its_successors_lease(
+    run: Storage,
+) -> None:
     lease = Lease.take(run)
-    put(run, written(stranger()))
+    put(run, written(foreign_owner()))
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
-def test_a_renewal_under_way_does_not_outlive_the_release(
+def test_a_renewal_in_progress_does_not_undo_the_release(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = Lease.take(run, **FAST)
@@ -370,7 +384,7 @@ def test_a_renewal_under_way_does_not_outlive_the_release(
 
 
 def test_an_owner_whose_lease_is_removed_has_lost_it(run: Storage) -> None:
-    """Its successor may have come and gone meanwhile."""
+    """A successor may have started and finished in the meantime."""
     lease = Lease.take(run, **FAST)
     run.delete_file(LEASE_FILE)
     wait_until(lambda: is_lost(lease))
@@ -379,12 +393,12 @@ def test_an_owner_whose_lease_is_removed_has_lost_it(run: Storage) -> None:
     assert not run.exists(LEASE_FILE)
 
 
-def test_a_file_system_that_is_not_mounted_for_a_while_takes_no_lease(run: Storage) -> None:
+def test_a_temporarily_unmounted_file_system_does_not_lose_the_lease(run: Storage) -> None:
     lease = Lease.take(run, heartbeat_s=0.1, timeout_s=1.5)
     run.write("config.toml", b"")
     folder, elsewhere = Path(run.path), Path(f"{run.path}-elsewhere")
     folder.rename(elsewhere)
-    (folder / "checkpoints").mkdir(parents=True)  # where it is mounted; a commit may be due
+    (folder / "checkpoints").mkdir(parents=True)  # the mount point; a commit may run now
     time.sleep(0.8)
     assert not is_lost(lease)
     shutil.rmtree(folder)
@@ -392,12 +406,12 @@ def test_a_file_system_that_is_not_mounted_for_a_while_takes_no_lease(run: Stora
     time.sleep(0.3)
     assert not is_lost(lease)
     assert Owner.parse(run.read(LEASE_FILE)) is not None
-    shutil.rmtree(folder)  # for good
+    shutil.rmtree(folder)  # permanently
     wait_until(lambda: is_lost(lease))
     lease.release()
 
 
-def test_an_owner_that_was_stopped_between_reading_and_writing_reads_again(
+def test_an_owner_stopped_between_read_and_write_rereads_the_lease(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, stopped = lease_module._read, threading.Event()
@@ -406,7 +420,7 @@ def test_an_owner_that_was_stopped_between_reading_and_writing_reads_again(
         data = read(place)
         if threading.current_thread().name == "lease" and not stopped.is_set():
             stopped.set()
-            put(run, written(stranger()))  # another process takes over meanwhile
+            put(run, written(foreign_owner()))  # another process takes over in the meantime
             time.sleep(0.3)
         return data
 
@@ -415,39 +429,39 @@ def test_an_owner_that_was_stopped_between_reading_and_writing_reads_again(
     monkeypatch.setattr(lease_module, "_read", slow)
     wait_until(lambda: is_lost(lease))
     lease.release()
-    assert Owner.parse(run.read(LEASE_FILE)) == stranger()
+    assert Owner.parse(run.read(LEASE_FILE)) == foreign_owner()
 
 
 # ------------------------------------------------------------------------------- clocks
 
 
-def test_the_lease_of_another_machine_runs_out(run: Storage) -> None:
-    put(run, written(stranger()), age_s=20)
+def test_a_lease_of_another_machine_expires(run: Storage) -> None:
+    put(run, written(foreign_owner()), age_s=20)
     assert "runs out in 40 s" in refusal(lambda: Lease.take(run)).replace("39 s", "40 s")
-    put(run, written(stranger()), age_s=61)
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()
-    assert len(said) == 1
-    assert "not renewed for 61 s (host node-7, pid 4321" in said[0].replace("62 s", "61 s")
+    put(run, written(foreign_owner()), age_s=61)
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()
+    assert len(notes) == 1
+    assert "not renewed for 61 s (host node-7, pid 4321" in notes[0].replace("62 s", "61 s")
 
 
 @pytest.mark.parametrize("jump_s", [86400.0, -3600.0])
-def test_fault_36_the_local_clock_does_not_matter(
-    anywhere: Storage, monkeypatch: pytest.MonkeyPatch, jump_s: float
+def test_fault_36_the_local_clock_is_ignored(
+    any_storage: Storage, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
     real = time.time
-    anywhere.mkdir()
-    anywhere.write(LEASE_FILE, written(stranger()))
+    any_storage.mkdir()
+    any_storage.write(LEASE_FILE, written(foreign_owner()))
     monkeypatch.setattr(time, "time", lambda: real() + jump_s)
-    line = refusal(lambda: Lease.take(anywhere))
+    line = refusal(lambda: Lease.take(any_storage))
     assert 55 <= float(line.rpartition(" in ")[2].removesuffix(" s.")) <= 60
 
 
 @pytest.mark.parametrize("age_s", [86400.0, -86400.0])
-def test_fault_36_a_jump_of_the_stores_clock_costs_no_living_owner_its_lease(
+def test_fault_36_a_clock_jump_of_the_store_does_not_take_the_lease_of_a_live_owner(
     run: Storage, age_s: float
 ) -> None:
-    put(run, written(stranger()), age_s)
+    put(run, written(foreign_owner()), age_s)
     ended = threading.Event()
 
     def renew() -> None:
@@ -463,43 +477,43 @@ def test_fault_36_a_jump_of_the_stores_clock_costs_no_living_owner_its_lease(
     finally:
         ended.set()
         thread.join()
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()  # now nobody renews it
-    assert len(said) == 1
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()  # it is no longer renewed
+    assert len(notes) == 1
 
 
-def test_a_lease_that_is_released_while_it_is_watched_is_free(run: Storage) -> None:
-    put(run, written(stranger()), age_s=100)
+def test_a_lease_released_while_watched_is_free(run: Storage) -> None:
+    put(run, written(foreign_owner()), age_s=100)
     timer = threading.Timer(0.3, lambda: run.delete_file(LEASE_FILE))
     timer.start()
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.5).release()
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.5).release()
     timer.join()
-    assert said == []
+    assert notes == []
 
 
 # ------------------------------------------------------------------- files nobody wrote
 
 NONSENSE = {
     "empty": b"",
-    "torn": written(stranger())[:60],
+    "torn": written(foreign_owner())[:60],
     "list": b"[1]",
     "null": b"null",
     "binary": bytes(range(256)),
     "deep": b"[" * 100_000,
     "foreign": b'{"holder": "someone"}',
-    "more": json.dumps({**asdict(stranger()), "more": 1}).encode(),
-    "types": json.dumps({**asdict(stranger()), "pid": "1"}).encode(),
-    "bool": json.dumps({**asdict(stranger()), "pid": True}).encode(),
-    "lines": json.dumps({**asdict(stranger()), "host": "a\nb"}).encode(),
-    "escape": json.dumps({**asdict(stranger()), "host": "\x1b[2J"}).encode(),
-    "long": json.dumps({**asdict(stranger()), "host": "a" * 999}).encode(),
-    "huge pid": json.dumps({**asdict(stranger()), "pid": 10**30, "machine": ""}).encode(),
+    "more": json.dumps({**asdict(foreign_owner()), "more": 1}).encode(),
+    "types": json.dumps({**asdict(foreign_owner()), "pid": "1"}).encode(),
+    "bool": json.dumps({**asdict(foreign_owner()), "pid": True}).encode(),
+    "lines": json.dumps({**asdict(foreign_owner()), "host": "a\nb"}).encode(),
+    "escape": json.dumps({**asdict(foreign_owner()), "host": "\x1b[2J"}).encode(),
+    "long": json.dumps({**asdict(foreign_owner()), "host": "a" * 999}).encode(),
+    "huge pid": json.dumps({**asdict(foreign_owner()), "pid": 10**30, "machine": ""}).encode(),
 }
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_a_lease_nobody_can_read_is_refused_until_it_is_old(run: Storage, kind: str) -> None:
+def test_an_unreadable_lease_blocks_a_start_until_it_expires(run: Storage, kind: str) -> None:
     put(run, NONSENSE[kind])
     line = refusal(lambda: Lease.take(run))
     assert "\x1b" not in line
@@ -508,21 +522,21 @@ def test_a_lease_nobody_can_read_is_refused_until_it_is_old(run: Storage, kind: 
     assert "runs out in" in line
 
 
-def test_a_damaged_lease_that_is_old_is_taken_over(run: Storage) -> None:
+def test_an_expired_damaged_lease_is_taken_over(run: Storage) -> None:
     put(run, b"{", age_s=100)
-    said: list[str] = []
-    Lease.take(run, said.append, heartbeat_s=0.2).release()
-    assert "is damaged" in said[0]
+    notes: list[str] = []
+    Lease.take(run, notes.append, heartbeat_s=0.2).release()
+    assert "is damaged" in notes[0]
 
 
-@given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(stranger()))).flatmap(
+@given(st.binary(max_size=200) | st.sampled_from(sorted(asdict(foreign_owner()))).flatmap(
     lambda key: st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
         st.lists,
         max_leaves=3,
-    ).map(lambda value: json.dumps({**asdict(stranger()), key: value}).encode())
+    ).map(lambda value: json.dumps({**asdict(foreign_owner()), key: value}).encode())
 ))  # fmt: skip
-def test_invariant_15_any_bytes_are_an_owner_or_none(data: bytes) -> None:
+def test_invariant_15_parsing_any_bytes_gives_an_owner_or_none(data: bytes) -> None:
     owner = Owner.parse(data)
     if owner is not None:
         assert Owner.parse(written(owner)) == owner
@@ -541,10 +555,10 @@ def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
 # ------------------------------------------------------------------------------ storage
 
 
-def test_fault_15_a_storage_that_fails_for_a_while_ends_nothing(
-    anywhere: Storage, monkeypatch: pytest.MonkeyPatch
+def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
+    any_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Lease.take(anywhere, heartbeat_s=0.1) as lease:
+    with Lease.take(any_storage, heartbeat_s=0.1) as lease:
         tried = threading.Semaphore(0)
 
         def fail(*_: object) -> None:
@@ -557,13 +571,13 @@ def test_fault_15_a_storage_that_fails_for_a_while_ends_nothing(
                 for _ in range(4):
                     assert tried.acquire(timeout=5)
             lease.require()
-        before = anywhere.changed_s(LEASE_FILE)
-        wait_until(lambda: anywhere.changed_s(LEASE_FILE) != before)  # it is renewed again
+        before = any_storage.changed_s(LEASE_FILE)
+        wait_until(lambda: any_storage.changed_s(LEASE_FILE) != before)  # it is renewed again
         lease.require()
-    assert not anywhere.exists(LEASE_FILE)
+    assert not any_storage.exists(LEASE_FILE)
 
 
-def test_release_does_not_wait_for_a_storage_that_hangs(
+def test_release_does_not_wait_for_a_hung_storage(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = Lease.take(run, heartbeat_s=0.1)
@@ -586,7 +600,7 @@ def test_release_does_not_wait_for_a_storage_that_hangs(
     assert not lease._thread.is_alive()
 
 
-def test_fault_14_a_storage_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_fault_14_a_storage_that_is_not_writable_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     run = replace(open_storage(str(tmp_path)), path=str(tmp_path / "file" / "run"))
     with pytest.raises(PreflightError, match=r"file/run: lease\.json cannot be written") as caught:

@@ -1,4 +1,4 @@
-"""One process drives a run: the second is refused, the heir of a dead one goes on."""
+"""One process drives a run: a second one is refused, the successor of a dead one resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def starts(run: Storage) -> list[int]:
-    """The step that each start of the run began at."""
+    """The first step of each start of the run."""
     events = read_history(run, EVENTS_FILE)
     return [event["start_step"] for event in events if event["kind"] == "plan"]
 
@@ -46,7 +46,7 @@ def wait_for(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_fault_31_a_second_run_of_one_name_is_refused_and_the_heir_of_a_killed_one_goes_on(
+def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resumed(
     tmp_path: Path,
 ):
     run = open_storage(str(tmp_path / "runs" / "run"))
@@ -56,7 +56,7 @@ def test_fault_31_a_second_run_of_one_name_is_refused_and_the_heir_of_a_killed_o
     out, _ = second.communicate(timeout=60)
     assert second.returncode == 8, out
     assert f"pid {first.pid}" in out
-    assert "loading torch" not in out  # before anything dear is started
+    assert "loading torch" not in out  # before anything expensive is started
     assert first.poll() is None
 
     first.kill()

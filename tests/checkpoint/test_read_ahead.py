@@ -1,4 +1,4 @@
-"""Large files of object stores: several ranges are read at once, with the same bytes."""
+"""Large files in object stores: several ranges are read concurrently, with the same bytes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def sha256(data: bytes) -> str:
 
 
 def read(folder: Storage, name: str, size: int) -> tuple[memoryview, str, bytes]:
-    """The content in two pieces of memory, its hash, and what was seen while it was read."""
+    """The content in two buffers, its hash, and the progress observed during the read."""
     view, cut, seen = new_memory(size), size // 3, []
     digest = folder.read_into(name, [view[:cut], view[cut:]], lambda c: seen.append(bytes(c)))
     return view, digest, b"".join(seen)
@@ -53,7 +53,7 @@ def read(folder: Storage, name: str, size: int) -> tuple[memoryview, str, bytes]
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("size", SIZES)
-def test_ranges_of_a_bucket_are_the_file(server: S3, size: int):
+def test_ranges_of_an_object_add_up_to_the_file(server: S3, size: int):
     folder, data = open_storage(server.uri("same")), draw(size)
     server.put("same/file", data)
     assert read(folder, "file", size) == (data, sha256(data), data)
@@ -61,7 +61,7 @@ def test_ranges_of_a_bucket_are_the_file(server: S3, size: int):
 
 
 @pytest.mark.usefixtures("small")
-def test_several_are_read_at_once_and_each_byte_once(server: S3):
+def test_several_ranges_are_read_concurrently_and_each_byte_once(server: S3):
     folder, data = open_storage(server.uri("many")), draw(20 * CHUNK + 7)
     server.put("many/file", data)
     server.most_at_once(delay_s=0.1)
@@ -88,7 +88,7 @@ def test_a_small_file_is_one_request(server: S3):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_range_that_fails_is_asked_for_again(server: S3):
+def test_a_failed_range_is_retried(server: S3):
     folder, data = open_storage(server.uri("fail")), draw(20 * CHUNK)
     server.put("fail/file", data)
     server.fail(2)
@@ -97,7 +97,7 @@ def test_a_range_that_fails_is_asked_for_again(server: S3):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_store_that_keeps_failing_is_an_error_and_nothing_is_written_later(
+def test_a_store_that_keeps_failing_is_an_error_and_leaves_no_reader_threads(
     server: S3,
 ):
     data = draw(20 * CHUNK)
@@ -118,7 +118,7 @@ def test_a_store_that_keeps_failing_is_an_error_and_nothing_is_written_later(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_damaged_byte_and_a_file_cut_short_are_found(server: S3):
+def test_a_damaged_byte_and_a_truncated_file_are_detected(server: S3):
     store = CheckpointStore(open_storage(server.uri("damage")))
     files = {"model.safetensors": draw(20 * CHUNK), "state.json": b"{}"}
     good = store.commit(manifest(1), files)
@@ -134,13 +134,13 @@ def test_a_damaged_byte_and_a_file_cut_short_are_found(server: S3):
     server.put("damage/step-00000001-a0001/model.safetensors", short)
     with pytest.raises(DamagedError, match="bytes instead of"):
         good.read("model.safetensors")
-    # One that is cut between the look at its size and the read has another hash.
+    # A file truncated between the size check and the read has another hash.
     whole = len(files["model.safetensors"])
     assert good.storage.read_into("model.safetensors", [new_memory(whole)]) == sha256(short)
 
 
 def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]], honest: bool = True) -> Any:
-    """A file system of fsspec with an event loop."""
+    """An fsspec file system with an event loop."""
     asyn = pytest.importorskip("fsspec.asyn")
 
     class Cloud(asyn.AsyncFileSystem):  # type: ignore[misc]
@@ -155,7 +155,7 @@ def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]], honest: 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("size", SIZES)
-def test_ranges_of_fsspec_are_the_file(size: int):
+def test_ranges_of_an_fsspec_file_add_up_to_the_file(size: int):
     data, asked = draw(size), list[tuple[int, int]]()
     folder = Storage(asynchronous({"place/file": data}, asked), "place", False)
     assert read(folder, "file", size) == (data, sha256(data), data)
@@ -163,7 +163,7 @@ def test_ranges_of_fsspec_are_the_file(size: int):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_store_that_knows_no_ranges_is_an_error():
+def test_a_store_without_range_reads_is_an_error():
     folder = Storage(
         asynchronous({"place/file": draw(3 * CHUNK)}, [], honest=False), "place", False
     )
@@ -172,7 +172,7 @@ def test_a_store_that_knows_no_ranges_is_an_error():
 
 
 @pytest.mark.usefixtures("small")
-def test_what_may_not_take_several_threads_is_read_in_one_stream():
+def test_only_stores_that_allow_concurrent_reads_are_read_by_ranges():
     memory = pytest.importorskip("fsspec.implementations.memory")
     assert not is_ranged(pafs.PyFileSystem(pafs.FSSpecHandler(memory.MemoryFileSystem())), 1)
     assert not is_ranged(pafs.LocalFileSystem(), 1)
@@ -180,7 +180,7 @@ def test_what_may_not_take_several_threads_is_read_in_one_stream():
 
 
 class Recorded:
-    """A stream that copies what it gets until it is flushed, as Arrow's does for S3."""
+    """A stream that buffers its input until it is flushed, as Arrow's S3 stream does."""
 
     def __init__(self) -> None:
         self.data, self.unsent, self.most = b"", 0, 0
@@ -194,7 +194,7 @@ class Recorded:
         self.unsent = 0
 
 
-def test_what_waits_to_be_sent_is_bounded(monkeypatch: pytest.MonkeyPatch):
+def test_data_waiting_to_be_sent_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streams, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(streams, "_MOST_UNSENT_BYTES", 4000)
     stream, data = Recorded(), draw(50_003)

@@ -1,4 +1,4 @@
-"""The folder of a run: found by its path or its name."""
+"""The folder of a run: found by path or by name."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
 
 
 @pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "events.jsonl"])
-def test_a_run_is_found_by_its_name_though_its_data_has_the_same(
+def test_a_run_is_found_by_name_although_its_data_folder_has_the_same_name(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """`fit --data.source photos` trains the run `photos`, and README goes on with this name."""
+    """`fit --data.source photos` trains the run `photos`, and the README continues with this
+    name."""
     monkeypatch.chdir(tmp_path)
     Path("photos/train/cat").mkdir(parents=True)
     assert path_of_run("photos") == "photos"  # nothing else has the name
     Path("runs/photos").mkdir(parents=True)
-    assert path_of_run("photos") == "photos"  # it is no run yet
+    assert path_of_run("photos") == "photos"  # it is not a run yet
     Path("runs/photos", file).touch()
     assert path_of_run("photos") == "runs/photos"
     assert path_of_run("photos/train") == "photos/train"
     assert path_of_run(str(tmp_path / "photos")) == str(tmp_path / "photos")
     for other in (".", "runs", "s3://bucket/photos"):
         assert path_of_run(other) == other
-    Path("photos", file).touch()  # a run here is nearer
+    Path("photos", file).touch()  # a run in the working folder takes precedence
     assert path_of_run("photos") == "photos"
 
 
-def test_lines_that_are_no_records_are_skipped(tmp_path: Path):
+def test_lines_that_are_not_records_are_skipped(tmp_path: Path):
     lines = ["", "x", "5", '{"kind": 1', "[" * 100_000, '{"a":' * 100_000, '{"kind": 2}']
     assert parsed_lines(lines, METRICS_FILE) == [{"kind": 2}]
 
 
-def test_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_sweep_is_refused_where_a_run_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     Path("runs/rates/trial-1").mkdir(parents=True)
     Path("runs/rates/sweep.json").touch()
@@ -53,7 +56,7 @@ def test_a_sweep_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             open_run(place)
 
 
-def test_fault_15_a_storage_that_was_opened_is_not_asked_again(
+def test_fault_15_an_opened_storage_is_not_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(uri: str) -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints in a bucket whose network drops, cuts, hangs and is slow: moto behind a proxy."""
+"""Checkpoints in a bucket over a network that drops, cuts, hangs, or is slow: moto behind a
+proxy."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from s3 import S3, s3_server
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 
-HANG_S = 60.0  # Arrow gives up after seconds and asks again: the test is not that long
+HANG_S = 60.0  # Arrow times out after seconds and retries: this test must be shorter
 METHODS = (b"GET ", b"PUT ", b"POST", b"HEAD", b"DELE")
 
 
 class Proxy:
-    """Forwards connections; the next `left` requests of a method have the fault.
+    """Forwards connections; the next `left` requests with a given method fail.
 
     drops: the connection ends and the server never sees the request. cuts: the server has done
     what was asked, and its answer is lost. hangs: nothing happens for HANG_S. slow: half a second
@@ -103,7 +104,7 @@ def store_through(proxy: Proxy, server: S3, folder: str) -> CheckpointStore:
 
 @pytest.mark.parametrize("fault", ["drops", "cuts", "hangs", "slow"])
 @pytest.mark.parametrize("method", ["PUT", "GET", "HEAD"])
-def test_a_checkpoint_is_whole_behind_a_network_that_fails(
+def test_a_checkpoint_is_complete_despite_network_failures(
     server: S3, proxy: Proxy, fault: str, method: str
 ):
     store = store_through(proxy, server, f"{fault}-{method}")
@@ -120,7 +121,7 @@ def test_a_checkpoint_is_whole_behind_a_network_that_fails(
 
 
 def heads_of_a_write() -> list[str]:
-    """What Arrow's S3 client sends to write an object to a server that then ends the connection."""
+    """The requests of Arrow's S3 client for a write to a server that then closes the connection."""
     heads = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -146,10 +147,10 @@ def heads_of_a_write() -> list[str]:
     return heads
 
 
-def test_a_store_that_refuses_aws_chunked_is_reached_by_a_variable(
+def test_an_environment_variable_turns_off_aws_chunked_uploads(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """docs/troubleshooting.md names it."""
+    """The variable is in docs/troubleshooting.md."""
     monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION", raising=False)
     if not any("aws-chunked" in head for head in heads_of_a_write()):
         pytest.skip("this pyarrow does not send it")

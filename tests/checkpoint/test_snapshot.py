@@ -1,4 +1,4 @@
-"""State to bytes and back: copies that are independent, formats without pickle, exact inverses."""
+"""State to bytes and back: independent copies, formats without pickle, exact inverses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """The same structure, types of containers and keys, order of keys, and bits."""
+    """Asserts equal structure, container and key types, key order, and bits."""
     if isinstance(a, Tensor):
         assert isinstance(b, Tensor)
         assert same_bits(a, b)
@@ -117,7 +117,7 @@ def test_take_is_independent_of_its_sources() -> None:
         assert tensor.device.type == "cpu"
 
 
-def test_take_parts_tied_weights() -> None:
+def test_take_copies_tied_weights_separately() -> None:
     layer = nn.Linear(3, 3, bias=False)
     tied = nn.ModuleDict({"a": layer, "b": nn.Linear(3, 3, bias=False)})
     tied["b"].weight = layer.weight
@@ -126,7 +126,7 @@ def test_take_parts_tied_weights() -> None:
     assert same_bits(copies["b.weight"], layer.weight)
 
 
-def test_take_uses_its_memory_again() -> None:
+def test_take_reuses_its_memory() -> None:
     snapshot = HostSnapshot()
     a, b = torch.ones(3), torch.ones(2, dtype=torch.int64)
     first = snapshot.take({"a": a, "b": b})
@@ -137,14 +137,14 @@ def test_take_uses_its_memory_again() -> None:
     assert second["b"].tolist() == [2, 2]
 
 
-def test_take_uses_memory_that_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_uses_reserved_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_module, "_MUCH_BYTES", 1)
     tensors = samples() | {"large": torch.randn(3, 64, 64), "last": torch.randn(2, 8, 32, 32)}
     tensors["last"] = tensors["last"].to(memory_format=torch.channels_last)
     snapshot = HostSnapshot()
     snapshot.reserve(tensors)
     reserving = snapshot._reserving
-    snapshot.reserve(tensors)  # a second thread would write into what the first one has allocated
+    snapshot.reserve(tensors)  # a second thread would write to the first one's memory
     assert snapshot._reserving is reserving
     assert reserving is not None
     reserving.join()
@@ -166,16 +166,16 @@ sys.exit(3)
 """
 
 
-def test_python_can_end_while_memory_is_reserved() -> None:
+def test_python_can_exit_while_memory_is_being_reserved() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _ENDING]
-    # A process of its own: a fork of another one ends without ending Python.
+    # In a separate process: a forked child exits without finalizing Python.
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (3, "")
 
 
 @pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).double(), torch.ones(1, 3)])
-def test_take_of_other_shapes_or_dtypes(other: Tensor) -> None:
+def test_take_accepts_other_shapes_and_dtypes(other: Tensor) -> None:
     snapshot = HostSnapshot()
     snapshot.take({"a": torch.zeros(3), "gone": torch.zeros(1)})
     copies = snapshot.take({"a": other})
@@ -209,7 +209,7 @@ def test_encode_round_trip_and_format() -> None:
     tensors = samples()
     data = whole(encode_tensors(tensors))
     ours = decode(data)
-    theirs = safetensors.torch.load(data)  # the format, judged by its own library
+    theirs = safetensors.torch.load(data)  # checked with the format's own library
     assert set(ours) == set(theirs) == set(tensors)
     for name, tensor in tensors.items():
         assert same_bits(ours[name], tensor), name
@@ -222,7 +222,7 @@ def test_a_file_of_tensors_can_be_written_again() -> None:
     assert whole(file) == whole(file)
 
 
-def test_a_file_of_tensors_is_made_of_their_own_memory() -> None:
+def test_a_file_of_tensors_shares_their_memory() -> None:
     weight = torch.arange(6.0)
     pieces = list(encode_tensors({"a": weight, "b": torch.zeros(2, 3).T}))
     assert [len(piece) for piece in pieces[1:]] == [24, 24]
@@ -230,7 +230,7 @@ def test_a_file_of_tensors_is_made_of_their_own_memory() -> None:
     assert bytes(pieces[1][:4]) == b"\0\0\xe0\x40"  # 7.0: not a copy
 
 
-def test_encode_nothing() -> None:
+def test_an_empty_state_is_encoded() -> None:
     assert decode(whole(encode_tensors({}))) == {}
 
 
@@ -242,8 +242,8 @@ def test_tensors_are_viewed_without_a_copy() -> None:
     assert again["b"].tolist() == [1, 1, 1]
 
 
-def test_view_takes_files_of_other_writers() -> None:
-    """Whose tensors may lie anywhere, in any order."""
+def test_view_accepts_files_from_other_writers() -> None:
+    """Their tensors may be at any position, in any order."""
     kinds = {"a": ("U8", [3], [0, 3]), "b": ("F32", [2], [3, 11]), "__metadata__": {}}
     header = {
         name: dict(zip(("dtype", "shape", "data_offsets"), kind, strict=False))
@@ -263,7 +263,7 @@ def test_view_takes_files_of_other_writers() -> None:
             decode(bad)
 
 
-def test_encode_refuses_what_it_cannot_hold() -> None:
+def test_encode_refuses_unsupported_tensors() -> None:
     with pytest.raises(CheckpointError, match=r"'z' of torch\.complex64"):
         encode_tensors({"z": torch.ones(1, dtype=torch.complex64)})
     with pytest.raises(CheckpointError, match="__metadata__"):
@@ -310,7 +310,7 @@ def test_fault_43_untrusted_pickle_is_not_run(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- state
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
-KEYS = SCALARS.filter(lambda key: repr(key) != "nan")  # it differs from itself
+KEYS = SCALARS.filter(lambda key: repr(key) != "nan")  # it is not equal to itself
 TENSORS = st.sampled_from(list(samples().values()))
 STATES = st.recursive(
     SCALARS | TENSORS,
@@ -329,7 +329,7 @@ def test_state_round_trip(state: Any) -> None:
     assert_same(through_bytes(state), state)
 
 
-def test_state_with_names_that_collide() -> None:
+def test_state_names_that_collide_stay_distinct() -> None:
     one, two, three, four = (torch.full((1,), float(i)) for i in range(4))
     state = {"a/b": one, "a": {"b": two}, 0: three, "0": four, "__metadata__": one}
     state |= {"tensor": {"tensor": "a/b"}, "dict": [["tensor", "x"]], "list": {"list": []}}
@@ -344,7 +344,7 @@ def test_names_of_tensors_are_paths() -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", object(), 1j, torch.float32, nn.Linear(1, 1)])
-def test_state_refuses_what_is_not_json(value: Any) -> None:
+def test_state_refuses_values_that_are_not_json(value: Any) -> None:
     with pytest.raises(
         CheckpointError, match=r"State a/1: .* is neither a tensor nor a JSON value"
     ):
@@ -383,7 +383,7 @@ def test_unflatten_names_the_missing_tensor() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 3, 2, 2), (4, 3, 1, 1), (4, 1, 2, 2), (1, 3, 2, 2)])
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_strides_come_back(shape: tuple[int, ...], memory_format: Any) -> None:
+def test_strides_are_restored(shape: tuple[int, ...], memory_format: Any) -> None:
     weight = torch.randn(shape).to(memory_format=memory_format)
     again = through_bytes({"w": weight})["w"]
     assert again.stride() == weight.stride()

@@ -1,4 +1,4 @@
-"""The commit protocol on a file system that fails, and damage to what it wrote."""
+"""The commit protocol on a failing file system, and damage to what it wrote."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_write_of_several_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert content(checkpoint) == payload(3)
 
 
-def test_names_never_choose_compression(root: Path) -> None:
+def test_file_names_do_not_trigger_compression(root: Path) -> None:
     checkpoint = fresh(root).commit(manifest(1), {"x.gz": b"not gzip"})
     assert checkpoint.read("x.gz") == b"not gzip"
     assert (root / "step-00000001-a0001" / "x.gz").read_bytes() == b"not gzip"
@@ -122,7 +122,7 @@ def test_checkpoint_name_round_trip(step: int, attempt: int) -> None:
         "x/step-00000001-a0001",
     ],
 )
-def test_other_folders_are_no_checkpoints(text: str) -> None:
+def test_other_folders_are_not_checkpoints(text: str) -> None:
     assert CheckpointName.parse(text) is None
 
 
@@ -158,7 +158,7 @@ def test_commit_of_config_that_is_not_json_leaves_nothing(root: Path) -> None:
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 @pytest.mark.parametrize("mode", Faults.MODES)
-def test_fault_02_08_any_operation_of_a_commit_fails(
+def test_fault_02_08_a_failure_of_any_operation_of_a_commit(
     tmp_path: Path, mode: str, is_local: bool
 ) -> None:
     outcomes = set()
@@ -187,7 +187,7 @@ def test_fault_02_08_any_operation_of_a_commit_fails(
         assert content(store.latest()) == content(found), where
         again = commit(store, 20, store._list().next_attempt())
         assert content(store.latest()) == content(again), where
-    # Until the commit point the old one is found; only a kill after it leaves the new one.
+    # The old one is found until the commit point; only a kill after it leaves the new one.
     assert False in outcomes
 
 
@@ -200,10 +200,10 @@ def test_fault_08_failed_commit_cleans_up_itself(tmp_path: Path, mode: str, is_l
         assert returned or set(os.listdir(root)) == {"step-00000010-a0001"}, where
 
 
-def test_a_manifest_that_appears_after_its_time_limit_has_its_files(
+def test_a_manifest_that_appears_after_its_timeout_still_has_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object store may apply a request that its client has given up."""
+    """An object store may apply a request after its client has timed out."""
     storage = replace(open_storage(str(tmp_path)), is_local=False)
     store, late = CheckpointStore(storage), []
     write = Storage.write_atomic
@@ -223,7 +223,7 @@ def test_a_manifest_that_appears_after_its_time_limit_has_its_files(
     store.open(name).verify()
 
 
-def test_fault_02_first_commit_of_a_run_fails(tmp_path: Path) -> None:
+def test_fault_02_a_failure_of_the_first_commit_of_a_run(tmp_path: Path) -> None:
     for mode in Faults.MODES:
         for root, returned, where in sweep_faults(
             tmp_path / mode, lambda s: None, lambda s: commit(s, 20), mode, True
@@ -249,7 +249,9 @@ def test_commit_syncs_payload_before_the_manifest_appears(
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 @pytest.mark.parametrize("mode", Faults.MODES)
-def test_fault_03_any_operation_of_prune_fails(tmp_path: Path, mode: str, is_local: bool) -> None:
+def test_fault_03_a_failure_of_any_operation_of_a_prune(
+    tmp_path: Path, mode: str, is_local: bool
+) -> None:
     def prepare(store: CheckpointStore) -> None:
         for step in (10, 20, 30, 40):
             commit(store, step)
@@ -259,7 +261,7 @@ def test_fault_03_any_operation_of_prune_fails(tmp_path: Path, mode: str, is_loc
         assert content(found) == payload(40), where
         assert reported == [], where
         store = fresh(root)
-        for name in store.names():  # whatever is still listed is whole
+        for name in store.names():  # every checkpoint that is still listed is complete
             store.open(name).verify()
         assert store.names()[:2] == [CheckpointName(40, 1), CheckpointName(30, 1)], where
         store.sweep()
@@ -291,7 +293,7 @@ def test_prune_keeps_the_newest_and_the_best(
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_prune_does_not_count_damaged_ones(root: Path, is_local: bool) -> None:
+def test_prune_does_not_count_damaged_checkpoints(root: Path, is_local: bool) -> None:
     store = CheckpointStore(replace(open_storage(str(root)), is_local=is_local))
     for step in (10, 20, 30):
         commit(store, step)
@@ -301,7 +303,7 @@ def test_prune_does_not_count_damaged_ones(root: Path, is_local: bool) -> None:
     commit(store, 11, store._list().next_attempt())
     store.prune(2)
     assert store.names() == [CheckpointName(11, 2), CheckpointName(10, 1)]
-    assert sum("state.json" in path for path in tree(root)) == 4  # the damaged are still there
+    assert sum("state.json" in path for path in tree(root)) == 4  # the damaged ones still exist
 
 
 def test_sweep_touches_only_its_own_leftovers(root: Path) -> None:
@@ -322,7 +324,7 @@ def test_sweep_touches_only_its_own_leftovers(root: Path) -> None:
     ]
 
 
-def test_next_attempt_counts_leftovers_and_damaged(root: Path) -> None:
+def test_next_attempt_counts_leftover_and_damaged_checkpoints(root: Path) -> None:
     root.mkdir(parents=True)
     store = fresh(root)
     for folder, expected in [

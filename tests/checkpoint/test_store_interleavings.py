@@ -1,4 +1,4 @@
-"""Two processes that take turns at any operation, and the store as a state machine."""
+"""Two processes interleaved at every operation, and the store as a state machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from faulty_storage import (
     faulty_store,
     flip_bit,
     payload,
+    skip_successor_checks,
     start,
     tree,
-    unaware,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ from raytrain_ddp.errors import CheckpointError, RunLockedError
 
 
 class Turns(Faults):
-    """A process of which each operation waits until it is its turn."""
+    """A process whose operations each wait for their turn."""
 
     def __init__(self, act: Callable[[Faults], Any]) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ def operations_of(tmp_path: Path, prepare: Any, act: Any, is_local: bool) -> int
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
+def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_complete_checkpoint(
     tmp_path: Path, is_local: bool
 ) -> None:
-    """The start had taken the oldest for the newest, and the prune is about to remove it."""
+    """The start took the oldest checkpoint for the newest, and the prune is about to remove it."""
     stores: dict[Path, tuple[CheckpointStore, Any]] = {}
 
     def prepare(root: Path) -> None:
@@ -106,7 +106,7 @@ def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
         starter.latest()
         for step in (20, 30):
             commit(writer, step, 1)
-        starter._look()  # as if these were damaged, and could not be set aside
+        starter._look()  # as if these were damaged and could not be marked
         stores[root] = writer, starter._seen
 
     def prune(store: CheckpointStore) -> None:
@@ -142,13 +142,13 @@ def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_whole_checkpoint(
             commit(successor, 40, attempt)
             successor.prune(2)
             assert successor.names()[0] == CheckpointName(40, attempt), where
-    # Where neither is reported, the start owns the run, but what it goes on from is gone.
+    # If neither is reported, the start owns the run, but its base is gone.
     none = type(None)
     assert outcomes == {(RunLockedError, none), (none, ContendedError), (none, none)}
 
 
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_31_two_starts_in_any_order_never_own_one_number(
+def test_fault_31_two_starts_in_any_order_never_get_the_same_attempt(
     tmp_path: Path, is_local: bool
 ) -> None:
     def prepare(root: Path) -> None:
@@ -183,7 +183,7 @@ def test_fault_31_two_starts_in_any_order_never_own_one_number(
     is_local=st.booleans(),
     turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), min_size=5, max_size=40),
 )
-def test_invariants_08_09_writers_that_take_turns_always_leave_a_whole_checkpoint(
+def test_invariants_08_09_interleaved_writers_always_leave_a_complete_checkpoint(
     is_local: bool, turns: list[tuple[int, int]]
 ) -> None:
     def live(store: CheckpointStore) -> None:
@@ -225,10 +225,10 @@ class Writer:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Starts, commits, kills, prunings, damage and zombies in any order.
+    """Starts, commits, kills, prunes, damage, and zombies in any order.
 
-    A start finds the newest good commit that is not fenced off, and never an older one than the
-    start before, but for damage; and some good one, as long as there is any.
+    A start finds the newest valid commit that is not fenced off. It is never older than that of the
+    previous start, except after damage; and there is one as long as any valid commit exists.
     """
 
     @initialize(is_local=st.booleans())
@@ -237,7 +237,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.root = Path(self.folder) / "run"
         self.is_local = is_local
         self.good: set[CheckpointName] = set()
-        self.bad: set[CheckpointName] = set()  # damaged, and perhaps not noticed yet
+        self.bad: set[CheckpointName] = set()  # damaged, and possibly not detected yet
         self.writers: list[Writer] = []
         self.attempts: list[int] = []
         self.resumed: CheckpointName | None = None
@@ -259,7 +259,7 @@ class StoreMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------- the model
 
     def noticed(self) -> set[CheckpointName]:
-        """The damaged ones that are kept aside, as the folder shows."""
+        """The damaged checkpoints that are kept aside, according to the folder."""
         plain = {str(name): name for name in self.bad}
         kept = set()
         for path in self.root.iterdir() if self.root.exists() else []:
@@ -283,7 +283,7 @@ class StoreMachine(RuleBasedStateMachine):
         }
         numbered = {claim.attempt: claim for claim in standing}
         line, last = set(), standing[-1:]
-        while last and last[0].base:  # the newest start's, that of the start it goes back to, ...
+        while last and last[0].base:  # the base of the newest start, the base of that start, ...
             line.add(last[0].base)
             last = [numbered[last[0].base.attempt]] if last[0].base.attempt in numbered else []
         return there - (fenced - line)
@@ -303,7 +303,7 @@ class StoreMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ looking and starting
 
     def look(self, store: CheckpointStore) -> tuple[Checkpoint | None, bool]:
-        """latest() as the model says; False: it is an error, as all are damaged."""
+        """Compares latest() with the model; False if it is an error because all are damaged."""
         reported: list[str] = []
         noticed, passed = self.noticed(), set[CheckpointName]()
         while (newest := max(self.counted(passed), default=None)) in self.bad:
@@ -355,7 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from(["late", "kill"]), data=st.data())
     def claim_and_die(self, mode: str, data: st.DataObject) -> None:
-        """Often enough: a start that dies about when it writes its claim."""
+        """A start that dies around the time it writes its claim; this must happen often enough."""
         newest = self.newest()
         if newest is not None or not claims_in(self.root):
             at = data.draw(st.integers(1, 12))
@@ -399,13 +399,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_zombie_commits_late(self, data: st.DataObject) -> None:
-        """It looked for a newer claim before there was one."""
+        """It checked for a newer claim before there was one."""
         zombies = [writer for writer in self.writers if writer is not self.live()]
         if zombies:
             writer = data.draw(st.sampled_from(zombies))
             writer.step += 1
             with pytest.MonkeyPatch.context() as patch:
-                unaware(patch)
+                skip_successor_checks(patch)
                 self.good.add(commit(writer.store, writer.step, writer.attempt).name)
 
     @rule(keep_last=st.integers(0, 4), data=st.data())
@@ -452,7 +452,7 @@ class StoreMachine(RuleBasedStateMachine):
             flip_bit(victim, data.draw(st.integers(0, 8 * victim.stat().st_size - 1)))
             self.good.remove(name)
             self.bad.add(name)
-            self.resumed = None  # the one thing that sets a run back
+            self.resumed = None  # only this sets a run back
 
     @rule(data=st.data(), left=st.binary(max_size=5))
     def damage_a_claim(self, data: st.DataObject, left: bytes) -> None:

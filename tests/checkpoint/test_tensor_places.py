@@ -1,4 +1,4 @@
-"""A file of tensors is read into the memory of those that exist."""
+"""A file of tensors is read into the memory of existing tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def head_of(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_existing_tensors_are_filled_and_the_others_are_new(seed: int) -> None:
+def test_existing_tensors_are_filled_and_others_are_allocated(seed: int) -> None:
     tensors = stored()
     data = b"".join(encode_tensors(tensors))
     names = random.Random(seed).sample(sorted(tensors), seed % 7)
@@ -61,7 +61,7 @@ def test_existing_tensors_are_filled_and_the_others_are_new(seed: int) -> None:
             assert found[name].data_ptr() == existing[name].data_ptr()
 
 
-def test_tensors_that_do_not_fit_or_share_memory_are_left_alone() -> None:
+def test_mismatched_tensors_and_shared_memory_are_unchanged() -> None:
     tensors = stored()
     data = b"".join(encode_tensors(tensors))
     shared = torch.zeros(15 + 7)
@@ -79,7 +79,7 @@ def test_tensors_that_do_not_fit_or_share_memory_are_left_alone() -> None:
     assert not any(each.any() for each in existing.values())
 
 
-def test_tied_tensors_are_read_into_once() -> None:
+def test_tied_tensors_are_filled_once() -> None:
     one, tied = torch.randn(8), torch.zeros(8)
     data = b"".join(encode_tensors({"a": one, "b": one + 1}))
     places = TensorPlaces(head_of(data), len(data), {"a": tied, "b": tied})
@@ -89,13 +89,13 @@ def test_tied_tensors_are_read_into_once() -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{}", b"\x02" * 60])
-def test_of_a_damaged_head_all_memory_is_new(head: bytes) -> None:
+def test_a_damaged_header_fills_no_existing_tensor(head: bytes) -> None:
     existing = {"a": torch.zeros(3, 5)}
     places = TensorPlaces(head, 100, existing)
     assert [len(view) for view in places.views] == [100]
 
 
-def test_ranges_that_overlap_or_end_outside_are_not_read_into() -> None:
+def test_overlapping_or_out_of_bounds_ranges_are_not_filled() -> None:
     tensors = {"a": torch.ones(8), "b": torch.ones(8)}
     data = b"".join(encode_tensors(tensors))
     head = head_of(data).replace(b"[32, 64]", b"[16, 48]")
@@ -104,7 +104,7 @@ def test_ranges_that_overlap_or_end_outside_are_not_read_into() -> None:
     assert sum(map(len, TensorPlaces(head, len(data) - 40, existing).views)) == len(data) - 40
 
 
-def test_a_file_that_changes_between_two_looks_is_refused() -> None:
+def test_a_file_that_changes_between_two_reads_is_refused() -> None:
     data = b"".join(encode_tensors({"a": torch.ones(8)}))
     places = TensorPlaces(head_of(data), len(data), {"a": torch.zeros(8)})
     fill(places, data.replace(b"F32", b"I32"))
@@ -113,7 +113,7 @@ def test_a_file_that_changes_between_two_looks_is_refused() -> None:
 
 
 def changed_heads(data: bytes) -> list[bytes]:
-    """What follows if one character of the header is another one."""
+    """The possible outcomes if one character of the header changes."""
     head, others = head_of(data), b'0.,-}]" x'
     return [
         head[:at] + bytes([other]) + head[at + 1 :]
@@ -129,14 +129,14 @@ def test_fault_10_a_damaged_header_raises_nothing_before_the_hash_is_known() -> 
         existing = {name: torch.zeros_like(each) for name, each in tensors.items()}
         places = TensorPlaces(head, len(data), existing)
         fill(places, head + data[len(head) :])
-        with suppress(CheckpointError):  # as if the hash were right
+        with suppress(CheckpointError):  # as if the hash matched
             places.tensors()
 
 
-@pytest.mark.parametrize("lie", ["[32.0, 64]", "[3, 32, 64]", "[31, 63]", "[16, 48]", "[64]"])
-def test_tensors_at_no_whole_numbers_or_with_gaps_between_them_are_refused(lie: str) -> None:
+@pytest.mark.parametrize("offsets", ["[32.0, 64]", "[3, 32, 64]", "[31, 63]", "[16, 48]", "[64]"])
+def test_offsets_that_are_not_integers_or_leave_gaps_are_refused(offsets: str) -> None:
     data = b"".join(encode_tensors({"a": torch.ones(8), "b": torch.ones(8)}))
-    text = head_of(data)[8:].replace(b"[32, 64]", lie.encode())
+    text = head_of(data)[8:].replace(b"[32, 64]", offsets.encode())
     head = len(text).to_bytes(8, "little") + text
     with pytest.raises(CheckpointError, match="Not a complete"):
         view_tensors(memoryview(bytearray(head + data[-64:])))

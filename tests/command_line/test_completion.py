@@ -1,4 +1,4 @@
-"""Completion by the tab key, in real shells where they are installed."""
+"""Tab completion, in real shells where they are installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raytrain_ddp.errors import ConfigError
 
 
 def offered(line: str) -> list[str]:
-    """The words for the last one of a command line behind ``raytrain``."""
+    """The completions of the last word of a command line after ``raytrain``."""
     words = line.split(" ")
     return [reported.partition("\t")[0] for reported in complete(words, COMMANDS, _command)]
 
@@ -42,7 +42,7 @@ def offered(line: str) -> list[str]:
             ],
         ),
         ("fit --emit s", ["slurm"]),
-        ("fit --emit = k", ["kuberay"]),  # as bash cuts --emit=k
+        ("fit --emit = k", ["kuberay"]),  # as bash splits --emit=k
         ("fit --emit=k", ["--emit=kuberay"]),
         ("fit --emit =", ["slurm", "kuberay", "ray-up", "command"]),
         ("fit --scaling.use_gpu ", ["auto", "true", "false"]),
@@ -55,11 +55,11 @@ def offered(line: str) -> list[str]:
         ("nothing --x", []),
     ],
 )
-def test_the_words_offered(line: str, words: list[str]):
+def test_completion_offers_the_expected_words(line: str, words: list[str]):
     assert sorted(offered(line)) == sorted(words)
 
 
-def test_runs_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_completion_offers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("digits", "mine"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.toml").touch()
@@ -130,7 +130,7 @@ def test_fish_completes(path: str, tmp_path: Path):
 
 
 def test_zsh_completes(path: str, tmp_path: Path):
-    """Without its own completion system, whose two functions are replaced."""
+    """Without zsh's own completion system, whose two functions are replaced."""
     code = """
 compdef() { print registered $* }
 _describe() { print -l -- ${(P)2} }

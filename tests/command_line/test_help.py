@@ -24,8 +24,9 @@ from raytrain_ddp.launcher.run_options import RunFlags
 MOST_LINES, COLUMNS = 40, 80
 
 
-def said(*argv: str, status: int = 0, module: str = "raytrain_ddp", **environ: str) -> str:
-    """Standard output of ``python -m raytrain_ddp ...`` at 80 columns; its error if that fails."""
+def help_text(*argv: str, status: int = 0, module: str = "raytrain_ddp", **environ: str) -> str:
+    """Standard output of ``python -m raytrain_ddp ...`` at 80 columns; standard error if it
+    fails."""
     done = subprocess.run(
         [sys.executable, "-m", module, *argv],
         env={**os.environ, **ENVIRONMENT, "COLUMNS": str(COLUMNS), **environ},
@@ -40,7 +41,7 @@ def said(*argv: str, status: int = 0, module: str = "raytrain_ddp", **environ: s
 @pytest.fixture(scope="module")
 def short() -> dict[str, str]:
     """``raytrain COMMAND --help`` of each command."""
-    return {name: said(name, "--help") for name in COMMANDS}
+    return {name: help_text(name, "--help") for name in COMMANDS}
 
 
 def test_the_short_help_fits_on_a_screen(short: dict[str, str]):
@@ -52,7 +53,7 @@ def test_the_short_help_fits_on_a_screen(short: dict[str, str]):
 
 
 def test_the_help_is_plain(short: dict[str, str]):
-    for text in [*short.values(), said("fit", "--help-all"), said("--help")]:
+    for text in [*short.values(), help_text("fit", "--help-all"), help_text("--help")]:
         assert re.search(r"[^\n -~]|None|STR\b", text) is None
         assert re.search(r" $", text, re.MULTILINE) is None
 
@@ -63,7 +64,7 @@ def test_a_switch_that_is_on_shows_how_to_turn_it_off(short: dict[str, str]):
     assert "  --per-class " in short["evaluate"]
 
 
-def test_the_short_help_of_fit_has_what_people_look_for(short: dict[str, str]):
+def test_the_short_help_of_fit_has_the_most_used_flags(short: dict[str, str]):
     titles = re.findall(r"^(\w[\w ]+)$", short["fit"], re.MULTILINE)
     assert titles == [
         *("Data", "Model", "Optimization", "Scaling", "Run and checkpoints", "Instead of training"),
@@ -73,8 +74,8 @@ def test_the_short_help_of_fit_has_what_people_look_for(short: dict[str, str]):
     assert "--describe" in short["fit"].partition("\nData\n")[0]  # lists the recipes
 
 
-def test_all_help_has_every_flag_with_its_text_and_default():
-    text = said("fit", "--help-all")
+def test_the_full_help_has_every_flag_with_its_text_and_default():
+    text = help_text("fit", "--help-all")
     words = " ".join(text.split())
     for name, value in flat(TrainConfig()).items():
         assert f"\n  --{name.replace('_', '-')}" in text, name
@@ -89,13 +90,13 @@ def test_all_help_has_every_flag_with_its_text_and_default():
     assert max(map(len, text.splitlines())) <= COLUMNS
 
 
-def test_all_help_of_the_others_has_every_flag():
+def test_the_full_help_of_other_commands_has_every_flag():
     for name, args, prefix in (
         ("evaluate", EvaluateArgs, ""),
         ("evaluate", ReadArgs, "data."),
         ("run", RunFlags, ""),
     ):
-        text = said(name, "--help-all")
+        text = help_text(name, "--help-all")
         for field in dataclasses.fields(args):
             if not {"positional", "flat"} & {*field.metadata}:
                 assert f"\n  --{prefix}{field.name.replace('_', '-')}" in text, field.name
@@ -115,23 +116,23 @@ def test_all_help_of_the_others_has_every_flag():
     ],
 )
 def test_help_on_a_section_or_a_flag(topic: list[str], has: str, hasnt: str):
-    text = said("fit", *topic)
+    text = help_text("fit", *topic)
     assert f"\n  {has}" in text
     assert f"\n  {hasnt}" not in text
 
 
-def test_help_on_nothing_that_exists_is_an_error_with_the_sections():
-    assert "sections: run, data, augment" in said("fit", "--help", "everything", status=2)
-    assert "Did you mean 'optim'" in said("fit", "--help", "optmi", status=2)
+def test_help_on_an_unknown_topic_is_an_error_that_lists_the_sections():
+    assert "sections: run, data, augment" in help_text("fit", "--help", "everything", status=2)
+    assert "Did you mean 'optim'" in help_text("fit", "--help", "optmi", status=2)
 
 
 def test_the_help_of_a_recipe_has_its_defaults():
-    assert "[torchvision:CIFAR10]" in said("fit", "cifar10", "--help")
-    assert "(default: 200)" in said("fit", "cifar10", "--help", "epochs")
+    assert "[torchvision:CIFAR10]" in help_text("fit", "cifar10", "--help")
+    assert "(default: 200)" in help_text("fit", "cifar10", "--help", "epochs")
 
 
-def test_each_way_of_calling_is_named_as_it_was_called(tmp_path: Path):
-    assert said("--help", module="raytrain_ddp.fit").startswith(
+def test_help_shows_the_command_as_it_was_invoked(tmp_path: Path):
+    assert help_text("--help", module="raytrain_ddp.fit").startswith(
         "usage: python -m raytrain_ddp.fit [RECIPE]"
     )
     script = tmp_path / "raytrain"  # as installed
@@ -142,8 +143,8 @@ def test_each_way_of_calling_is_named_as_it_was_called(tmp_path: Path):
     assert done.stdout.startswith("usage: raytrain convert SRC DST [--FLAG VALUE ...]\n")
 
 
-def test_a_wide_terminal_is_used_up_to_100_columns():
-    wide, widest = (said("fit", "--help-all", COLUMNS=columns) for columns in ("95", "200"))
+def test_help_uses_at_most_100_columns():
+    wide, widest = (help_text("fit", "--help-all", COLUMNS=columns) for columns in ("95", "200"))
     assert 80 < max(map(len, wide.splitlines())) <= 95
     assert 80 < max(map(len, widest.splitlines())) <= 100
 
@@ -187,7 +188,7 @@ def test_help_imports_nothing_heavy():
     assert int(loaded.split()[-1]) < 180  # 130 when this was written, in 0.13 s of CPU time
 
 
-def test_a_class_without_a_docstring_or_texts_has_empty_help():
+def test_a_class_without_docstrings_has_empty_help():
     @dataclasses.dataclass
     class Bare:
         x: int = 0
@@ -198,27 +199,27 @@ def test_a_class_without_a_docstring_or_texts_has_empty_help():
 # ------------------------------------------------------------------ the list of commands
 
 
-def test_the_list_of_commands():
-    text = said("--help")
-    assert said() == said("help") == text
+def test_help_lists_the_commands():
+    text = help_text("--help")
+    assert help_text() == help_text("help") == text
     assert re.findall(r"^  (\w+)  ", text, re.MULTILINE) == [*COMMANDS]
     assert len(text.splitlines()) <= MOST_LINES
     assert "--print-completion fish" in text
-    assert said("help", "evaluate") == said("evaluate", "--help")
+    assert help_text("help", "evaluate") == help_text("evaluate", "--help")
 
 
-def test_the_version():
-    assert said("--version") == f"raytrain_ddp {version('raytrain_ddp')}\n"
+def test_the_version_is_printed():
+    assert help_text("--version") == f"raytrain_ddp {version('raytrain_ddp')}\n"
 
 
 def test_an_unknown_command_gets_a_suggestion():
-    wrong = said("fti", status=2)
+    wrong = help_text("fti", status=2)
     assert wrong == "error: there is no command 'fti'. Did you mean 'fit'?\n"
-    assert "fit, evaluate, predict, export, run" in said("xyz", status=2)
-    assert "'--fit'" in said("--fit", status=2)
+    assert "fit, evaluate, predict, export, run" in help_text("xyz", status=2)
+    assert "'--fit'" in help_text("--fit", status=2)
 
 
 def test_every_command_can_be_called_by_name(tmp_path: Path):
-    assert "epochs = 3" in said("fit", "--epochs", "3", "--print-config")
-    assert "there is no script" in said("run", "-n", "1", "nothing.py", status=2)
-    assert "no checkpoint there" in said("evaluate", str(tmp_path), status=5)
+    assert "epochs = 3" in help_text("fit", "--epochs", "3", "--print-config")
+    assert "there is no script" in help_text("run", "-n", "1", "nothing.py", status=2)
+    assert "no checkpoint there" in help_text("evaluate", str(tmp_path), status=5)

@@ -1,4 +1,4 @@
-"""Flags: what values they take, and what is said of those that are wrong."""
+"""Flags: the values they accept, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.run import parse as parse_run
 
-# Made by the parser before this one (tyro): command lines of the README, the docs and the tests,
+# Created with the previous parser (tyro): command lines of the README, the docs, and the tests,
 # and all fields that they changed from the default.
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "command_lines.json").read_text())
 TRAINING = ("fit", "doctor", "chaos", "sweep")
@@ -34,7 +34,7 @@ def command(name: str) -> Command[Any]:
 
 
 def changed(args: Any) -> dict[str, Any]:
-    """The fields that are not at their default, as JSON has them."""
+    """The fields that differ from their default, as JSON values."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
@@ -52,7 +52,7 @@ PAIRS = "pairs of KEY and VALUE, or KEY=VALUE, each key once"
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[f"{c['command']} {c['line']}" for c in GOLDEN])
-def test_a_command_line_is_read_as_it_always_was(case: dict[str, Any]):
+def test_golden_command_lines_give_unchanged_configs(case: dict[str, Any]):
     name, argv = case["command"], shlex.split(case["line"])
     if name == "run":
         args: Any = dataclasses.replace(parse_run(argv), notes=())
@@ -63,7 +63,7 @@ def test_a_command_line_is_read_as_it_always_was(case: dict[str, Any]):
     assert changed(args) == case["parsed"]
 
 
-def test_the_golden_command_lines_are_of_all_commands():
+def test_the_golden_command_lines_cover_all_commands():
     assert len(GOLDEN) > 200
     assert {case["command"] for case in GOLDEN} == set(COMMANDS)
 
@@ -95,7 +95,7 @@ def test_the_golden_command_lines_are_of_all_commands():
         ("digits --epochs 3 --", "epochs", 3),
     ],
 )
-def test_a_flag_has_this_value(line: str, field: str, value: Any):
+def test_a_flag_value_is_parsed_as_expected(line: str, field: str, value: Any):
     config = parse_with_recipe(line.split(), command("fit")).config
     assert flat(config)[field] == value
     assert type(flat(config)[field]) is type(value)
@@ -122,7 +122,7 @@ def test_any_value_of_any_flag_gives_a_config_or_one_line(field: str, data: st.D
         assert isinstance(args.config, TrainConfig)
 
 
-def test_a_switch_takes_no_other_word_than_a_boolean():
+def test_a_switch_accepts_only_a_boolean_word():
     args = command("report").parse(["--open", "a", "b"])
     assert (args.open, args.runs) == (True, ("a", "b"))
     args = command("report").parse(["a", "--open", "false", "b", "--no-predict"])
@@ -132,7 +132,7 @@ def test_a_switch_takes_no_other_word_than_a_boolean():
     assert (args.source, args.dest, args.workers, args.shards.check) == ("a", "b", 2, False)
 
 
-def test_run_takes_booleans_only_behind_an_equals_sign():
+def test_run_accepts_booleans_only_after_an_equals_sign():
     order = parse_run(["--use-gpu=yes", "-n", "2", "--standalone=no", "true", "x"])
     assert (order.flags.use_gpu, order.flags.standalone) == (True, False)
     assert (order.program, order.args) == ("true", ("x",))
@@ -186,7 +186,7 @@ def test_run_takes_booleans_only_behind_an_equals_sign():
         ("digits -- --local", "unexpected argument '--local'. See --help."),
     ],
 )
-def test_a_wrong_value_is_reported_with_its_flag_and_what_that_takes(line: str, reported: str):
+def test_an_invalid_value_is_reported_with_its_flag_and_accepted_values(line: str, reported: str):
     with pytest.raises(ConfigError) as caught:
         parse_fit(line.split())
     assert str(caught.value) == reported
@@ -228,7 +228,7 @@ def test_without_a_suggestion_the_help_is_named():
         parse_fit(["--foo"])
 
 
-def test_other_names_lead_to_flags_that_exist_and_hide_none():
+def test_aliases_refer_to_existing_flags_and_shadow_none():
     known = {name.replace("_", "-") for name in flat(TrainConfig())}
     for line in _OTHER_NAMES.strip().splitlines():
         flag, *others = line.split()
@@ -252,7 +252,7 @@ def test_other_names_lead_to_flags_that_exist_and_hide_none():
         ("run", ["--address", "", "x.py"], "--address"),
     ],
 )
-def test_an_empty_value_is_a_variable_that_is_not_set(name: str, argv: list[str], flag: str):
+def test_an_empty_value_is_reported_as_an_unset_variable(name: str, argv: list[str], flag: str):
     parsed = {"fit": lambda words: parse_with_recipe(words, command("fit")), "run": parse_run}
     with pytest.raises(ConfigError, match=f"^{flag} is empty, as by a shell variable"):
         parsed.get(name, command(name).parse)(argv)
@@ -265,6 +265,6 @@ def test_some_values_may_be_empty():
     assert (args.config.data.classes, args.config.model.args) == (("", "b"), {"a": ""})
 
 
-def test_what_is_missing_is_named():
+def test_a_missing_argument_is_named():
     with pytest.raises(ConfigError, match=r"^RUN is missing\."):
         command("evaluate").parse([])

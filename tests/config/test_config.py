@@ -1,4 +1,5 @@
-"""The config: refuses nonsense at birth, goes through TOML unchanged, knows what may change."""
+"""The config: refuses invalid values, is unchanged by TOML, and defines what may change on
+resume."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from raytrain_ddp.export.__main__ import ExportArgs
 from raytrain_ddp.predict.__main__ import PredictArgs
 from raytrain_ddp.tasks.model_zoo import check_model, known_models
 
-# Adding a flag is a promise to keep it; marking one free says that it does not decide the result.
+# Adding a flag is a promise to keep it; "free" means that it does not affect the result.
 
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
@@ -109,7 +110,7 @@ def with_field(name: str, value: Any) -> TrainConfig:
     return dataclasses.replace(TrainConfig(), **{section: changed})
 
 
-# ------------------------------------------------------------------ born checked, frozen
+# ------------------------------------------------------------------ checked and frozen
 
 NONSENSE = [
     ("name", "../x"),
@@ -212,25 +213,25 @@ NONSENSE = [
     ("log.every_steps", 0),
 ]
 
-# An empty text, and the two that are wrong only beside another field.
+# An empty text, and the two that are invalid only in combination with another field.
 TOLD_OTHERWISE = [("data.source", ""), ("optim.momentum", 0.0), ("scaling.num_workers", 5)]
 
 
 @pytest.mark.parametrize(("field", "value"), NONSENSE)
-def test_nonsense_is_refused_at_birth(field: str, value: Any):
+def test_invalid_values_are_refused_by_the_constructor(field: str, value: Any):
     with pytest.raises(ConfigError) as caught:
         with_field(field, value)
     assert caught.value.exit_status == 2
 
 
 @pytest.mark.parametrize(("field", "value"), NONSENSE)
-def test_a_refusal_names_the_field_the_value_and_the_remedy(field: str, value: Any):
+def test_a_config_error_names_the_field_the_value_and_the_remedy(field: str, value: Any):
     try:
         with_field(field, value)
     except ConfigError as error:
         message = str(error)
     else:
-        pytest.skip("not refused: see test_nonsense_is_refused_at_birth")
+        pytest.skip("not refused: see test_invalid_values_are_refused_by_the_constructor")
     assert field in message or field == "scaling.num_workers"
     assert str(value) in message or repr(value) in message or (field, value) in TOLD_OTHERWISE
     assert any(word in message for word in ("must", "set ", "take ", "use ", "lower", "give "))
@@ -241,7 +242,7 @@ def test_a_refusal_names_the_field_the_value_and_the_remedy(field: str, value: A
     st.integers(1, 300),
     st.one_of(st.just("auto"), st.integers(1, 40).map(str)),
 )
-def test_a_config_is_refused_or_has_whole_slots_for_all_its_workers(
+def test_a_config_is_refused_or_its_slots_divide_among_the_workers(
     batch_size: int, micro_batch: int, workers: str
 ):
     scaling = sections.ScalingConfig(num_workers=workers)
@@ -280,7 +281,7 @@ def test_every_section_is_frozen():
 
 
 def test_every_field_has_a_line_of_help():
-    """The help shows the string below a field; a field without one stays unexplained."""
+    """The help shows the string below a field; a field without one is undocumented."""
     for name in ("sections", "input_sections", "train_config"):
         source = (Path(sections.__file__).parent / f"{name}.py").read_text()
         lines = [line.strip() for line in source.splitlines()]
@@ -293,7 +294,7 @@ def test_every_field_has_a_line_of_help():
                 assert any(text.startswith('"""') for text in rest), line
 
 
-def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
+def test_fault_45_a_saved_config_contains_no_secret_of_a_uri():
     where = "endpoint_override=http%3A%2F%2F10.0.0.1%3A9000&scheme=http"
     secret = f"s3://key:canary@bucket/images?secret_key=canary&region=x&{where}"
     data = input_sections.DataConfig(source=secret, eval_source=secret)
@@ -303,7 +304,7 @@ def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
         assert written == f"s3://bucket/images?region=x&{where}"
     assert publishable(publishable(config)) == publishable(config)
     written = to_dict(publishable(config))
-    assert changed_fields(written, config) == []  # the run goes on with the same flags
+    assert changed_fields(written, config) == []  # the run continues with the same flags
     elsewhere = dataclasses.replace(data, source="s3://bucket/images?region=y")
     assert changed_fields(written, dataclasses.replace(config, data=elsewhere)) == []
     other = dataclasses.replace(config, data=input_sections.DataConfig(source="s3://other/images"))
@@ -312,7 +313,7 @@ def test_fault_45_what_is_written_down_holds_no_secret_of_a_uri():
     ]
 
 
-# ------------------------------------------------------------------ TOML and dict, there and back
+# ------------------------------------------------------------------ round trips
 
 numbers = st.floats(1e-6, 1e6)
 texts = partial(  # others are refused: test_hostile_text.py
@@ -367,7 +368,7 @@ configs = st.builds(
 
 
 @given(configs)
-def test_a_config_goes_through_a_dict_and_through_toml_unchanged(config: TrainConfig):
+def test_a_config_is_unchanged_after_a_round_trip_through_dict_and_toml(config: TrainConfig):
     assert from_dict(to_dict(config)) == config
     again = from_dict(recipe.tomllib.loads(dumps(config)))
     assert again == config
@@ -379,7 +380,7 @@ def test_a_config_goes_through_a_dict_and_through_toml_unchanged(config: TrainCo
     assert changed_fields(to_dict(config), again) == []
 
 
-def test_a_recipe_file_is_read_and_its_runs_are_called_like_it(tmp_path: Path):
+def test_a_recipe_file_is_read_and_names_its_runs(tmp_path: Path):
     (tmp_path / "mine.toml").write_text("epochs = 3\n[optim]\nlr = 1\n")
     config = load(str(tmp_path / "mine.toml"))
     assert (config.name, config.epochs, config.optim.lr) == (None, 3, 1.0)
@@ -398,7 +399,7 @@ def test_shipped_recipes_load_and_name_known_models(name: str):
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_mixing_needs_two_images_in_a_micro_batch(kind: str):
-    """Else it would be switched on and never done."""
+    """Otherwise, it would be enabled but never applied."""
     for micro, repeats in ((1, 1), (4, 4)):
         augment = input_sections.AugmentConfig(repeats=repeats, **{kind: 0.2})
         reported = rf"augment\.{kind} = 0\.2: .* set micro_batch to {2 * repeats} or more"
@@ -416,14 +417,14 @@ def test_spread_repeats_need_as_many_slots_and_no_larger_micro_batch():
         TrainConfig(batch_size=8, micro_batch=4, augment=augment)
 
 
-def test_the_digits_recipe_is_what_fit_does_without_one():
+def test_the_digits_recipe_equals_the_default_config():
     assert dataclasses.replace(load("digits"), name=None) == TrainConfig()
 
 
 # ------------------------------------------------------------------ errors of a recipe
 
 
-def test_unknown_keys_are_named_with_what_was_meant():
+def test_unknown_keys_are_named_with_a_suggestion():
     with pytest.raises(ConfigError) as caught:
         from_dict({"epoch": 3, "optim": {"learning_rate": 1, "lrr": 2}}, where="mine.toml")
     lines = str(caught.value).splitlines()
@@ -434,7 +435,7 @@ def test_unknown_keys_are_named_with_what_was_meant():
 
 
 def test_the_types_of_a_config_are_looked_up_once():
-    """That takes 20 ms of CPU, a dict less than one."""
+    """The lookup takes 20 ms of CPU, a dict less than one."""
     from_dict({"epochs": 3})
     looked_up = Section.kinds.cache_info().misses  # type: ignore[attr-defined]
     assert from_dict({"epochs": 4}).epochs == 4
@@ -442,12 +443,12 @@ def test_the_types_of_a_config_are_looked_up_once():
 
 
 def test_all_errors_of_a_recipe_are_reported_together():
-    """Unknown keys, wrong types and refused values, each in a line of its own."""
+    """Unknown keys, wrong types, and invalid values, each on its own line."""
     values = {
         "epochz": 3,
         "epochs": "many",
         "data": {"prefetch": 0, "shufle": 1},
-        "schedule": {"name": "sometimes"},  # a section of right types is looked at further
+        "schedule": {"name": "sometimes"},  # a section with valid types is checked further
         "optim": {"lr": -1},
         "model": {"dropout": 2},
     }
@@ -473,7 +474,7 @@ def test_all_errors_of_a_recipe_are_reported_together():
         {"name": 5},
     ],
 )
-def test_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, Any]):
+def test_a_value_of_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, Any]):
     with pytest.raises(ConfigError) as caught:
         from_dict(values)
     field = next(iter(values))
@@ -495,7 +496,7 @@ def test_a_wrong_type_is_a_config_error_that_names_the_field(values: dict[str, A
         ),
     )
 )
-def test_any_content_of_a_recipe_is_a_config_or_a_config_error(values: Any):
+def test_any_recipe_content_gives_a_config_or_a_config_error(values: Any):
     if not isinstance(values, dict):
         values = {"optim": values}
     with contextlib.suppress(ConfigError):
@@ -503,7 +504,7 @@ def test_any_content_of_a_recipe_is_a_config_or_a_config_error(values: Any):
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
-def test_any_bytes_as_a_recipe_are_a_config_or_a_config_error(content: bytes):
+def test_any_recipe_bytes_give_a_config_or_a_config_error(content: bytes):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.toml"
         path.write_bytes(content)
@@ -521,7 +522,7 @@ def test_the_list_of_flags_is_frozen():
 
 
 @pytest.mark.parametrize("field", (FREE + FIXED).split())
-def test_fault_27_a_change_is_refused_unless_the_field_is_free(field: str):
+def test_fault_27_a_change_on_resume_is_refused_unless_the_field_may_change(field: str):
     then: dict[str, Any] = to_dict(TrainConfig())
     section, _, name = field.rpartition(".")
     (then[section] if section else then)[name] = "something else"
@@ -539,12 +540,12 @@ def test_a_field_newer_than_the_checkpoint_counts_as_its_default():
     ]
 
 
-def test_a_field_that_is_no_more_is_reported():
+def test_a_removed_field_is_reported():
     then = {**to_dict(TrainConfig()), "shape": "round"}
     assert changed_fields(then, TrainConfig()) == [("shape", "round", None)]
 
 
-# ------------------------------------------------------------------ answers at once
+# ------------------------------------------------------------------ fast commands
 
 WITHOUT_TORCH_OR_RAY = [
     (("--help",), 0),
@@ -567,7 +568,7 @@ def test_fault_39_help_and_errors_answer_without_torch_or_ray(
     answer = run_cli("fit", *argv, cwd=tmp_path)
     assert answer.status == status
     assert answer.heavy == []
-    assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not count
+    assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not matter
 
 
 def test_help_names_every_flag(tmp_path: Path):
@@ -586,7 +587,7 @@ def test_known_models_are_those_of_torchvision_and_our_own():
     assert sorted(known_models()) == sorted(["digits-cnn", *list_models(module=torchvision.models)])
 
 
-def test_fault_40_an_unknown_model_is_refused_with_close_names():
+def test_fault_40_an_unknown_model_is_refused_with_similar_names():
     assert "resnet50" in known_models()
     with pytest.raises(ConfigError, match=r"model\.name = 'resnet51'.*'resnet50'"):
         check_model("resnet51")

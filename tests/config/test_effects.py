@@ -1,4 +1,4 @@
-"""What is given has an effect, or is refused or noted."""
+"""Every given setting has an effect, or is refused or noted."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_flag_without_effect_is_refused(line: str, field: str):
         "digits --describe=true",
     ],
 )
-def test_a_flag_with_effect_is_taken(line: str):
+def test_a_flag_with_effect_is_accepted(line: str):
     parse_fit(line.split())
 
 
@@ -125,12 +125,12 @@ def test_a_flag_with_effect_is_taken(line: str):
         ("--dry-run --local --scaling.num-workers 2", "scaling.num_workers has no effect"),
     ],
 )
-def test_flags_of_which_one_makes_the_other_have_no_effect_are_refused(line: str, reported: str):
+def test_flags_that_disable_each_other_are_refused(line: str, reported: str):
     with pytest.raises(ConfigError, match=reported):
         parse_fit(line.split())
 
 
-def test_under_torchrun_what_is_rays_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     with pytest.raises(ConfigError, match="--address has no effect with torchrun"):
         parse_fit(["--address", "auto"])
@@ -159,18 +159,18 @@ def test_the_other_commands_refuse_flags_without_effect(tmp_path: Path):
     assert (answer.status, answer.err) == (2, "error: --address has no effect with --verify.\n")
 
 
-def test_every_rule_is_of_a_field_and_no_default_or_recipe_trips_it(tmp_path: Path):
+def test_every_rule_names_a_field_and_no_default_or_recipe_violates_it(tmp_path: Path):
     fields = flat(TrainConfig())
     every = [idle(c, on_ray) for c in (TrainConfig(), TrainConfig(exact=True)) for on_ray in (0, 1)]
     assert set().union(*every) <= set(fields)
     for name in shipped_recipes():
         assert effect_notes(load(name)) == []
-        path = tmp_path / "config.toml"  # as of a run: every field is in it
+        path = tmp_path / "config.toml"  # as in a run: with every field
         path.write_text(dumps(load(name)))
         assert effect_notes(parse_fit([str(path)]).config) == []
 
 
-def test_what_a_recipe_gives_without_effect_is_noted_and_not_emitted(tmp_path: Path):
+def test_recipe_fields_without_effect_are_noted_and_not_emitted(tmp_path: Path):
     (tmp_path / "mine.toml").write_text('[optim]\nname = "adamw"\nmomentum = 0.5\n')
     config = parse_fit([str(tmp_path / "mine.toml")]).config
     note = "optim.momentum = 0.5 has no effect: it needs optim.name = sgd."
@@ -180,12 +180,12 @@ def test_what_a_recipe_gives_without_effect_is_noted_and_not_emitted(tmp_path: P
     assert "adamw" in command(config)
 
 
-def test_flags_are_recognised_in_all_their_forms():
+def test_flags_are_recognized_in_all_their_forms():
     argv = ["digits", "--optim.no-nesterov", "--epochs=3", "--log.every_steps", "-5", "--no-x"]
     assert {"optim.nesterov", "epochs", "log.every_steps", "x"} <= given_flags(argv)
 
 
-# ------------------------------------------------------------------ tasks of one's own
+# ------------------------------------------------------------------ user tasks
 
 
 class Reading(TinyTask):
@@ -206,7 +206,7 @@ def test_a_field_that_a_task_does_not_read_is_noted(tmp_path: Path):
     assert "model.dropout = 0.5 is set" not in reported  # it is read in `loss`
 
 
-def test_a_watched_config_is_the_config_in_all_else():
+def test_a_watched_config_otherwise_behaves_like_the_config():
     config, reads = TrainConfig(optim=OptimConfig(lr=0.5)), set()
     seen = watched(config, reads)
     assert isinstance(seen, TrainConfig)
@@ -232,6 +232,6 @@ def test_batch_norm_needs_samples_in_each_slot_to_be_synchronized(tmp_path: Path
         dry_run(config)
     assert "2 workers" in dry_run(replace(config, batch_size=96, micro_batch=48))
     assert "this process" in dry_run(replace(config, scaling=ScalingConfig()), local=True)
-    # For a cluster whose GPUs this machine lacks.
+    # For a cluster with GPUs that this machine lacks.
     of_auto = replace(config, scaling=ScalingConfig(num_workers=2), batch_size=96, micro_batch=48)
     assert "2 workers" in dry_run(of_auto)

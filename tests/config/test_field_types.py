@@ -1,4 +1,4 @@
-"""Values of other types in a config that is made in Python, or read from a file."""
+"""Values of wrong types in a config created in Python or read from a file."""
 
 # mypy: disable-error-code="arg-type"
 
@@ -45,13 +45,15 @@ from raytrain_ddp.errors import ConfigError
         ),
     ],
 )
-def test_a_value_of_another_type_in_python_is_one_line(made: Callable[[], Any], message: str):
+def test_a_value_of_a_wrong_type_in_python_is_refused_in_one_line(
+    made: Callable[[], Any], message: str
+):
     with pytest.raises(ConfigError) as caught:
         made()
     assert str(caught.value) == message
 
 
-def test_what_means_the_same_in_python_is_taken():
+def test_equivalent_python_values_are_accepted():
     config = TrainConfig(
         storage=Path("runs"),
         epochs=np.int64(3),
@@ -79,12 +81,12 @@ def test_options_as_text_and_as_numbers_are_the_same_on_a_resume():
     "values",
     [{"epochs": True}, {"epochs": "3"}, {"exact": 1}, {"optim": {"lr": "0.1"}}, {"name": 3.5}],
 )
-def test_a_file_is_as_strict(values: dict[str, Any]):
+def test_a_recipe_file_is_checked_equally_strictly(values: dict[str, Any]):
     with pytest.raises(ConfigError, match=r"^mine.toml: .* = .*: must be .*\.$"):
         from_dict(values, where="mine.toml")
 
 
 @pytest.mark.parametrize("given", [{"epochs": 1}, "digits", OptimConfig()])
-def test_fit_takes_a_config_only(given: Any):
+def test_fit_accepts_only_a_config(given: Any):
     with pytest.raises(ConfigError, match="fit takes a TrainConfig, not a "):
         fit_locally(given)

@@ -1,4 +1,4 @@
-"""What tells objects of one task class apart: each fold of a cross-validation has its own run."""
+"""Digests of task objects of one class, so that each fold of a cross-validation has its own run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ KINDS += ["frame", "text", "objects", "keys", "bf16", "values", "slots", "enum"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_object_holds_tells_it_apart(kind: str):
+def test_objects_with_different_contents_have_different_digests(kind: str):
     names = [TrainConfig(task=Fold(k, kind)).task for k in (0, 1, 0)]
     assert names[0] == names[2] != names[1]
 
@@ -119,7 +119,7 @@ class ModuleTask(nn.Module, TinyTask):  # type: ignore[misc]
         self.k, self.layer = k, nn.Linear(2, 2)
 
 
-def test_many_objects_that_refer_to_each_other_are_visited_once():
+def test_objects_with_mutual_references_are_visited_once():
     places = [Place(number) for number in range(60)]
     for place in places:
         place.own = places  # type: ignore[assignment]
@@ -139,7 +139,7 @@ def test_many_objects_that_refer_to_each_other_are_visited_once():
         ModuleTask,
     ],
 )
-def test_what_a_function_holds_tells_it_apart(made: Callable[[int], Any]):
+def test_functions_with_different_contents_have_different_digests(made: Callable[[int], Any]):
     names = [TrainConfig(task=made(k)).task for k in (0, 1, 0)]
     assert names[0] == names[2] != names[1]
 
@@ -151,7 +151,7 @@ def name_of(kind: str) -> str:
     return TrainConfig(task=Fold(3, kind)).task
 
 
-def test_what_an_object_holds_is_the_same_in_another_process_and_after_training(tmp_path: Path):
+def test_an_objects_digest_is_the_same_in_another_process_and_after_training(tmp_path: Path):
     folder = str(Path(__file__).parent)
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {DIGESTS}"]
     said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
@@ -162,7 +162,7 @@ def test_what_an_object_holds_is_the_same_in_another_process_and_after_training(
     assert TrainConfig(task=task).task == first.task
 
 
-def test_the_folds_of_a_cross_validation_are_runs_of_their_own(tmp_path: Path):
+def test_each_fold_of_a_cross_validation_is_a_separate_run(tmp_path: Path):
     def fold(k: int, **fields: Any) -> FitResult:
         changes = {"checkpoint": CheckpointConfig(every_s=0), "log": LogConfig(tensorboard=False)}
         task = Sized(k)

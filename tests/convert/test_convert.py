@@ -1,4 +1,4 @@
-"""From folders, Parquet and torchvision sets to shards: what is written, and what if it is not."""
+"""Conversion of folders, Parquet, and torchvision sets to shards, and how it fails."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRAIN, VAL = 60, 12
 
 
 def picture(seed: int, height: int = 40, width: int = 52) -> Image.Image:
-    """Noise and a gradient: about 2 KB as JPEG."""
+    """Noise and a gradient: about 2 KB as a JPEG."""
     random = np.random.Generator(np.random.Philox(seed))
     noise = random.integers(0, 60, (height, width, 3))
     slope = np.linspace(0, 150, width)[None, :, None] + 20 * (seed % 3)
@@ -68,7 +68,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class folders below train/ and val/, images of several sizes."""
+    """Class folders below train/ and val/, with images of several sizes."""
     root = tmp_path_factory.mktemp("animals")
     for split, count in (("train", TRAIN), ("val", VAL)):
         for number in range(count):
@@ -88,7 +88,7 @@ def run_convert(source: Any, dest: Path, workers: int = 1, **options: Any) -> Co
         return convert(str(source), str(dest), ConvertConfig(**options), run, silent)
 
 
-# So that the sixty images make several shards and row groups.
+# Small enough that sixty images make several shards and row groups.
 SMALL = {"shard_mib": 1 / 32, "rows_per_group": 7}
 
 
@@ -116,7 +116,7 @@ def hidden(dest: Path) -> Path:
 # ------------------------------------------------------------------ what is written
 
 
-def test_each_image_is_there_once_with_its_bytes_label_and_path(folder: Path, converted: Path):
+def test_each_image_is_written_once_with_its_bytes_label_and_path(folder: Path, converted: Path):
     for split, count in (("train", TRAIN), ("val", VAL)):
         rows = rows_of(converted, split)
         assert len({row["image"]["path"] for row in rows}) == len(rows) == count
@@ -126,7 +126,7 @@ def test_each_image_is_there_once_with_its_bytes_label_and_path(folder: Path, co
             assert CLASSES[row["label"]] == path.parent.name
 
 
-def test_the_files_are_named_split_and_number_and_listed_with_hashes(converted: Path):
+def test_files_are_named_by_split_and_number_and_listed_with_hashes(converted: Path):
     dataset = read_dataset_file(converted)
     count = len(list(converted.glob("train-*")))
     assert count > 2
@@ -169,7 +169,7 @@ def test_hugging_face_datasets_opens_it_with_the_same_features_and_pixels(
         assert train[number]["label"] == rows[number]["label"]
 
 
-def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
+def test_fit_reads_the_same_images_from_the_converted_data(folder: Path, converted: Path):
     train, evaluation = located(str(converted), None)
     assert evaluation is not None
     source = ShardImages(train.paths, DataConfig())
@@ -181,7 +181,7 @@ def test_fit_finds_it_and_reads_the_same_images(folder: Path, converted: Path):
     assert int(ShardImages(evaluation.paths, DataConfig()).blocks.sum()) == VAL
 
 
-def test_what_does_not_apply_to_the_source_and_what_is_left_out_is_printed(
+def test_unused_flags_and_skipped_records_are_printed(
     damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     flags = ["--label-column", "y", "--root", "x", "--bad-records", "skip", "--workers", "1"]
@@ -193,7 +193,7 @@ def test_what_does_not_apply_to_the_source_and_what_is_left_out_is_printed(
     assert f"training set (before skipping): {TRAIN} images" in printed
 
 
-def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: Path):
+def test_a_list_of_images_is_converted_like_its_folder(folder: Path, tmp_path: Path):
     paths = sorted((folder / "train").glob("*/*.jpg"))
     rows = [f"{path.relative_to(folder / 'train')},{path.parent.name}" for path in paths]
     (tmp_path / "list.csv").write_text("\n".join(["image,label", *rows, "ant/gone.jpg,ant"]))
@@ -211,7 +211,7 @@ def test_a_list_of_images_is_converted_as_its_folder_is(folder: Path, tmp_path: 
     assert done.dataset["rows"] == {"train": TRAIN, "test": VAL}
 
 
-def test_what_save_to_disk_wrote_is_converted(
+def test_output_of_save_to_disk_is_converted(
     converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -290,7 +290,7 @@ def test_rows_are_shuffled_by_the_seed_or_not_at_all(folder: Path, tmp_path: Pat
     assert sum(a == b for a, b in itertools.pairwise(labels)) < TRAIN // 2
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_processes(
+def test_the_output_bytes_do_not_depend_on_the_number_of_processes(
     folder: Path, converted: Path, tmp_path: Path
 ):
     run_convert(folder, tmp_path / "three", workers=3, **SMALL)
@@ -317,7 +317,7 @@ def test_mean_and_std_are_those_of_all_pixels(folder: Path, converted: Path, tmp
     assert dataset["std"] == pytest.approx(some.std(axis=0), abs=1e-12)
 
 
-def test_counts_of_pixels_add_up_in_any_order():
+def test_pixel_statistics_can_be_merged_in_any_order():
     parts = [PixelCounts.of(np.asarray(picture(n, 20 + n, 30))) for n in range(5)]
     forward, backward = PixelCounts.none(), PixelCounts.none()
     for part, other in zip(parts, reversed(parts), strict=True):
@@ -329,7 +329,7 @@ def test_counts_of_pixels_add_up_in_any_order():
     )
 
 
-def test_the_printed_command_is_one_that_fit_understands(converted: Path):
+def test_fit_accepts_the_printed_command(converted: Path):
     dataset = read_dataset_file(converted)
     command = fit_command("a b", dataset).replace("'a b'", "a_b").split()
     assert command[:3] == ["python", "-m", "raytrain_ddp.fit"]
@@ -343,7 +343,7 @@ def test_the_printed_command_is_one_that_fit_understands(converted: Path):
 # ------------------------------------------------------------------ resized images
 
 
-def test_larger_images_get_the_asked_shorter_side():
+def test_larger_images_are_resized_to_the_given_shorter_side():
     for size, expected in [((100, 60), (53, 32)), ((60, 100), (32, 53)), ((64, 64), (32, 32))]:
         image = Image.open(io.BytesIO(shrink_image(encoded(picture(0, *size)), 32, 90)))
         assert (image.height, image.width) == expected
@@ -378,12 +378,12 @@ def test_other_images_become_rgb_jpeg(mode: str, short: int):
     assert (small.format, small.mode) == ("JPEG", "RGB")
     assert (small.height, small.width) == ((24, 32) if short == 24 else (60, 80))
     expected = image.convert("RGB").resize((small.width, small.height), Image.Resampling.BICUBIC)
-    if mode not in ("P", "1"):  # whose dither is lost
+    if mode not in ("P", "1"):  # whose dithering is lost
         difference = np.asarray(small).astype(int) - np.asarray(expected)
         assert np.abs(difference).mean() < 12
 
 
-def test_the_orientation_survives_resizing_and_nothing_else_of_exif():
+def test_only_the_exif_orientation_survives_resizing():
     exif = Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "a description"
     small = Image.open(io.BytesIO(shrink_image(encoded(picture(0, 60, 80), exif=exif), 30, 90)))
@@ -418,7 +418,7 @@ def test_parquet_is_converted_row_by_row_with_paths_and_names(converted: Path, t
     assert not list((tmp_path / "glob").glob("val*"))
 
 
-def test_binary_columns_of_other_names_and_missing_bytes_are_understood(tmp_path: Path):
+def test_binary_columns_with_other_names_and_missing_bytes_are_supported(tmp_path: Path):
     images = [encoded(picture(n), "PNG") for n in range(4)]
     pq.write_table(pa.table({"jpg": images, "cls": [0, 1, 1, 2]}), tmp_path / "x.parquet")
     done = run_convert(
@@ -460,7 +460,7 @@ def test_evaluation_splits_keep_their_names(tmp_path: Path):
     assert done.dataset["rows"] == {"train": 1, "test": 1}
 
 
-def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Path):
+def test_splits_are_converted_by_name_and_omitted_ones_are_reported(tmp_path: Path):
     names = [f"data/{name}-00000-of-00001" for name in ("train", "extra", "validation", "test")]
     (tmp_path / "in" / "data").mkdir(parents=True)
     images = [encoded(picture(number)) for number in range(5)]
@@ -484,7 +484,7 @@ def test_splits_are_converted_by_name_and_what_is_left_out_is_said(tmp_path: Pat
         run_convert(tmp_path / "in", tmp_path / "none", train_split="no")
 
 
-def test_what_is_left_out_is_said_as_fit_says_it(folder: Path, tmp_path: Path):
+def test_omitted_data_is_reported_as_by_fit(folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path / "src")
     (tmp_path / "src" / "train" / "notes.gif").write_bytes(b"x")
     done = run_convert(tmp_path / "src", tmp_path / "out")
@@ -492,7 +492,7 @@ def test_what_is_left_out_is_said_as_fit_says_it(folder: Path, tmp_path: Path):
     assert any("1 file is not used in the training set" in note for note in done.summary.notes)
 
 
-def test_a_source_that_has_changed_since_is_not_complete_already(folder: Path, tmp_path: Path):
+def test_a_changed_source_is_not_reported_as_already_converted(folder: Path, tmp_path: Path):
     source, dest = tmp_path / "src", tmp_path / "out"
     shutil.copytree(folder, source)
     run_convert(source, dest)
@@ -501,7 +501,7 @@ def test_a_source_that_has_changed_since_is_not_complete_already(folder: Path, t
     image.write_bytes(image.read_bytes() + b"x")
     with pytest.raises(DataError, match=r"src has changed since .* \(train\)"):
         run_convert(source, dest)
-    shutil.rmtree(source)  # as people do once it is converted
+    shutil.rmtree(source)  # as users do after the conversion
     assert run_convert(source, dest).found
     shard = next(dest.glob("train-*.parquet"))
     shard.unlink()
@@ -509,7 +509,7 @@ def test_a_source_that_has_changed_since_is_not_complete_already(folder: Path, t
         run_convert(source, dest)
 
 
-def test_files_written_since_with_the_same_sizes_are_noted(folder: Path, tmp_path: Path):
+def test_source_files_rewritten_with_the_same_size_are_noted(folder: Path, tmp_path: Path):
     source, dest = tmp_path / "src", tmp_path / "out"
     shutil.copytree(folder, source)
     run_convert(source, dest)
@@ -520,7 +520,9 @@ def test_files_written_since_with_the_same_sizes_are_noted(folder: Path, tmp_pat
     assert "have been written since" in run_convert(source, dest).note
 
 
-def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_path: Path):
+def test_list_rows_without_an_image_file_are_skipped_and_paths_outside_the_root_are_kept(
+    tmp_path: Path,
+):
     for name in ("root/0.png", "root-extra/1.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name)
@@ -540,7 +542,7 @@ def test_a_list_may_name_no_image_or_a_folder_and_images_beside_its_root(tmp_pat
     assert "--data.std 1.0 1.0 1.0" in fit_command("x", done.dataset)  # of one color
 
 
-def test_the_bundled_digits_are_a_source(tmp_path: Path):
+def test_the_bundled_digits_can_be_converted(tmp_path: Path):
     done = run_convert("digits", tmp_path / "digits", check=False)
     assert done.dataset["rows"] == {"train": 1437, "test": 360}
     flags = fit_command("x", done.dataset)
@@ -571,7 +573,7 @@ def test_a_torchvision_set_is_stored_as_png(tmp_path: Path):
     assert np.array_equal(np.stack([np.asarray(image) for image in images]), expected)
 
 
-def test_splits_of_different_classes_are_refused(tmp_path: Path):
+def test_splits_with_different_classes_are_refused(tmp_path: Path):
     for split, names in (("train", "ab"), ("val", "ac")):
         for name in names:
             (tmp_path / "src" / split / name).mkdir(parents=True)
@@ -580,7 +582,7 @@ def test_splits_of_different_classes_are_refused(tmp_path: Path):
         run_convert(tmp_path / "src", tmp_path / "out")
 
 
-def test_fault_21_labels_that_are_no_class_are_named(tmp_path: Path):
+def test_fault_21_invalid_labels_are_named(tmp_path: Path):
     image = encoded(picture(0))
     for name, labels in (("train", [0, 1]), ("test", [0, 2])):
         pq.write_table(
@@ -610,7 +612,7 @@ def test_fault_22_a_source_without_images_is_refused_and_leaves_nothing(tmp_path
 
 
 @pytest.mark.parametrize("source", ["text", "text/a.txt", "text/*.txt"])
-def test_text_is_refused_with_what_reads_it(source: str, tmp_path: Path):
+def test_text_is_refused_with_a_hint_at_what_reads_it(source: str, tmp_path: Path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be")
     with pytest.raises(DataError, match="Text is read as it is, not converted: fit char-lm --data"):
@@ -623,7 +625,7 @@ def test_text_is_refused_with_what_reads_it(source: str, tmp_path: Path):
 
 @pytest.fixture
 def damaged(folder: Path, tmp_path: Path) -> Path:
-    """Class folders with images of which three cannot be decoded."""
+    """Class folders with images, three of which cannot be decoded."""
     root = tmp_path / "damaged"
     for number, path in enumerate(sorted((folder / "train").glob("*/*"))):
         content = path.read_bytes()
@@ -650,7 +652,7 @@ def test_fault_20_bad_records_are_skipped_and_listed(damaged: Path, tmp_path: Pa
     assert verify(tmp_path / "out", 1, silent("", 0)) == done.dataset
 
 
-def test_a_conversion_that_stopped_at_a_bad_record_goes_on_with_skip(damaged: Path, tmp_path: Path):
+def test_a_conversion_stopped_at_a_bad_record_continues_with_skip(damaged: Path, tmp_path: Path):
     with pytest.raises(DataError):
         run_convert(damaged, tmp_path / "two", shuffle=False, **SMALL)
     assert list(hidden(tmp_path / "two").glob("*.part"))
@@ -659,12 +661,12 @@ def test_a_conversion_that_stopped_at_a_bad_record_goes_on_with_skip(damaged: Pa
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_unchecked_images_are_taken_as_they_are(damaged: Path, tmp_path: Path):
+def test_unchecked_images_are_copied_unchanged(damaged: Path, tmp_path: Path):
     options = {"check": False, "stats_images": 1, "seed": 3}
     assert run_convert(damaged, tmp_path / "out", **options).dataset["rows"] == {"train": TRAIN}
 
 
-def test_row_groups_without_rows_are_passed_over(tmp_path: Path):
+def test_empty_row_groups_are_ignored(tmp_path: Path):
     table = pa.table({"image": [encoded(picture(n)) for n in range(4)], "label": [0, 0, 1, 1]})
     with pq.ParquetWriter(tmp_path / "x.parquet", table.schema) as writer:
         for rows in (table.slice(0, 0), table.slice(0, 2), table.slice(0, 0), table.slice(2, 2)):
@@ -691,21 +693,21 @@ def test_a_data_set_of_bad_records_only_is_refused(tmp_path: Path):
         run_convert(tmp_path / "src", tmp_path / "out", bad_records="skip")
 
 
-# ------------------------------------------------------------------ stopped and begun again
+# ------------------------------------------------------------------ stopped and continued
 
 
 class Stopped(BaseException):
-    """What a power cut is to this process."""
+    """Stands in for a power cut in this process."""
 
 
-def test_stopped_at_any_write_it_leaves_nothing_and_goes_on_to_the_same_bytes(
+def test_a_conversion_stopped_at_any_write_continues_to_the_same_bytes(
     folder: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     dest = tmp_path / "animals"
     replace, moves = os.replace, []
 
     def stop_at_next_new(old: Any, new: Any) -> None:
-        """Each attempt gets two moves further than the one before."""
+        """# Each attempt gets two renames further than the previous one."""
         if len(moves) == 2:
             moves.clear()
             raise Stopped
@@ -728,7 +730,7 @@ def test_stopped_at_any_write_it_leaves_nothing_and_goes_on_to_the_same_bytes(
     assert not hidden(dest).exists()
 
 
-def test_killed_it_goes_on_and_its_processes_end(folder: Path, tmp_path: Path):
+def test_a_killed_conversion_ends_its_processes_and_can_be_continued(folder: Path, tmp_path: Path):
     dest = tmp_path / "out"
     options = ["--shard-mib", "1", "--row-group-mib", "1", "--workers", "2"]
     big = tmp_path / "big" / "x"
@@ -761,14 +763,14 @@ def test_killed_it_goes_on_and_its_processes_end(folder: Path, tmp_path: Path):
 
 
 def alive(session: int) -> list[str]:
-    """Processes of a session, but those that are gone and not yet waited for."""
+    """The processes of a session, without zombies."""
     done = subprocess.run(
         ["ps", "-o", "stat=,args=", "-s", str(session)], capture_output=True, text=True, check=False
     )
     return [line for line in done.stdout.splitlines() if not line.startswith("Z")]
 
 
-def test_a_spool_that_is_there_is_not_written_again(
+def test_an_existing_spool_is_not_rewritten(
     converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def no_shards(*_: Any) -> Any:
@@ -782,7 +784,7 @@ def test_a_spool_that_is_there_is_not_written_again(
     assert spool
     with monkeypatch.context() as patch:
         patch.setattr("raytrain_ddp.convert.spool.write_spool", no_shards)
-        with pytest.raises(Stopped):  # the other split's
+        with pytest.raises(Stopped):  # of the other split
             run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "whole")
@@ -797,7 +799,7 @@ def test_a_spool_that_is_there_is_not_written_again(
         ({"touch": True}, "content train changed"),
     ],
 )
-def test_going_on_with_other_input_is_refused(
+def test_continuing_with_other_input_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, reported: str
 ):
     source = tmp_path / "src" / "ant"
@@ -822,7 +824,7 @@ def test_going_on_with_other_input_is_refused(
         run_convert(source.parent, tmp_path / "out", **SMALL, **change)
 
 
-def test_other_input_is_taken_as_long_as_nothing_is_done(
+def test_other_input_is_accepted_before_any_work_was_done(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
@@ -833,7 +835,7 @@ def test_other_input_is_taken_as_long_as_nothing_is_done(
     assert done.dataset["arguments"]["resize_short"] == 16
 
 
-def test_a_complete_data_set_is_found_and_not_touched(folder: Path, converted: Path):
+def test_a_complete_data_set_is_recognized_and_unchanged(folder: Path, converted: Path):
     before = {path: path.stat().st_mtime_ns for path in converted.iterdir()}
     assert run_convert(folder, converted, **SMALL).found
     with pytest.raises(ConfigError, match=r"complete.*seed 2, was 0"):
@@ -841,7 +843,7 @@ def test_a_complete_data_set_is_found_and_not_touched(folder: Path, converted: P
     assert {path: path.stat().st_mtime_ns for path in converted.iterdir()} == before
 
 
-def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Path):
+def test_the_destination_must_be_a_separate_folder(folder: Path, tmp_path: Path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     (tmp_path / "file").touch()
@@ -865,14 +867,16 @@ def test_the_destination_must_be_a_folder_of_its_own(folder: Path, tmp_path: Pat
     assert run_convert(folder, tmp_path / "empty").dataset["rows"]["train"] == TRAIN
 
 
-def test_where_nothing_can_be_written_no_work_is_kept(folder: Path, tmp_path: Path):
+def test_an_unwritable_destination_is_refused_without_mentioning_kept_work(
+    folder: Path, tmp_path: Path
+):
     (tmp_path / "file").touch()
     with pytest.raises(PreflightError, match=r"cannot be written: .*Not a directory.*'\.$"):
         run_convert(folder, tmp_path / "file" / "x")
 
 
 @pytest.mark.parametrize("text", ["", "[]"])
-def test_a_damaged_record_of_what_was_begun_is_named(folder: Path, tmp_path: Path, text: str):
+def test_a_damaged_progress_file_is_named(folder: Path, tmp_path: Path, text: str):
     stage = Stage(tmp_path / "out")
     with stage.held():
         (stage.state / "plan.json").write_text(text)
@@ -880,7 +884,7 @@ def test_a_damaged_record_of_what_was_begun_is_named(folder: Path, tmp_path: Pat
         run_convert(folder, tmp_path / "out")
 
 
-def test_two_at_once_are_refused(folder: Path, tmp_path: Path):
+def test_a_concurrent_conversion_is_refused(folder: Path, tmp_path: Path):
     with Stage(tmp_path / "out").held(), pytest.raises(RunLockedError, match="another process"):
         run_convert(folder, tmp_path / "out")
 
@@ -894,7 +898,7 @@ def test_too_little_space_is_reported_before_anything_is_written(
     assert not list(hidden(tmp_path / "out").glob("*.part*"))
 
 
-def test_a_full_disk_is_reported_and_what_is_done_is_kept(
+def test_a_full_disk_is_reported_and_completed_work_is_kept(
     folder: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     written = []
@@ -914,7 +918,9 @@ def test_a_full_disk_is_reported_and_what_is_done_is_kept(
     assert contents(tmp_path / "out") == contents(converted)
 
 
-def test_fault_17_a_file_that_vanishes_meanwhile_is_named(folder: Path, tmp_path: Path):
+def test_fault_17_a_file_that_disappears_during_the_conversion_is_named(
+    folder: Path, tmp_path: Path
+):
     def phase(title: str, images: int) -> Tell:
         if title == "train: writing":
             victim.unlink()
@@ -945,7 +951,7 @@ def double(task: int, tell: Tell) -> int:
     return 2 * task
 
 
-def test_processes_map_tell_and_fail_as_one_would():
+def test_a_process_pool_maps_reports_progress_and_fails_like_one_process():
     reported = np.zeros(2, int)
 
     def tell(images: int, size: int) -> None:
@@ -979,7 +985,7 @@ def problems(folder: Path) -> list[str]:
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
 
-def test_an_untouched_data_set_verifies(converted: Path):
+def test_an_undamaged_data_set_passes_verification(converted: Path):
     reported = []
     dataset = verify(converted, 2, lambda images, size: reported.append(images))
     assert sum(reported) == TRAIN + VAL
@@ -1004,7 +1010,7 @@ def test_fault_18_a_truncated_shard_is_named(copy: Path):
     assert footer.startswith(f"{shard.name}: footer cannot be read")
 
 
-def test_fault_19_a_flipped_bit_is_found_wherever_it_is(copy: Path):
+def test_fault_19_a_flipped_bit_is_detected_at_any_position(copy: Path):
     shard = sorted(copy.glob("train-*"))[0]
     content = shard.read_bytes()
     group = pq.read_metadata(shard).row_group(1).column(0)
@@ -1041,7 +1047,7 @@ def test_a_damaged_dataset_file_is_a_data_error(copy: Path, text: str):
         (lambda content: content.pop("mean"), "mean"),
     ],
 )
-def test_what_a_dataset_file_lacks_is_named(
+def test_missing_fields_of_a_dataset_file_are_named(
     copy: Path, change: Callable[[dict[str, Any]], object], named: str
 ):
     content = json.loads((copy / "dataset.json").read_text())
@@ -1051,7 +1057,7 @@ def test_what_a_dataset_file_lacks_is_named(
         main(["--verify", str(copy)])
 
 
-def test_a_dataset_file_cannot_lead_out_of_its_folder(copy: Path):
+def test_a_dataset_file_cannot_name_files_outside_its_folder(copy: Path):
     dataset = json.loads((copy / "dataset.json").read_text())
     dataset["files"][0]["path"] = f"../{copy.name}/{dataset['files'][0]['path']}"
     (copy / "dataset.json").write_text(json.dumps(dataset))
@@ -1061,7 +1067,7 @@ def test_a_dataset_file_cannot_lead_out_of_its_folder(copy: Path):
 # ------------------------------------------------------------------ the command
 
 
-def test_the_command_converts_finds_and_verifies(folder: Path, tmp_path: Path):
+def test_the_command_converts_recognizes_and_verifies_a_data_set(folder: Path, tmp_path: Path):
     arguments = (str(folder), "out", "--workers", "1")
     answer = run_cli("convert", *arguments, cwd=tmp_path)
     assert answer.status == 0, answer.err
@@ -1098,7 +1104,7 @@ def test_errors_name_the_flags_of_convert(tmp_path: Path):
         (("--verify", "nothing"), 4, "dataset.json"),
     ],
 )
-def test_wrong_input_is_one_line_with_its_status(
+def test_invalid_input_is_refused_in_one_line_with_its_exit_status(
     arguments: tuple[str, ...], status: int, reported: str, tmp_path: Path
 ):
     answer = run_cli("convert", *arguments, cwd=tmp_path)
@@ -1118,7 +1124,7 @@ def test_help_loads_nothing_heavy(tmp_path: Path):
     assert "--resize-short" in done.stdout
 
 
-def test_progress_in_lines_ends_with_the_whole(capsys: pytest.CaptureFixture[str]):
+def test_progress_lines_end_at_100_percent(capsys: pytest.CaptureFixture[str]):
     with shown() as phase:
         tell = phase("train: writing", 1500)
     tell(500, 0)  # by an earlier process
@@ -1139,7 +1145,7 @@ def test_png_is_lossless():
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
-def test_on_ray_the_bytes_are_the_same(
+def test_a_conversion_on_ray_has_the_same_bytes(
     folder: Path, converted: Path, damaged: Path, tmp_path: Path
 ):
     import ray

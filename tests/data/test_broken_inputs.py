@@ -1,6 +1,6 @@
-"""Broken data of every kind, each named in one line, with its file, before or at the first touch.
+"""Broken data of every kind: each is named in one line with its file, before or at its first use.
 
-Each run is the command `fit`, with --local: the same checks stand before Ray is started.
+Each run is the command `fit --local`: the same checks run before Ray is started.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def cut_tar(root: Path) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """How to make it, what must be reported, and whether that needs no torch."""
+    """How to create it, the expected message, and whether it is reported without torch."""
 
     make: Callable[[Path], object]
     reported: tuple[str, ...]
@@ -309,7 +309,7 @@ def test_each_kind_of_broken_data_is_named_in_one_line(kind: str, workers: Group
     assert not (tmp_path / "runs").exists() or not broken.at_once
 
 
-def test_the_same_data_unbroken_are_trained(workers: Group, tmp_path: Path):
+def test_the_same_data_can_be_trained_on_when_intact(workers: Group, tmp_path: Path):
     (tmp_path / "data").mkdir()
     fine = a_list("list.csv", "../pictures/train/ape/00.jpg,ape")
     for make in (folder, fine):
@@ -357,7 +357,7 @@ def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path
     assert (status, "max_bad = 0" in message) == (4, True)
 
 
-def test_each_bad_record_is_reported_once_and_in_words(
+def test_each_bad_record_is_reported_once_with_its_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig

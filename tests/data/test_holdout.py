@@ -1,4 +1,4 @@
-"""The part of the training rows that is held out: which rows, and who reads them."""
+"""The held-out part of the training rows: which rows, and who reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 
 
 def pictures(root: Path, rows: int = 60, classes: int = 3) -> Path:
-    """Parquet whose pictures are all different, of classes 0, 0, 0, 1, 0, 0, 0, 1, ... 2."""
+    """Parquet of different pictures, of classes 0, 0, 0, 1, 0, 0, 0, 1, ... 2."""
     labels = [0 if row % 4 else row // 4 % classes for row in range(rows)]
     columns = {"image": [png(row) for row in range(rows)], "label": labels}
     write_parquet(root / "train.parquet", columns)
@@ -44,7 +44,9 @@ def images_of(source: Any) -> list[bytes]:
     st.floats(0.01, 0.99),
     st.integers(0, 2**31),
 )
-def test_each_class_gives_its_part_and_keeps_a_row(labels: list[int], part: float, seed: int):
+def test_each_class_gives_its_share_and_keeps_at_least_one_row(
+    labels: list[int], part: float, seed: int
+):
     rows = np.array(labels)
     of_class = np.bincount(rows)
     try:
@@ -61,7 +63,7 @@ def test_each_class_gives_its_part_and_keeps_a_row(labels: list[int], part: floa
     assert len(held) <= max(round(part * len(rows)), int(np.floor(of_class * part).sum()))
 
 
-def test_the_rows_are_those_of_ever_and_spread_over_the_data():
+def test_the_held_out_rows_are_frozen_and_spread_over_the_data():
     labels = np.arange(20_000) % 10
     held = held_out(labels, 0.1, 0)
     assert np.bincount(labels[held]).tolist() == [200] * 10
@@ -70,10 +72,10 @@ def test_the_rows_are_those_of_ever_and_spread_over_the_data():
     assert tenths.min() > 150
     assert tenths.max() < 250
     other = held_out(labels, 0.1, 1)
-    assert 150 < len(np.intersect1d(held, other)) < 260  # as many as by chance
+    assert 150 < len(np.intersect1d(held, other)) < 260  # as many as expected by chance
 
 
-def test_small_classes_give_whole_rows_where_their_share_is_largest():
+def test_rows_of_small_classes_go_to_the_largest_remainders():
     labels = np.repeat([0, 1, 2, 3], [1, 4, 6, 9])  # 0.2: 0.2, 0.8, 1.2, 1.8 of 4 rows
     assert np.bincount(labels[held_out(labels, 0.2, 0)], minlength=4).tolist() == [0, 1, 1, 2]
     with pytest.raises(DataError, match=r"data\.holdout = 0\.1 holds out none of the 3 rows"):
@@ -81,7 +83,7 @@ def test_small_classes_give_whole_rows_where_their_share_is_largest():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 9))
-def test_the_rows_of_both_parts_are_all_rows_once(flags: list[bool], block: int):
+def test_the_two_parts_contain_every_row_once(flags: list[bool], block: int):
     held = HoldoutRows(np.flatnonzero(flags), "")
     rows = len(flags)
     left = held.of(np.arange(rows - len(held.rows)), True)
@@ -126,13 +128,13 @@ def test_no_row_is_in_both_parts_and_none_is_lost(kind: str, tmp_path: Path):
     assert lines(splits)["evaluation"].endswith("0.2 of the training set (data.holdout)")
 
 
-def test_a_torchvision_set_without_parts_can_be_used(
+def test_a_torchvision_set_without_splits_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from torchvision import datasets
 
     class Whole:
-        """As EuroSAT."""
+        """Like EuroSAT."""
 
         classes = ("cat", "dog")
 
@@ -158,7 +160,7 @@ def test_a_torchvision_set_without_parts_can_be_used(
     )
 
 
-def test_it_takes_the_place_of_a_split_and_says_so_but_not_of_one_that_is_asked_for(tmp_path: Path):
+def test_a_holdout_replaces_a_split_with_a_note_unless_one_is_requested(tmp_path: Path):
     pictures(tmp_path)
     columns = {"image": [png(1)], "label": [1]}
     write_parquet(tmp_path / "test.parquet", columns)
@@ -175,7 +177,7 @@ def test_it_takes_the_place_of_a_split_and_says_so_but_not_of_one_that_is_asked_
             DataConfig(holdout=wrong)
 
 
-def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
+def test_row_groups_are_read_once_per_part_and_evicted(tmp_path: Path):
     rows, plan = 160, Plan(120, slots=3, micro_batch=5)
     random = np.random.default_rng(0)
     columns = {"image": [random.bytes(30_000) for _ in range(rows)], "label": [0, 1] * 80}
@@ -192,14 +194,16 @@ def test_row_groups_are_read_once_a_part_and_make_way(tmp_path: Path):
     loads, kept_bytes = groups.loads, groups._bytes
     source.close()
     assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine
-    assert kept_bytes <= 2**20  # what has been read makes way, though rows of it never are
+    assert (
+        kept_bytes <= 2**20
+    )  # read row groups are evicted, although some of their rows are never read
 
 
 # ------------------------------------------------------------------ any number of ranks
 
 
 def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any]:
-    """What this rank sees of both parts."""
+    """What this rank reads of both parts."""
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loading.loader import TrainLoader
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
@@ -232,7 +236,7 @@ def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any
     }
 
 
-def test_the_part_is_the_same_on_any_number_of_ranks_and_for_any_batch_and_is_not_augmented(
+def test_the_held_out_part_is_the_same_for_any_ranks_and_batch_and_is_not_augmented(
     workers: Group, tmp_path: Path
 ):
     source = str(pictures(tmp_path, rows=80))

@@ -1,4 +1,4 @@
-"""A data set of the user's own behaves as in a DataLoader, and keeps every promise besides."""
+"""A user's data set behaves as in a DataLoader and keeps all guarantees."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _standing() -> Any:
-    """The interpreter that loader processes are forked from stays for all tests."""
+def _keep_interpreter() -> Any:
+    """Keeps the interpreter that loader processes are forked from, for all tests."""
     return loader_processes._server()
 
 
@@ -65,7 +65,7 @@ def digests_of(data: Data, count: int, steps: int) -> list[str]:
     return [slot.digest for slot in slots]
 
 
-def test_items_are_those_of_a_dataloader(pictures: str):
+def test_items_equal_those_of_a_dataloader(pictures: str):
     theirs = list(DataLoader(Pictures(pictures, ROWS, augment=False), batch_size=16))
     for count in (0, 2):
         data = Data(MapSource(Pictures(pictures, ROWS, augment=False)))
@@ -80,7 +80,7 @@ def test_items_are_those_of_a_dataloader(pictures: str):
 
 
 def test_random_transforms_are_the_same_for_any_number_of_loader_workers(pictures: str):
-    """Two epochs; torch's, numpy's and Python's generators of this process are left alone."""
+    """Two epochs; this process's torch, NumPy, and Python generators are unchanged."""
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     steps = 2 * Plan(ROWS, 4, 6).steps_per_epoch
     runs = [digests_of(Data(MapSource(Pictures(pictures, ROWS))), n, steps) for n in (0, 1, 2)]
@@ -136,7 +136,7 @@ class Ordered(Curriculum):
 @pytest.mark.parametrize(
     "made", [lambda: MapSource(Curriculum()), lambda: IterableSource(Ordered())]
 )
-def test_a_data_set_knows_its_epoch(made: Any, count: int):
+def test_set_epoch_is_called_before_each_epoch(made: Any, count: int):
     data = Data(made())
     steps = Plan(ROWS, 4, 6).steps_per_epoch
     seen: dict[int, list[int]] = {}
@@ -166,10 +166,10 @@ def test_collate_runs_in_the_process_seeded_for_its_batch(pictures: str):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_fault_56_an_iterable_that_has_one_file_gives_the_right_items_to_all_lanes(
+def test_fault_56_an_iterable_with_one_open_file_gives_all_lanes_the_right_items(
     pictures: str, count: int
 ):
-    """Its iterators, read in turns, would take each other's items."""
+    """Its iterators, if read in turns, would take each other's items."""
     data = Data(IterableSource(Lines(pictures), ROWS))
     plan = Plan(ROWS, slots=4, micro_batch=6)
     loader = TrainLoader(data, plan, "none", 3, 9, 1, 0, LoaderThreads(count), digests=True)
@@ -192,7 +192,7 @@ class Where:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_fault_56_threads_load_only_what_says_that_they_may_share_it(shared: bool):
+def test_fault_56_threads_load_only_data_sets_declared_thread_safe(shared: bool):
     data = Data(MapSource(Where(), shared=shared))
     batches = list(eval_batches(data, 4, range(20), LoaderThreads(2)))
     data.close()
@@ -210,7 +210,7 @@ _kept: list[Any] = []
 
 
 def run_pictures(rank: int, size: int, *args: Any) -> Ran:
-    """As run_tiny; the interpreter that forks loader processes stays for the next run."""
+    """Like run_tiny, but keeps the interpreter that forks loader processes for the next run."""
     _kept[:] = [loader_processes._server()]
     return run_tiny(rank, size, *args, kind=PicturesTask)
 
@@ -221,10 +221,14 @@ def audit_of(config: TrainConfig) -> list[str]:
     return [record["sha256"] for record in records]
 
 
-def test_fault_37_56_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp_path: Path):
-    """It keeps a file open, is trained and evaluated on, and has random transforms. 1, 2 and 3
-    ranks with 0, 1 and 2 loader processes, and a run whose loader process is killed, that is
-    stopped and resized: all end with the same bits."""
+def test_fault_37_56_an_ordinary_dataset_gives_the_same_bits_despite_kills_and_resizes(
+    workers: Group, tmp_path: Path
+):
+    """It keeps a file open, is used for training and evaluation, and has random transforms.
+
+    1, 2, and 3 ranks with 0, 1, and 2 loader processes, and a run that is stopped and resized after
+    its loader process was killed: all end with the same bits.
+    """
     path = tmp_path / "pictures.bin"
     write_pictures(path, ROWS)
     options = {"path": str(path), "rows": ROWS}
@@ -254,10 +258,10 @@ def test_fault_37_56_an_ordinary_dataset_keeps_every_promise(workers: Group, tmp
     assert (audit_of(disturbed), bits(disturbed)) == ends[0]
 
 
-# ------------------------------------------------------------------ what cannot be copied
+# ------------------------------------------------------------------ cannot be pickled
 
 
-def test_what_cannot_be_copied_is_refused_with_the_remedy(pictures: str):
+def test_a_data_set_that_cannot_be_pickled_is_refused_with_a_remedy(pictures: str):
     with open(pictures, "rb") as file:
         data = Data(MapSource([file]))
         with pytest.raises(errors.TaskError, match=r"cannot pickle .*shared=True"):
@@ -268,7 +272,7 @@ def test_what_cannot_be_copied_is_refused_with_the_remedy(pictures: str):
 
 
 @pytest.mark.parametrize("once", [(n for n in range(9)), map(int, "123"), enumerate("ab")])
-def test_what_can_be_iterated_only_once_is_refused_at_once(once: Any):
+def test_a_one_shot_iterator_is_refused_at_once(once: Any):
     with pytest.raises(errors.DataError, match="can be iterated only once"):
         IterableSource(once, rows=2)
 
@@ -290,11 +294,11 @@ def test_items_beyond_the_length_are_reported_once(caplog: pytest.LogCaptureFixt
         "Longer yields more items than its length (5); the rest are ignored "
         "(rows=5 says that this is intended)"
     ]
-    IterableSource(Longer(), rows=5).read(np.arange(5))  # as wanted
+    IterableSource(Longer(), rows=5).read(np.arange(5))  # as intended
     assert len(caplog.records) == 1
 
 
-def test_what_cannot_be_unpickled_there_is_refused_with_the_remedy():
+def test_a_data_set_that_cannot_be_unpickled_is_refused_with_a_remedy():
     class Elsewhere:
         def __reduce__(self) -> Any:
             return __import__, ("no_such_module",)
@@ -305,7 +309,7 @@ def test_what_cannot_be_unpickled_there_is_refused_with_the_remedy():
     data.close()
 
 
-def test_a_loader_that_died_is_retried_and_keeps_its_text():
+def test_the_error_of_a_dead_loader_can_be_retried_and_keeps_its_message():
     error = errors.LoaderDied("while it loaded row 5")
     assert str(cloudpickle.loads(cloudpickle.dumps(error))) == "while it loaded row 5"
     pytest.importorskip("ray")
@@ -315,7 +319,7 @@ def test_a_loader_that_died_is_retried_and_keeps_its_text():
 
 
 class Summed:
-    """A collate_fn in a form that cannot be hashed."""
+    """A collate_fn that cannot be hashed."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -366,7 +370,7 @@ def test_other_collate_functions_receive_random_numbers(collate: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -3, 2.5, "4", None])
-def test_a_number_of_rows_that_is_none_is_refused(count: Any):
+def test_an_invalid_length_is_refused(count: Any):
     arrays = {"x": np.arange(10)}
     for source, of in ((ArraySource, arrays), (MapSource, range(10))):
         with pytest.raises(
@@ -385,7 +389,7 @@ def test_a_number_of_rows_that_is_none_is_refused(count: Any):
 @pytest.mark.parametrize(
     "value", [np.float32(1), 1, np.array(1), torch.tensor(1), "abc", {1}, None]
 )
-def test_a_value_without_rows_is_no_array(value: Any):
+def test_a_value_without_rows_is_refused_as_an_array(value: Any):
     reported = rf"^y \({type(value).__name__}\) has no rows: give an array of shape \(rows"
     with pytest.raises(errors.DataError, match=reported):
         ArraySource({"x": np.arange(3), "y": value})

@@ -75,7 +75,7 @@ def parts_of(found: Found, root: Path) -> tuple[set[str], set[str]]:
 
 
 def of_datasets(root: Path, config: str | None = None) -> Parts:
-    """Files by split, as `load_dataset` would read them; none if it refuses."""
+    """Files by split, as `load_dataset` would read them; empty if it refuses."""
     cache = str(root.parent / "cache")
     try:
         builder = datasets.load_dataset_builder(str(root), config, cache_dir=cache)
@@ -86,7 +86,7 @@ def of_datasets(root: Path, config: str | None = None) -> Parts:
 
 
 def of_ours(root: Path, config: str = "auto") -> Parts:
-    """The same by us, under the names that `datasets` gives."""
+    """The same by this package, under the names of `datasets`."""
     found = open_data_set(str(root), "data.source", DataConfig(config=config))
     parts: Parts = {}
     for split, files in found.splits.items():
@@ -95,7 +95,7 @@ def of_ours(root: Path, config: str = "auto") -> Parts:
     return parts
 
 
-# ------------------------------------------------------------------ as datasets has it
+# ------------------------------------------------------------------ splits as in datasets
 
 SHARDS = ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet")
 SAME = {
@@ -158,7 +158,7 @@ def test_files_are_split_as_datasets_splits_them(layout: str, tmp_path: Path):
         assert evaluation == theirs.get("validation", theirs.get("test", set()))
 
 
-def test_a_store_and_a_glob_have_the_splits_of_the_disk(tmp_path: Path):
+def test_a_store_and_a_glob_have_the_same_splits_as_the_disk(tmp_path: Path):
     memory = fsspec.filesystem("memory")
     for number, layout in enumerate([*SAME, *DIFFERENT]):
         files = SAME.get(layout) or DIFFERENT[layout][0]
@@ -237,9 +237,7 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
 
 
 @pytest.mark.parametrize("layout", DIFFERENT)
-def test_files_are_split_otherwise_than_datasets_splits_them_on_purpose(
-    layout: str, tmp_path: Path
-):
+def test_intentional_differences_from_the_splits_of_datasets(layout: str, tmp_path: Path):
     files, _, expected = DIFFERENT[layout]
     root = write(tmp_path / "root", *files)
     if isinstance(expected, str):
@@ -364,13 +362,13 @@ def test_several_configs_without_a_default_are_refused_by_both(tmp_path: Path):
         (card("- config_name: x\n  data_files: no-*\n"), "no split to train on .train: none of"),
     ],
 )
-def test_a_readme_that_makes_no_sense_is_refused(readme: str, reported: str, tmp_path: Path):
+def test_an_invalid_readme_is_refused(readme: str, reported: str, tmp_path: Path):
     root = write(tmp_path / "root", "train.parquet", readme=readme)
     with pytest.raises(DataError, match=reported):
         found_at(root)
 
 
-def test_a_folder_is_a_config_where_no_readme_says_it(tmp_path: Path):
+def test_a_folder_is_a_config_if_no_readme_defines_one(tmp_path: Path):
     files = ("a/b/train-0.parquet", "a/b/val-0.parquet", "c/train-0.parquet", "train.parquet")
     root = write(tmp_path / "root", *files)
     for config in ("a/b", "b", "B"):
@@ -396,7 +394,7 @@ def test_validation_is_used_and_test_is_named_as_unused(tmp_path: Path):
     }
 
 
-def test_what_is_not_used_is_said_before_the_first_step(tmp_path: Path):
+def test_unused_files_are_reported_before_the_first_step(tmp_path: Path):
     images = [{"bytes": picture, "path": None} for picture in PICTURES]
     labels = {"train": [0, 1, 0, 1], "validation": [0, 1, 1, 1], "test": [-1] * 4}
     for name, values in labels.items():
@@ -405,13 +403,13 @@ def test_what_is_not_used_is_said_before_the_first_step(tmp_path: Path):
     assert ("evaluation", "4 images of 2 classes: the validation split of data.source") in lines
     unused = "the test split (1 file) is not used: the run is evaluated on validation."
     assert ("note", unused) in lines
-    (tmp_path / "validation.parquet").unlink()  # a test split without labels is no obstacle
+    (tmp_path / "validation.parquet").unlink()  # an unlabeled test split is ignored
     opened = open_splits(DataConfig(source=str(tmp_path)))
     assert opened.eval is None
     assert any("not used for evaluation" in note for note in opened.notes)
 
 
-def test_a_test_split_is_used_where_there_is_no_other(tmp_path: Path):
+def test_a_test_split_is_used_if_there_is_no_validation_split(tmp_path: Path):
     found = found_at(write(tmp_path, "train.parquet", "test.parquet"))
     assert found.eval_from == "the test split of data.source"
     assert found.notes == ()
@@ -429,7 +427,7 @@ def test_a_test_split_is_used_where_there_is_no_other(tmp_path: Path):
         ({"eval_split": "train"}, "train", "train"),
     ],
 )
-def test_a_split_can_be_named(
+def test_a_split_can_be_selected_by_name(
     fields: dict[str, str], train: str, evaluation: str | None, tmp_path: Path
 ):
     files = ("train.parquet", "val.parquet", "test.parquet", "extra.parquet")
@@ -460,14 +458,14 @@ def test_a_split_can_be_named(
         (["train/", "val/a/0.png"], {}, "no split to train on .train: it contains no images."),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(
+def test_an_unknown_split_or_config_is_refused(
     files: list[str], fields: dict[str, str], reported: str, tmp_path: Path
 ):
     with pytest.raises(DataError, match=reported):
         found_at(write(tmp_path, *files), **fields)
 
 
-def test_an_evaluation_source_has_splits_of_its_own(tmp_path: Path):
+def test_an_evaluation_source_has_its_own_splits(tmp_path: Path):
     source = write(tmp_path / "a", "train.parquet", "val.parquet")
     other = write(tmp_path / "b", "train.parquet", "test.parquet", "dev.parquet", "extra.parquet")
     found = found_at(source, eval_source=str(other))
@@ -492,7 +490,7 @@ def test_an_evaluation_source_has_splits_of_its_own(tmp_path: Path):
         found_at(source, eval_source=str(other), eval_split="none")
 
 
-def test_a_config_is_that_of_the_evaluation_source_too_if_it_has_it(tmp_path: Path):
+def test_a_config_also_selects_that_of_the_evaluation_source_if_it_exists(tmp_path: Path):
     source = write(tmp_path / "root", *CARD_FILES, readme=TWO_CONFIGS)
     found = found_at(source, eval_source=str(source), config="plain")
     assert found.eval
@@ -501,7 +499,7 @@ def test_a_config_is_that_of_the_evaluation_source_too_if_it_has_it(tmp_path: Pa
     assert found_at(source, eval_source=str(plain), config="plain").eval
 
 
-def test_torchvision_sets_and_digits_take_the_names_of_splits():
+def test_torchvision_sets_and_digits_accept_split_names():
     found = found_at("torchvision:SVHN", train_split="extra", eval_split="test")
     assert (found.train.name, found.eval and found.eval.name) == ("extra", "test")
     found = found_at("torchvision:SVHN")
@@ -538,15 +536,15 @@ def test_missing_and_surplus_shards_are_named(files: list[str], reported: str, t
     root = write(tmp_path, *files)
     with pytest.raises(DataError, match=reported):
         found_at(root)
-    if len(files) > 1:  # a glob that fits them fits what is missing, too
+    if len(files) > 1:  # a glob that matches them also matches the missing ones
         with pytest.raises(DataError):
             found_at(root / "**" / "*.parquet")
 
 
-def test_whole_sets_of_shards_and_what_a_glob_leaves_out_are_used(tmp_path: Path):
+def test_complete_shard_sets_and_partial_globs_are_accepted(tmp_path: Path):
     files = [*shards("train", 0, 1, 2, of=3), "part-1-of-2.parquet", "val_1_of_1.parquet"]
     root = write(tmp_path, *files)
-    assert len(found_at(root).train.paths) == 3  # part is not used, so it may lack what it lacks
+    assert len(found_at(root).train.paths) == 3  # part is not used, so it may be incomplete
     assert len(found_at(root / "train-0000[02]-*").train.paths) == 2
     assert len(found_at(root / files[0]).train.paths) == 1
     (root / files[1]).unlink()
@@ -635,7 +633,7 @@ def test_folders_that_may_be_splits_or_classes_are_refused(
         FolderImages(found_at(root).train.paths[0])
 
 
-def test_names_of_splits_are_classes_where_that_is_said(tmp_path: Path):
+def test_split_names_are_classes_if_configured(tmp_path: Path):
     root = write(tmp_path, "train/car/0.png", "train/train/0.png", "val/car/0.png")
     with pytest.raises(DataError, match=r"confirm it with --data\.train-split train"):
         found_at(root)
@@ -644,14 +642,14 @@ def test_names_of_splits_are_classes_where_that_is_said(tmp_path: Path):
     assert found.eval
 
 
-def test_folders_of_any_name_are_splits_where_that_is_said(tmp_path: Path):
+def test_folders_of_any_name_are_splits_if_configured(tmp_path: Path):
     root = write(tmp_path, "one/a/0.png", "one/b/0.png", "two/a/0.png", "three/a/0.png")
     found = found_at(root, train_split="one", eval_split="two")
     assert parts_of(found, root) == ({"one"}, {"two"})
     assert found.notes == ("the three split (1 folder) is not used.",)
 
 
-def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
+def test_unused_class_folders_are_reported(tmp_path: Path):
     files = ("train/a/0.png", "val/", "test/0.png", "extra/a/0.png", "eval/a/0.png")
     assert set(found_at(write(tmp_path, *files)).notes) == {
         "val is not used: it contains no images.",
@@ -660,7 +658,7 @@ def test_what_is_not_used_of_class_folders_is_said(tmp_path: Path):
     }
 
 
-def test_images_beside_parquet_files_are_read_by_their_paths_only(tmp_path: Path):
+def test_images_next_to_parquet_files_are_read_only_by_path(tmp_path: Path):
     found = found_at(write(tmp_path, "train.parquet", "test.parquet", "train/a/0.png"))
     assert found.train.kind == "files"
     assert "images in train/a are read only if a file references them." in found.notes
@@ -709,7 +707,7 @@ def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
         found_at(root, eval_split="odd")
 
 
-def test_a_folder_that_only_the_readme_knows_is_not_used(tmp_path: Path):
+def test_a_folder_named_only_by_a_readme_is_not_used(tmp_path: Path):
     card = "---\nconfigs:\n- config_name: default\n  data_files:\n"
     test = "  - {split: test, path: 'gone/**'}\n---\n"
     readme = f"{card}  - {{split: train, path: 'train/**'}}\n{test}"
@@ -724,7 +722,7 @@ def test_a_folder_that_only_the_readme_knows_is_not_used(tmp_path: Path):
         FolderImages(str(root / "gone"))
 
 
-def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
+def test_a_folder_that_cannot_be_fully_listed_is_refused(tmp_path: Path):
     root = write(tmp_path / "root", "train/a/0.png")
     (root / "train" / "a" / "up").symlink_to(root)
     with pytest.raises(DataError, match=r"the link .*train/a/up points to a folder above it"):
@@ -732,14 +730,14 @@ def test_a_folder_that_cannot_be_listed_whole_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["README.md", "dataset.json", "dataset_dict.json"])
-def test_a_description_behind_a_broken_link_is_refused(name: str, tmp_path: Path):
+def test_a_readme_that_is_a_broken_symlink_is_refused(name: str, tmp_path: Path):
     root = write(tmp_path / "root", "train/a/0.png")
     (root / name).symlink_to("gone")
     with pytest.raises(DataError, match=f"root': {name}: cannot be read: No such file or dir"):
         found_at(root)
 
 
-def test_folders_behind_links_are_found(tmp_path: Path):
+def test_folders_behind_symlinks_are_found(tmp_path: Path):
     write(tmp_path / "elsewhere", "a/0.png", "b/0.png")
     root = write(tmp_path / "root", "val/a/0.png")
     (root / "train").symlink_to(tmp_path / "elsewhere")
@@ -767,12 +765,12 @@ def test_folders_behind_links_are_found(tmp_path: Path):
         ),
     ],
 )
-def test_a_name_of_the_hub_is_recognised(source: str, reported: str):
+def test_a_hub_name_is_recognized(source: str, reported: str):
     with pytest.raises(DataError, match=reported):
         found_at(source)
 
 
-def test_a_hub_that_cannot_be_reached_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+def test_an_unreachable_hub_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch):
     from huggingface_hub import HfFileSystem
 
     def offline(*_: Any, **__: Any) -> None:

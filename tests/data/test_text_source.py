@@ -1,4 +1,4 @@
-"""Text files as windows of characters, compared with nanoGPT's way of preparing them."""
+"""Text files as windows of characters, compared with nanoGPT's preparation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raytrain_ddp.errors import DataError
 LENGTH = 32
 
 
-def test_windows_are_those_of_nanogpt(tmp_path: Path):
+def test_windows_equal_those_of_nanogpt(tmp_path: Path):
     """data/shakespeare_char/prepare.py, and x and y of get_batch in train.py."""
     path = Path(textwrap.__file__)
     data = path.read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_the_fingerprint_is_of_text_vocabulary_and_length(tmp_path: Path):
     assert len({first.fingerprint(), *(other.fingerprint() for other in others)}) == 4
 
 
-def test_an_empty_vocabulary_has_no_character(tmp_path: Path):
+def test_an_empty_vocabulary_has_no_characters(tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcde")
     with pytest.raises(DataError, match="the character 'a' is not one of the 0"):
         TextSource(str(tmp_path), 4, "")
@@ -82,7 +82,7 @@ def test_an_empty_vocabulary_has_no_character(tmp_path: Path):
         ("a.md", b"abcde", r"contains no \.txt files: specify other files by a glob"),
     ],
 )
-def test_text_that_cannot_be_used_is_named(
+def test_unusable_text_is_named_in_the_error(
     name: str, content: bytes, reported: str, tmp_path: Path
 ):
     (tmp_path / name).write_bytes(content)
@@ -92,7 +92,7 @@ def test_text_that_cannot_be_used_is_named(
         TextSource(str(tmp_path / "gone"), 4)
 
 
-def test_a_text_that_is_no_file_is_refused(tmp_path: Path):
+def test_a_text_source_that_is_not_a_file_is_refused(tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcde")
     (tmp_path / "b.txt").symlink_to("gone")
     with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file or directory: rep"):
@@ -113,7 +113,7 @@ def test_a_window_has_a_whole_number_of_characters(length: Any, tmp_path: Path):
 @pytest.mark.parametrize(
     "part", [(-0.5, 1), (0, 7), (0.9, 0.1), (0, float("nan")), 0.9, (0.5,), "01"]
 )
-def test_a_part_of_the_text_lies_between_0_and_1(part: Any, tmp_path: Path):
+def test_the_held_out_part_of_a_text_is_between_0_and_1(part: Any, tmp_path: Path):
     (tmp_path / "a.txt").write_text("abcdefghij")
     with pytest.raises(DataError, match=rf"^part={re.escape(repr(part))}: give two fractions"):
         TextSource(str(tmp_path), 2, part=part)

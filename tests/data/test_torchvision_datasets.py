@@ -1,4 +1,4 @@
-"""torchvision's data sets by name: which part is asked for, and what cannot be used."""
+"""torchvision's data sets by name: how a split is requested, and what is unusable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 
 
 class Fake:
-    """A data set whose one item has what it was made with for its image."""
+    """A data set with one item, whose image is the arguments of the constructor."""
 
     classes = ("cat", "dog")
     target: Any = 1
@@ -35,7 +35,7 @@ class ByTrain(Fake):
 
 
 class Passing(ByTrain):
-    """As QMNIST."""
+    """Like QMNIST."""
 
     def __init__(self, root: str, what: str | None = None, **more: Any) -> None:
         super().__init__(root, **more)
@@ -59,13 +59,13 @@ class WithValid(BySplit):
 
 
 class OfLetters(BySplit):
-    """As EMNIST, whose splits are no parts."""
+    """Like EMNIST, whose splits are not training or test splits."""
 
     splits = ("letters",)
 
 
 class NotDownloaded(Fake):
-    """As ImageNet."""
+    """Like ImageNet."""
 
     def __init__(self, root: str, split: str = "train", **more: Any) -> None:
         assert not more
@@ -75,7 +75,7 @@ class NotDownloaded(Fake):
 
 
 class Whole(Fake):
-    """As EuroSAT."""
+    """Like EuroSAT."""
 
     def __init__(self, root: str, download: bool = False) -> None:
         raise AssertionError("is not to be made")
@@ -92,7 +92,7 @@ class Gone(Fake):
 
 
 class Boxes(ByTrain):
-    """As Kitti."""
+    """Like Kitti."""
 
     target = ({"box": 1},)
 
@@ -128,7 +128,7 @@ def opened(
         (NotDownloaded, False, {"split": "val"}),
     ],
 )
-def test_a_part_is_asked_for_as_the_set_names_it(
+def test_a_split_is_requested_with_the_data_sets_own_argument(
     fake: type[Any],
     train: bool,
     reported: dict[str, Any],
@@ -149,7 +149,7 @@ def test_a_part_is_asked_for_as_the_set_names_it(
         (ByTrain, "testing", {"train": False, "download": True}),
     ],
 )
-def test_a_split_that_is_named_is_asked_for(
+def test_a_named_split_is_requested(
     fake: type[Any],
     split: str,
     reported: dict[str, Any],
@@ -178,7 +178,7 @@ def test_a_split_that_a_set_lacks_is_refused(
 
 
 @pytest.mark.parametrize("fake", [Whole, WantsMore, OfLetters])
-def test_a_set_without_parts_is_refused_in_one_line(
+def test_a_set_without_splits_is_refused_in_one_line(
     fake: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for train in (True, False):
@@ -189,9 +189,7 @@ def test_a_set_without_parts_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["FakeData", "EuroSAT", "Caltech101", "VOCDetection", "LSUN"])
-def test_sets_of_torchvision_without_parts_are_refused_before_anything_is_fetched(
-    name: str, tmp_path: Path
-):
+def test_torchvision_sets_without_splits_are_refused_before_a_download(name: str, tmp_path: Path):
     for train in (True, False):
         said = f"torchvision:{name} has no known train and test parts"
         with pytest.raises(ConfigError, match=said):
@@ -200,7 +198,7 @@ def test_sets_of_torchvision_without_parts_are_refused_before_anything_is_fetche
 
 
 @pytest.mark.parametrize("name", ["CIFAR11", "wrap_dataset_for_transforms_v2", "folder"])
-def test_what_is_no_data_set_is_refused(name: str, tmp_path: Path):
+def test_a_name_that_is_not_a_data_set_is_refused(name: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=f"torchvision has no data set '{name}'"):
         TorchvisionImages(name, tmp_path, True)
 

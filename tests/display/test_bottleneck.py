@@ -34,11 +34,11 @@ def line(step: int, slowest: dict[str, Any] | None = None, **split_s: float) -> 
         ({"data": 0.3, "communication": 0.3, "compute": 0.4}, "waits for data 30 %"),
     ],
 )
-def test_it_is_what_stands_most_in_the_way(shares: dict[str, float], reported: str):
+def test_the_limit_is_the_largest_share(shares: dict[str, float], reported: str):
     assert split_of([line(1, **shares)]).limit().startswith(reported)
 
 
-def test_a_rank_that_all_others_wait_for_is_named():
+def test_a_rank_that_slows_down_all_others_is_named():
     slow = {"rank": 3, "phase": "data", "ratio": 1.8}
     noise = {"rank": 0, "phase": "compute", "ratio": 1.3}
     lines = [line(n, slow if n % 4 else noise, communication=0.5, compute=0.5) for n in range(1, 9)]
@@ -46,7 +46,7 @@ def test_a_rank_that_all_others_wait_for_is_named():
     assert split_of(lines).limit() == reported
 
 
-def test_ranks_that_take_turns_in_being_slow_are_not_named():
+def test_ranks_that_are_slow_in_turns_are_not_named():
     lines = [
         line(n, {"rank": n % 3, "phase": "data", "ratio": 1.8}, communication=0.5, compute=0.5)
         for n in range(1, 10)
@@ -54,7 +54,7 @@ def test_ranks_that_take_turns_in_being_slow_are_not_named():
     assert split_of(lines).slowest() is None
 
 
-def test_lines_count_by_their_steps_and_the_newest_only():
+def test_shares_are_weighted_by_steps_over_the_newest_lines():
     split = StepSplit(10.0)
     split.begin(100)
     split.add(line(110, data=1.0))

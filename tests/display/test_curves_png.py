@@ -1,4 +1,4 @@
-"""The curves: a PNG for any run, and what is computed for it. That it reads well is for the eye."""
+"""The curves: a PNG for any run, and the values computed for it; readability needs human eyes."""
 
 import io
 import math
@@ -47,7 +47,7 @@ def run(
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved, to look into."""
+    """The saved figures, for inspection."""
     figures: list[Figure] = []
     savefig = Figure.savefig
 
@@ -75,7 +75,7 @@ def labels(axes: Axes) -> list[str]:
 @pytest.mark.parametrize(
     ("count", "height"), [(0, 1080), (1, 648), (2, 648), (5, 1080), (66, 1080)]
 )
-def test_any_number_of_records_is_a_picture(count: int, height: int) -> None:
+def test_any_number_of_records_gives_an_image(count: int, height: int) -> None:
     out = io.BytesIO()
     draw_curves(run(276, 23)[:count], out, "digits")
     png = out.getvalue()
@@ -84,7 +84,7 @@ def test_any_number_of_records_is_a_picture(count: int, height: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_records_of_one_kind_alone(kind: str, drawn: list[Figure]) -> None:
+def test_records_of_a_single_kind_can_be_drawn(kind: str, drawn: list[Figure]) -> None:
     draw_curves([r for r in run(276, 23) if r["kind"] == kind], io.BytesIO(), "digits")
     loss, other = drawn[0].axes
     assert titles(drawn[0])[1] == ("Learning rate" if kind == "train" else "Accuracy (evaluation)")
@@ -92,7 +92,7 @@ def test_records_of_one_kind_alone(kind: str, drawn: list[Figure]) -> None:
     assert other.get_xlabel() == "step"
 
 
-def test_a_path_is_written_and_other_kinds_pass(tmp_path: Path) -> None:
+def test_an_image_is_written_to_a_path_and_other_records_are_ignored(tmp_path: Path) -> None:
     records = [{"kind": "plan", "total_steps": 276}, *run(276, 23)]
     draw_curves(records, tmp_path / "curves.png", "digits")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -112,7 +112,7 @@ def test_the_panels_show_the_records(drawn: list[Figure]) -> None:
     assert "80 %" in [label.get_text() for label in metrics.get_yticklabels()]
 
 
-def test_the_best_is_the_last_that_was_best(drawn: list[Figure]) -> None:
+def test_the_best_point_is_the_last_new_best(drawn: list[Figure]) -> None:
     draw_curves(run(276, 23), io.BytesIO(), "digits")
     loss, metrics, _ = drawn[0].axes
     assert metrics.get_title(loc="right") == "best top1 94.67 % at step 184"
@@ -129,7 +129,7 @@ def test_a_monitored_loss_is_marked_on_the_loss(drawn: list[Figure]) -> None:
     assert metrics.get_title(loc="right") == ""
 
 
-def test_a_metric_that_is_no_fraction_has_its_own_panel(drawn: list[Figure]) -> None:
+def test_a_metric_that_is_not_a_fraction_has_its_own_panel(drawn: list[Figure]) -> None:
     records = [
         r | {"metrics": {"top1": r["metrics"]["top1"], "rmse": 40.0}}
         for r in run(276, 23)
@@ -142,7 +142,7 @@ def test_a_metric_that_is_no_fraction_has_its_own_panel(drawn: list[Figure]) -> 
     assert error.get_ylim()[0] < 40.0 < error.get_ylim()[1]
 
 
-def test_odd_names_and_values_are_drawn(drawn: list[Figure]) -> None:
+def test_unusual_names_and_values_are_drawn(drawn: list[Figure]) -> None:
     records = [
         r | {"metrics": {"$_$error": r["step"], "{a}_\\b": 1e308, "tiny": 5e-324}}
         if r["kind"] == "eval"
@@ -166,7 +166,7 @@ def test_a_diverged_run_is_drawn_and_its_steps_are_marked(drawn: list[Figure]) -
     assert points(crosses)[0] == [265, 270, 275]
 
 
-def test_the_epoch_axis_is_there_when_epochs_are_known(drawn: list[Figure]) -> None:
+def test_the_epoch_axis_is_drawn_if_epochs_are_known(drawn: list[Figure]) -> None:
     draw_curves(run(276, 23), io.BytesIO(), "digits")
     draw_curves(run(20, 23), io.BytesIO(), "first epoch")
     first, second = (figure.axes[-1].child_axes for figure in drawn)
@@ -175,16 +175,18 @@ def test_the_epoch_axis_is_there_when_epochs_are_known(drawn: list[Figure]) -> N
     assert second == []
 
 
-def test_steps_per_epoch_come_from_the_records() -> None:
+def test_steps_per_epoch_are_computed_from_the_records() -> None:
     assert steps_per_epoch(run(276, 23)) == 23
     assert steps_per_epoch([r for r in run(276, 23, 1) if r["kind"] == "train"]) == 23
     assert steps_per_epoch(run(20, 23)) is None  # within the first epoch
     assert steps_per_epoch([]) is None
     assert steps_per_epoch([{"step": 100, "epoch": 0}, {"step": 110, "epoch": 5}]) is None
-    assert steps_per_epoch([{"step": 100, "epoch": 0}, {"step": 190, "epoch": 1}]) is None  # vague
+    assert (
+        steps_per_epoch([{"step": 100, "epoch": 0}, {"step": 190, "epoch": 1}]) is None
+    )  # imprecise
 
 
-def test_smoothing_keeps_constants_and_lines_and_calms_noise() -> None:
+def test_smoothing_preserves_constants_and_lines_and_reduces_noise() -> None:
     assert smoothed([2.0] * 9, 3) == [2.0] * 9
     assert smoothed([0.0, 1.0, 2.0, 3.0, 4.0], 1)[1:-1] == [1.0, 2.0, 3.0]
     noisy = smoothed([0.0, 1.0] * 50, 8)
@@ -201,7 +203,7 @@ def test_smoothing_leaves_out_what_is_not_finite() -> None:
     assert math.isnan(values[3])
 
 
-def test_matplotlib_waits_until_it_is_needed_and_pyplot_always() -> None:
+def test_matplotlib_is_imported_lazily_and_pyplot_never() -> None:
     script = (
         "import io, sys, raytrain_ddp.display.curves_png as curves\n"
         "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
@@ -211,7 +213,7 @@ def test_matplotlib_waits_until_it_is_needed_and_pyplot_always() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
-def test_the_users_matplotlib_settings_neither_change_it_nor_are_changed() -> None:
+def test_the_users_matplotlib_settings_are_ignored_and_unchanged() -> None:
     import matplotlib
 
     plain, styled = io.BytesIO(), io.BytesIO()

@@ -1,4 +1,4 @@
-"""In a notebook: a block that is updated, lines that last, an interrupt, what a result shows."""
+"""In a notebook: an updated block, permanent lines, an interrupt, and the display of a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from raytrain_ddp.display.notebook import in_notebook
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
-# A stop of the run's own making: the kernel's interrupt is a SIGINT.
+# The cell interrupts itself: the kernel's interrupt is a SIGINT.
 INTERRUPTED = """
 import os, signal, threading
 from raytrain_ddp import LogConfig, TrainConfig, fit_locally
@@ -37,7 +37,7 @@ result = fit_locally(TrainConfig(name="stopped", storage="runs", epochs=1, log=l
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """The cells of the example, and one more, after they were run."""
+    """The cells of the example and one more, after execution."""
     book = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     assert all(not cell.get("outputs") for cell in book.cells)
     book.cells.append(nbformat.v4.new_code_cell(INTERRUPTED))  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def outputs(cell: Any, kind: str) -> list[Any]:
     return [each for each in cell.outputs if each.output_type == kind]
 
 
-def test_lines_last_and_the_block_is_gone(ran: list[Any]):
+def test_permanent_lines_remain_and_the_block_is_removed(ran: list[Any]):
     fitted = ran[0]
     text = "".join(each.text for each in outputs(fitted, "stream"))
     assert "eval" in text
@@ -63,7 +63,7 @@ def test_lines_last_and_the_block_is_gone(ran: list[Any]):
     assert "epoch" not in block.data["text/html"]
 
 
-def test_a_result_shows_metrics_curves_and_its_report(ran: list[Any]):
+def test_a_result_displays_metrics_curves_and_its_report(ran: list[Any]):
     (metrics,), (plot,), (report,) = (outputs(cell, "execute_result") for cell in ran[1:4])
     assert metrics.data["text/plain"].startswith("('finished',")
     assert base64.b64decode(plot.data["image/png"]).startswith(b"\x89PNG")
@@ -72,10 +72,10 @@ def test_a_result_shows_metrics_curves_and_its_report(ran: list[Any]):
     assert page.count("<") == 2  # all of the page is escaped
 
 
-def test_an_interrupt_leaves_a_checkpoint(ran: list[Any]):
+def test_an_interrupt_in_a_notebook_saves_a_checkpoint(ran: list[Any]):
     (ended,) = outputs(ran[4], "execute_result")
     assert ended.data["text/plain"].startswith("('interrupted', 130, True, ")
 
 
-def test_this_is_no_notebook():
+def test_pytest_is_not_recognized_as_a_notebook():
     assert not in_notebook()

@@ -1,4 +1,4 @@
-"""The display: pure formatting, the plain lines, and the live block as a terminal gets it."""
+"""The display: pure formatting, the plain lines, and the live block as a terminal receives it."""
 
 import io
 import math
@@ -31,7 +31,7 @@ second line
 (rank 0)"""
 
 
-def test_of_an_error_with_several_lines_the_first_is_shown():
+def test_only_the_first_line_of_an_error_is_shown():
     assert error_summary(TRACEBACK) == "The task failed: RuntimeError: sizes differ:"
     assert error_summary("a line\nand another") == "a line"
 
@@ -87,7 +87,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Time stands still unless a test moves it."""
+    """A fake clock, which only a test advances."""
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     stopped = Clock()
@@ -96,7 +96,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Stream(io.StringIO):
-    """Remembers what was there at the last flush."""
+    """Records what was written at the last flush."""
 
     flushed = ""
 
@@ -135,7 +135,7 @@ def block(shown: Display) -> list[str]:
         (183600, "51h00m"),
     ],
 )
-def test_seconds(seconds: float, text: str) -> None:
+def test_seconds_are_formatted(seconds: float, text: str) -> None:
     assert module.format_seconds(seconds) == text
 
 
@@ -151,7 +151,7 @@ def test_seconds(seconds: float, text: str) -> None:
         (25557032, "25,557,032"),
     ],
 )
-def test_counts(count: float, text: str) -> None:
+def test_counts_are_formatted(count: float, text: str) -> None:
     assert module.format_count(count) == text
 
 
@@ -166,17 +166,17 @@ def test_counts(count: float, text: str) -> None:
         ("top1", 0.97222, "97.22 %"),
         ("eval/top5", 1.0, "100.0 %"),
         ("accuracy", 0.5, "50.00 %"),
-        ("top1", 97.2, "97.20"),  # somebody's own percent already
+        ("top1", 97.2, "97.20"),  # already a percentage of the user's
         ("stop1", 0.5, "0.5000"),
     ],
 )
-def test_metrics_have_four_digits_and_accuracies_are_percent(
+def test_metrics_have_four_digits_and_accuracies_are_percentages(
     name: str, value: float, text: str
 ) -> None:
     assert module.format_metric(name, value) == text
 
 
-def test_plan_tells_the_arithmetic_in_one_line() -> None:
+def test_the_plan_is_one_line() -> None:
     batch, about = module.format_plan(event(PLAN))
     assert batch == ("64 = 4 slots x 16, on 2 workers; 1437 samples, 23 steps an epoch, 276 in all")
     assert about == "digits: 12 epochs on cpu, 12,345 parameters, 360 samples to evaluate"
@@ -186,7 +186,7 @@ def test_plan_tells_the_arithmetic_in_one_line() -> None:
     assert about.endswith("360 images to evaluate; resumed from step-00000120-a0001")
 
 
-def test_flow_breaks_between_parts_only() -> None:
+def test_flow_breaks_lines_only_between_parts() -> None:
     parts = [Text("epoch 1"), Text("loss 0.4"), Text("top1 97 %")]
     assert module.flow(parts, 80).plain == "epoch 1  loss 0.4  top1 97 %"
     assert module.flow(parts, 17).plain == "epoch 1  loss 0.4\n    top1 97 %"
@@ -194,7 +194,7 @@ def test_flow_breaks_between_parts_only() -> None:
     assert module.flow(parts, 3).plain == "epoch 1\n    loss 0.4\n    top1 97 %"
 
 
-def test_time_left_is_steps_left_at_the_usual_pace() -> None:
+def test_time_left_is_the_remaining_steps_at_the_usual_pace() -> None:
     pace = Pace(0, 100, 0.0)
     assert pace.left_s(10, 5.0) == pytest.approx(90 * 0.5)
     assert pace.left_s(20, 10.0) == pytest.approx(80 * 0.5)
@@ -212,10 +212,10 @@ def test_time_left_after_a_restart_waits_for_a_second_line() -> None:
     pace = Pace(50, 100, math.nan)
     assert math.isnan(pace.left_s(60, 1000.0))
     assert pace.left_s(70, 1002.0) == pytest.approx(30 * 0.2)
-    assert pace.left_s(80, 1.0) == pytest.approx(20 * 0.2)  # a clock that began anew is passed over
+    assert pace.left_s(80, 1.0) == pytest.approx(20 * 0.2)  # a restarted clock is ignored
 
 
-def test_plain_lines_read_as_a_log(clock: Clock) -> None:
+def test_plain_lines_look_like_a_log(clock: Clock) -> None:
     shown, stream = plain()
     with shown:
         shown.handle({"kind": "phase", "name": "starting Ray"})
@@ -265,7 +265,7 @@ def test_each_plain_line_is_flushed_at_once() -> None:
     assert "step  10/276" in stream.flushed
 
 
-def test_what_limits_a_run_is_reported_once_it_is_known_and_again_when_it_changes(
+def test_the_bottleneck_is_reported_once_known_and_again_when_it_changes(
     clock: Clock,
 ) -> None:
     shown, stream = plain()
@@ -306,7 +306,7 @@ def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> 
     assert plain_steps(stream) == [10, 23, 40]
     assert re.search(r"epoch +2/12  step +40/276", stream.getvalue())
     shown.handle(evaluation(69))
-    assert plain_steps(stream) == [10, 23, 40, 60]  # an evaluation lets nothing be held back
+    assert plain_steps(stream) == [10, 23, 40, 60]  # an evaluation flushes held-back lines
     shown.handle(train(70))
     shown.handle(train(75))
     with shown:
@@ -314,7 +314,7 @@ def test_plain_lines_end_each_epoch_whether_or_not_its_last_step_is_logged() -> 
     assert plain_steps(stream)[-1] == 75  # nor does the end
 
 
-def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_again() -> None:
+def test_a_dead_workers_steps_after_the_last_line_are_reported_as_repeated() -> None:
     shown, stream = plain()
     with shown:
         shown.handle(PLAN)
@@ -335,10 +335,8 @@ def test_steps_that_a_dead_worker_made_after_the_last_line_are_reported_as_made_
         ({"replaced": [], "world_size": 2}, "continuing with 2 workers after step 136 of 276\n"),
     ],
 )
-def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
-    plan: dict[str, Any], reported: str
-) -> None:
-    """The step in progress was not done."""
+def test_a_replaced_or_omitted_worker_repeats_no_steps(plan: dict[str, Any], reported: str) -> None:
+    """The step in progress had not been completed."""
     shown, stream = plain()
     with shown:
         shown.handle(PLAN)
@@ -349,7 +347,7 @@ def test_a_worker_that_is_replaced_or_left_out_repeats_nothing(
     assert "again" not in stream.getvalue()
 
 
-def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
+def test_a_restart_is_reported_in_one_line_and_the_run_continues() -> None:
     for shown, stream in (plain(), live()):
         with shown:
             shown.handle(PLAN)
@@ -365,7 +363,7 @@ def test_a_restart_is_reported_in_one_line_and_the_run_goes_on() -> None:
         assert "epoch  6/12  step 138/276  eval" in out
 
 
-def test_time_left_counts_pauses_and_starts_anew_with_the_workers() -> None:
+def test_time_left_includes_pauses_and_is_reset_when_workers_change() -> None:
     shown, _ = live()
 
     def left() -> list[str]:
@@ -388,7 +386,7 @@ def test_time_left_counts_pauses_and_starts_anew_with_the_workers() -> None:
     assert left() == []
 
 
-def test_unknown_kinds_pass() -> None:
+def test_unknown_event_kinds_are_ignored() -> None:
     shown, stream = plain()
     shown.handle({"kind": "at", "step": 3})
     shown.handle({"kind": "died", "texts": {}})
@@ -423,7 +421,7 @@ MORE = [
 ]
 
 
-def test_summary_tells_the_end() -> None:
+def test_the_summary_states_how_the_run_ended() -> None:
     shown, stream = plain()
     shown.summary("digits", RESULT, "", MORE)
     assert stream.getvalue().splitlines() == [
@@ -437,7 +435,7 @@ def test_summary_tells_the_end() -> None:
     ]
 
 
-def test_summary_leaves_out_what_is_not_there() -> None:
+def test_the_summary_omits_missing_values() -> None:
     shown, stream = plain()
     end = replace(RESULT, status="interrupted", step=120, best={}, last={}, seconds={})
     shown.summary("digits", end)
@@ -445,7 +443,7 @@ def test_summary_leaves_out_what_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_live_summary_never_breaks_a_path_or_a_command(width: int) -> None:
+def test_the_live_summary_never_wraps_a_path_or_a_command(width: int) -> None:
     shown, stream = live(width)
     shown.__enter__()
     shown.summary("digits", RESULT, "", MORE)
@@ -459,7 +457,7 @@ LIMIT = "waits for data 38 % of the time: more CPUs per worker, smaller images, 
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
-def test_what_limits_a_run_is_broken_between_words_in_a_narrow_terminal(width: int) -> None:
+def test_the_bottleneck_is_wrapped_between_words_in_a_narrow_terminal(width: int) -> None:
     shown, stream = live(width)
     shown.summary("digits", RESULT, LIMIT)
     out = CONTROL.sub("", stream.getvalue())
@@ -471,7 +469,7 @@ def test_what_limits_a_run_is_broken_between_words_in_a_narrow_terminal(width: i
     assert f"  training           {LIMIT}\n" in stream.getvalue()
 
 
-def test_a_run_that_is_beyond_the_epochs_wanted_now_is_at_100_percent_of_its_last() -> None:
+def test_a_run_beyond_the_requested_epochs_shows_100_percent_of_its_last_epoch() -> None:
     shown, _ = live(60)
     shown.handle(PLAN | {"start_step": 276, "total_steps": 138, "epochs": 6})
     assert "100 %" in block(shown)[0]
@@ -479,7 +477,7 @@ def test_a_run_that_is_beyond_the_epochs_wanted_now_is_at_100_percent_of_its_las
     assert block(shown)[1].startswith("epoch 6/6 ")
 
 
-def test_live_phase_spins_and_leaves_its_duration(clock: Clock) -> None:
+def test_a_live_phase_spins_and_leaves_a_line_with_its_duration(clock: Clock) -> None:
     shown, stream = live()
     shown.handle({"kind": "phase", "name": "starting Ray"})
     clock.now += 1.5
@@ -494,7 +492,7 @@ def test_live_phase_spins_and_leaves_its_duration(clock: Clock) -> None:
     assert "placing" not in "".join(block(shown))
 
 
-def test_the_next_phase_is_there_when_the_finished_one_is_printed(
+def test_the_next_phase_is_shown_when_the_finished_one_is_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Printing redraws the block: an empty one in between would flicker."""
@@ -507,7 +505,7 @@ def test_the_next_phase_is_there_when_the_finished_one_is_printed(
     assert "placing 2 workers" in seen[0]
 
 
-def test_live_block_has_everything(clock: Clock) -> None:
+def test_the_live_block_shows_progress_speed_and_time_left(clock: Clock) -> None:
     shown, stream = live()
     shown.handle(PLAN | {"unit": "images"})
     shown.handle(train(60))
@@ -529,14 +527,14 @@ def test_live_block_has_everything(clock: Clock) -> None:
         "compute 88 %",
         "data 12 %",
         "memory 900 MiB",
-        "15 s left",  # 207 steps at 0.1 s, of which 5.7 s are over
+        "15 s left",  # 207 steps at 0.1 s, 5.7 s of which have passed
         "saved step 46",
     ]
     assert "loss" not in stream.getvalue()  # training lines are in the block only
 
 
 @pytest.mark.parametrize("width", [16, 20, 40, 60, 80, 100, 200])
-def test_live_block_fits_and_keeps_its_shape(width: int) -> None:
+def test_the_live_block_fits_the_terminal_and_keeps_its_shape(width: int) -> None:
     shown, _ = live(width)
     shown.handle(PLAN)
     shapes = set()
@@ -560,7 +558,7 @@ def test_live_evaluation_is_one_line_of_80_columns() -> None:
     assert last == "epoch  1/12  step  23/276  eval  loss 0.4000  top1 97.22 %  top5 100.0 %  ★"
 
 
-def test_live_loss_is_smoothed_but_nan_shows_at_once_and_passes() -> None:
+def test_the_live_loss_is_smoothed_except_for_nan() -> None:
     shown, _ = live()
     shown.handle(PLAN)
     for step, loss, text in ((1, 1.0, "1.000"), (2, 2.0, "1.300"), (3, math.nan, "nan")):
@@ -570,8 +568,8 @@ def test_live_loss_is_smoothed_but_nan_shows_at_once_and_passes() -> None:
     assert "loss 3.000 " in " ".join(block(shown))
 
 
-def test_live_on_a_real_stream_ends_clean() -> None:
-    """What stands after the block is taken away are the permanent lines alone."""
+def test_the_live_block_is_erased_at_the_end() -> None:
+    """What remains after the block is erased are the permanent lines."""
     shown, stream = live()
     with shown:
         shown.handle({"kind": "phase", "name": "starting Ray"})
@@ -580,7 +578,7 @@ def test_live_on_a_real_stream_ends_clean() -> None:
         shown.handle({"kind": "note", "text": "hello"})
     out = stream.getvalue()
     assert "\x1b[?25l" in out  # the cursor was hidden
-    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # and is back
+    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # and is shown again
     assert out.rindex("\x1b[2K") > out.rindex("━")  # the block was erased
     assert "note: hello\n" in CONTROL.sub("", out)
 
@@ -589,7 +587,7 @@ def test_live_on_a_real_stream_ends_clean() -> None:
     ("encoding", "tty", "expected"),
     [("utf-8", True, True), ("utf-8", False, False), ("ascii", True, False)],
 )
-def test_live_is_for_terminals_that_can_show_it(encoding: str, tty: bool, expected: bool) -> None:
+def test_the_live_block_needs_a_capable_terminal(encoding: str, tty: bool, expected: bool) -> None:
     class Terminal(io.TextIOWrapper):
         def isatty(self) -> bool:
             return tty
@@ -597,14 +595,14 @@ def test_live_is_for_terminals_that_can_show_it(encoding: str, tty: bool, expect
     stream = Terminal(io.BytesIO(), encoding=encoding)
     console = Console(file=stream, force_terminal=True, _environ={"TERM": "xterm"})
     with Display(console) as shown:
-        shown.handle({"kind": "note", "text": "5 → 6"})  # what ascii lacks must not raise
+        shown.handle({"kind": "note", "text": "5 → 6"})  # characters outside ASCII must not raise
     stream.flush()
     out = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
     assert ("\x1b[?25l" in out) is expected
     assert ("5 → 6" if encoding == "utf-8" else "5 ? 6") in out
 
 
-def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_disables_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     def written() -> str:
         stream = io.StringIO()
         console = Console(file=stream, force_terminal=True, color_system="standard")
@@ -616,8 +614,8 @@ def test_no_color_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[33m" not in written()
 
 
-def test_training_goes_on_when_the_reader_of_the_pipe_leaves() -> None:
-    """Ctrl-C ends ``fit | tee log`` at tee first: the run still has a checkpoint to write."""
+def test_training_continues_when_the_reader_of_the_pipe_exits() -> None:
+    """Ctrl-C ends tee first in ``fit | tee log``: the run still has a checkpoint to write."""
     script = (
         "import sys; from raytrain_ddp.display.progress_display import Display\n"
         "from raytrain_ddp.events import Note\n"
@@ -646,9 +644,9 @@ def test_the_display_needs_neither_torch_nor_ray() -> None:
     assert run.stdout == "[]\n"
 
 
-def test_a_narrower_terminal_leaves_no_pieces_of_the_block(monkeypatch: pytest.MonkeyPatch):
-    """tmux and others break the lines that are there; a terminal that cuts them off, as xterm does,
-    has no more rows than before."""
+def test_narrowing_the_terminal_leaves_no_fragments_of_the_block(monkeypatch: pytest.MonkeyPatch):
+    """tmux and others rewrap existing lines; a terminal that cuts them off, like xterm, has no more
+    rows than before."""
     for breaks in (True, False):
         for name in redraw.BREAKING:
             monkeypatch.delenv(name, raising=False)
@@ -673,7 +671,7 @@ def test_a_narrower_terminal_leaves_no_pieces_of_the_block(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_fault_58_a_terminal_that_is_closed_ends_nothing(live: bool) -> None:
+def test_fault_58_a_closed_terminal_does_not_end_the_run(live: bool) -> None:
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w", buffering=1) as terminal:
         display = Display(Console(file=terminal, force_terminal=True), live=live)

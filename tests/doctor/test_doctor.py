@@ -1,4 +1,4 @@
-"""`doctor`: what it says of findings, what it finds on this machine, and both on a real Ray."""
+"""`doctor`: its assessment of findings, its findings on this machine, and both on a real Ray."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Place = dict[str, Any]
 
 
 def place(name: str, ip: str = "10.0.0.1", gpus: int = 0) -> Place:
-    """A node on which all is well."""
+    """A node without problems."""
     disk = {"path": "/tmp", "total": 100 * GIB, "free": 60 * GIB}
     gpu = {"name": "NVIDIA H100", "total": 80 * GIB, "free": 79 * GIB}
     found: dict[str, Any] = {
@@ -144,7 +144,7 @@ def of(report: Report, check: str) -> list[Row]:
 
 @pytest.mark.parametrize("gpus", [0, 2])
 @pytest.mark.parametrize("names", [["one"], ["head", "w1", "w2"]])
-def test_a_healthy_cluster_has_nothing_but_ok(names: list[str], gpus: int):
+def test_a_healthy_cluster_has_only_ok_rows(names: list[str], gpus: int):
     report = assess(cluster(*names, gpus=gpus))
     assert {row.verdict for row in report.rows} == {"ok"}
     assert not any(row.advice for row in report.rows)
@@ -156,7 +156,7 @@ def test_a_healthy_cluster_has_nothing_but_ok(names: list[str], gpus: int):
     assert python.where == ("all 3 nodes" if len(names) > 1 else "one")
 
 
-# ------------------------------------------------------------------ one thing wrong at a time
+# ------------------------------------------------------------------ one problem at a time
 
 Change = Callable[[Findings, Place], object]
 
@@ -196,7 +196,7 @@ def across(**values: Any) -> Change:
 
 
 def cannot_meet(**values: Any) -> Change:
-    """The all-reduce across nodes has failed."""
+    """The all-reduce across nodes failed."""
 
     def change(findings: Findings, node: Place) -> None:
         findings["all_reduce"][-1]["error"] = "RuntimeError: Gloo connectFullMesh failed"
@@ -207,7 +207,7 @@ def cannot_meet(**values: Any) -> Change:
 
 VERSIONS = "facts.versions"
 CASES: list[tuple[str, Change, str, str, str]] = [
-    # check, change, verdict, words of what was found, words of the advice
+    # check, change, verdict, text of the finding, text of the advice
     ("workers", put_run(lacks="  CPU: want 9, have 8"), "fail", "want 9, have 8", "num-workers"),
     ("workers", put_run(fit=1), "fail", "room for 1", "cpus-per-worker"),
     ("node", put("facts", {"error": "no answer within 120 s"}), "fail", "no answer", "raylet"),
@@ -277,7 +277,7 @@ CASES: list[tuple[str, Change, str, str, str]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}: {case[3]}")
-def test_one_thing_wrong_on_one_node_is_found_there_with_advice(
+def test_a_single_problem_is_found_on_its_node_with_advice(
     case: tuple[str, Change, str, str, str],
 ):
     check, change, verdict, found, advice = case
@@ -294,14 +294,14 @@ def test_one_thing_wrong_on_one_node_is_found_there_with_advice(
 
 
 @pytest.mark.parametrize("listens", ["0.0.0.0", "::", "10.0.0.2"])
-def test_fault_46_a_dashboard_that_others_reach_fails_unless_it_asks_for_a_token(listens: str):
+def test_fault_46_a_publicly_reachable_dashboard_fails_unless_it_requires_a_token(listens: str):
     for mode, status in (("disabled", 3), ("token", 0)):
         findings = cluster("head", "w1")
         dashboard(listens, mode)(findings, findings["places"][1])
         assert assess(findings).exit_status == status
 
 
-def test_threads_are_judged_by_what_a_worker_shall_have():
+def test_threads_are_compared_with_the_workers_cpus():
     findings = cluster("one")
     findings["places"][0]["facts"]["settings"]["OMP_NUM_THREADS"] = "1"
     assert of(assess(findings), "threads")[0].verdict == "ok"
@@ -310,7 +310,7 @@ def test_threads_are_judged_by_what_a_worker_shall_have():
     assert (row.verdict, row.found) == ("warn", "OMP_NUM_THREADS=1")
 
 
-def test_braces_in_what_others_wrote_are_text():
+def test_braces_in_external_text_are_literal():
     findings = cluster("one")
     findings["places"][0]["facts"]["settings"]["OMP_NUM_THREADS"] = "{0}}"
     assert of(assess(findings), "threads")[0].found == "OMP_NUM_THREADS={0}}"
@@ -318,7 +318,7 @@ def test_braces_in_what_others_wrote_are_text():
     assert of(assess(findings), "storage")[0].found == "no '{}' in {bucket}"
 
 
-def test_free_memory_is_what_the_cgroup_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_free_memory_respects_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "memory.max").write_text(f"{2**30}\n")
     (tmp_path / "memory.current").write_text(f"{2**30 - 2**20}\n")
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 4096\nactive_file 7\n")
@@ -327,7 +327,7 @@ def test_free_memory_is_what_the_cgroup_leaves(tmp_path: Path, monkeypatch: pyte
     assert (found["limit"], found["available"]) == (2**30, 2**20 + 4096)
 
 
-def test_a_machine_without_gpus_is_well_and_a_gpu_run_on_it_is_not():
+def test_a_machine_without_gpus_passes_unless_the_run_needs_gpus():
     findings = cluster("one")
     assert of(assess(findings), "GPUs")[0] == Row("GPUs", "one", "none")
     findings["run"] = {**findings["run"], "lacks": "scaling.use_gpu = true, but there is no GPU"}
@@ -337,7 +337,7 @@ def test_a_machine_without_gpus_is_well_and_a_gpu_run_on_it_is_not():
     assert report.exit_status == 3
 
 
-def test_facts_that_a_system_does_not_tell_are_left_out():
+def test_facts_that_a_system_does_not_provide_are_omitted():
     findings = cluster("one")
     kept = ("host", "versions", "wires")
     findings["places"][0]["facts"] |= {
@@ -348,7 +348,7 @@ def test_facts_that_a_system_does_not_tell_are_left_out():
     assert not of(report, "memory")
 
 
-def test_of_nodes_with_folders_of_their_own_one_row_tells_who_shares_with_whom():
+def test_one_row_shows_which_nodes_share_a_folder():
     findings = cluster("head", "w1", "w2", "w3")
     apart = {"head": {"w2", "w3"}, "w1": {"w2", "w3"}, "driver": {"w2", "w3"}}
     apart |= {name: {"head", "w1", "driver", "w2", "w3"} - {name} for name in ("w2", "w3")}
@@ -375,13 +375,13 @@ def test_of_nodes_with_folders_of_their_own_one_row_tells_who_shares_with_whom()
         (["a", "b", "c", "d"], "a, b, c and 1 more"),
     ],
 )
-def test_where_is_said_in_few_words(names: list[str], expected: str):
+def test_node_names_are_summarized_briefly(names: list[str], expected: str):
     places = cluster("a", "b", "c", "d", "e")["places"]
     rows = grouped("x", {name: Note("same") for name in names}, places)
     assert [row.where for row in rows] == [expected]
 
 
-def test_places_that_differ_in_numbers_only_share_a_row_with_the_span():
+def test_findings_that_differ_only_in_numbers_share_a_row_with_a_range():
     places = cluster("a", "b", "c")["places"]
     sizes = {"a": 20 * GIB, "b": 24 * GIB, "c": 2**40}
     notes = {
@@ -416,7 +416,7 @@ def test_numbers_have_two_digits_and_a_unit():
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
+def test_the_table_fits_the_terminal_with_advice_below_each_problem(width: int):
     findings = cluster("head", "w1", "w2", gpus=8)
     findings["dashboard"] = ["0.0.0.0", 8265]
     findings["places"][1]["storage"] = {"error": "OSError: Permission denied: " + "long " * 30}
@@ -435,7 +435,7 @@ def test_the_table_fits_and_gives_advice_below_what_is_wrong(width: int):
     assert lines[at + 1].startswith("  -> Anyone who reaches Ray's ports")
 
 
-def test_an_error_of_a_node_is_reported_in_a_line():
+def test_a_nodes_error_is_reported_in_one_line():
     gloo = RuntimeError("Gloo failed with [/build/gloo/pair.cc:152] Connection refused$1\nmore")
     assert cluster_probe.describe_error(gloo) == "RuntimeError: Gloo failed with Connection refused"
     lacks = RuntimeError("The remote function failed to import ...\nImportError: no torch here\n")
@@ -445,7 +445,7 @@ def test_an_error_of_a_node_is_reported_in_a_line():
 # ------------------------------------------------------------------ facts of this machine
 
 
-def test_the_facts_of_this_machine_are_json_and_loading_them_loads_nothing():
+def test_machine_facts_are_json_and_their_module_imports_nothing_heavy():
     found = machine_facts.gather_machine_facts("/nowhere/yet/runs", dashboard=None)
     assert json.loads(json.dumps(found)) == found
     assert found["versions"]["python"].startswith("3.")
@@ -458,7 +458,7 @@ def test_the_facts_of_this_machine_are_json_and_loading_them_loads_nothing():
     assert found["settings"] is not None
 
 
-def test_gpus_are_those_that_nvidia_smi_tells_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_those_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "nvidia-smi").write_text(
         "#!/bin/sh\n"
         'case "$1" in --query*) echo "NVIDIA H100 80GB HBM3, 81559, 81008";;\n'
@@ -471,7 +471,7 @@ def test_gpus_are_those_that_nvidia_smi_tells_of(tmp_path: Path, monkeypatch: py
     assert machine_facts.driver() == {"version": "580.95.05", "cuda": "13.0"}
 
 
-def test_a_gpu_without_memory_of_its_own_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_dedicated_memory_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GB10, [N/A], [N/A]"\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -483,7 +483,7 @@ def test_a_gpu_without_memory_of_its_own_is_a_gpu(tmp_path: Path, monkeypatch: p
     assert (row.found, row.verdict) == ("1 x NVIDIA GB10", "ok")
 
 
-def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_token_readable_by_others_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     token = tmp_path / "token"
     token.write_text("secret")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
@@ -497,7 +497,7 @@ def test_a_token_that_others_may_read_is_noticed(tmp_path: Path, monkeypatch: py
     assert "secret" not in json.dumps(reported)
 
 
-def test_listeners_and_own_connections_are_found():
+def test_listening_sockets_and_own_connections_are_found():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert network_facts.listening(port) == ["127.0.0.1"]
@@ -509,7 +509,7 @@ def test_listeners_and_own_connections_are_found():
     assert network_facts.listening(port) == []
 
 
-def test_another_service_at_the_port_of_the_dashboard_has_no_mode():
+def test_another_service_on_the_dashboard_port_has_no_dashboard_mode():
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def greet() -> None:
@@ -533,14 +533,14 @@ def test_another_service_at_the_port_of_the_dashboard_has_no_mode():
         ("0000000000000000FFFF00000100007F", "127.0.0.1"),
     ],
 )
-def test_addresses_are_read_as_the_kernel_writes_them(digits: str, address: str):
+def test_addresses_are_parsed_from_the_kernels_format(digits: str, address: str):
     assert network_facts.address_of(digits) == address
 
 
 # ------------------------------------------------------------------ storage and data
 
 
-def test_the_storage_is_tried_with_the_commit_protocol_and_left_as_it_was(tmp_path: Path):
+def test_the_storage_is_tested_with_a_commit_and_left_unchanged(tmp_path: Path):
     uri = str(tmp_path / "new" / "runs")
     first = storage_probe.probe_commit(uri, "doctor-1", "place-0")
     second = storage_probe.probe_commit(uri, "doctor-1", "place-1")
@@ -555,7 +555,7 @@ def test_the_storage_is_tried_with_the_commit_protocol_and_left_as_it_was(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Path):
+def test_a_machine_with_its_own_folder_does_not_see_the_others(tmp_path: Path):
     for place_name in ("place-0", "place-1"):
         storage_probe.probe_commit(str(tmp_path / place_name), "doctor-1", place_name)
     seen = storage_probe.probe_visibility(
@@ -564,7 +564,7 @@ def test_a_machine_with_a_folder_of_its_own_does_not_see_the_others(tmp_path: Pa
     assert seen["sees"] == ["place-0"]
 
 
-def test_a_checkpoint_that_is_not_whole_when_read_elsewhere_is_an_error(tmp_path: Path):
+def test_a_checkpoint_incomplete_on_another_machine_is_an_error(tmp_path: Path):
     storage_probe.probe_commit(str(tmp_path), "doctor-1", "place-0")
     payload = next(tmp_path.glob("doctor-1/place-0/checkpoints/step-00000003-*/model.safetensors"))
     content = payload.read_bytes()
@@ -596,7 +596,7 @@ def test_storage_and_data_that_cannot_be_opened_are_reported_without_secrets(
     }
 
 
-def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_data_are_checked_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     reported = dataset_probe.probe_data(to_dict(TrainConfig()), str(tmp_path), [])
     assert (reported["train"][0], reported["eval"][0]) == (1437, 360)
@@ -606,7 +606,7 @@ def test_data_are_looked_at_as_a_worker_opens_them(tmp_path: Path, monkeypatch: 
 # ------------------------------------------------------------------ the command
 
 
-def test_help_comes_at_once(tmp_path: Path):
+def test_help_is_fast(tmp_path: Path):
     answer = run_cli("doctor", "--help-all", cwd=tmp_path)
     assert answer.status == 0
     assert "--address" in answer.out
@@ -615,7 +615,7 @@ def test_help_comes_at_once(tmp_path: Path):
     assert answer.cpu_s < 1
 
 
-def test_what_no_cluster_could_run_is_refused_before_ray_is_loaded(tmp_path: Path):
+def test_an_invalid_config_is_refused_before_ray_is_imported(tmp_path: Path):
     answer = run_cli("doctor", "--model.name", "resnot18", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (2, [])
     answer = run_cli("doctor", "--address", "127.0.0.1:1", cwd=tmp_path)
@@ -629,7 +629,7 @@ def test_what_no_cluster_could_run_is_refused_before_ray_is_loaded(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def ray_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A Ray of one node, whose processes are in another folder than this one is later."""
+    """A one-node Ray whose processes are in a different folder from this process later."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update(SETTINGS)
@@ -645,7 +645,7 @@ def ray_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
-def test_doctor_examines_a_real_ray_and_leaves_nothing(
+def test_doctor_checks_a_real_ray_and_leaves_nothing(
     ray_elsewhere: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     status = main(["--json", "--storage", str(tmp_path / "runs")])
@@ -664,7 +664,7 @@ def test_doctor_examines_a_real_ray_and_leaves_nothing(
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
-def test_a_storage_that_is_another_folder_on_the_node_is_found_before_the_run(
+def test_a_storage_folder_not_shared_by_the_node_is_found_before_the_run(
     ray_elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`doctor --run`: how a run is, by what it has written."""
+"""`doctor --run`: the state of a run, according to its files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def written(
     quiet_s: float = 0.0,
     owner: Owner | None = None,
 ) -> Path:
-    """A run's folder, of which nothing but the lease was written for `quiet_s`."""
+    """A run's folder in which only the lease has been written for `quiet_s`."""
     run = folder / "runs" / "r"
     run.mkdir(parents=True)
     (run / CONFIG_FILE).write_text(dumps(TrainConfig(name="r")))
@@ -69,7 +69,7 @@ def rows(run: Path) -> tuple[Report, dict[str, Row]]:
     return report, {row.check: row for row in report.rows}
 
 
-def test_a_run_that_gets_on_is_well(tmp_path: Path):
+def test_a_run_that_makes_progress_is_ok(tmp_path: Path):
     run = written(tmp_path, [PLAN], [line(10), line(20)], owner=Owner.here())
     report, row = rows(run)
     assert report.exit_status == 0
@@ -82,7 +82,7 @@ def test_a_run_that_gets_on_is_well(tmp_path: Path):
     )
 
 
-def test_fault_33_a_run_that_writes_nothing_for_long_does_not_get_on(tmp_path: Path):
+def test_fault_33_a_run_that_writes_nothing_for_long_makes_no_progress(tmp_path: Path):
     run = written(tmp_path, [PLAN], [line(10), line(20)], 55.0, Owner.here())  # 11 lines
     report, row = rows(run)
     assert row["progress"].verdict == "fail"
@@ -91,7 +91,7 @@ def test_fault_33_a_run_that_writes_nothing_for_long_does_not_get_on(tmp_path: P
 
 
 @pytest.mark.parametrize("quiet_s", [45.0, 599.0])
-def test_slow_lines_and_a_start_take_their_time(tmp_path: Path, quiet_s: float):
+def test_a_slow_run_and_a_start_get_a_longer_time_limit(tmp_path: Path, quiet_s: float):
     records = [line(10), line(20)] if quiet_s < 50 else []
     report, _ = rows(written(tmp_path, [PLAN], records, quiet_s, Owner.here()))
     assert report.exit_status == 0
@@ -113,14 +113,14 @@ EVALUATED = {"kind": "eval", "step": 20, "metrics": {}}
         ([PLAN, FAILED, PLAN], [line(10), line(20)], PreflightError.exit_status),
     ],
 )
-def test_a_first_line_an_evaluation_and_a_new_start_take_their_time(
+def test_a_first_line_an_evaluation_and_a_restart_get_a_longer_time_limit(
     tmp_path: Path, events: list[Any], records: list[Any], exit_status: int
 ):
     report, _ = rows(written(tmp_path, events, records, 300.0, Owner.here()))
     assert report.exit_status == exit_status
 
 
-def test_a_driver_that_has_just_begun_is_not_judged_by_what_the_one_before_wrote(tmp_path: Path):
+def test_a_driver_that_just_started_is_not_judged_by_older_records(tmp_path: Path):
     run = written(tmp_path, [PLAN], [line(10), line(20)], 7200.0, Owner.here())
     os.utime(run / CONFIG_FILE, (time.time() - 40,) * 2)
     report, row = rows(run)
@@ -128,7 +128,7 @@ def test_a_driver_that_has_just_begun_is_not_judged_by_what_the_one_before_wrote
     assert row["progress"].found == "step 20 of 100 (20 %), 40 s ago"
 
 
-def test_fault_32_a_rank_with_more_slots_is_not_warned_of_nor_one_that_is_no_more(tmp_path: Path):
+def test_fault_32_a_rank_with_more_slots_or_no_longer_present_is_not_reported(tmp_path: Path):
     for number, size in enumerate((3, 2)):
         plan = {**PLAN, "slots": 4, "world_size": size}
         records = [line(10 * n, rank=2, ratio=2.2, phase="compute") for n in range(1, 9)]
@@ -136,7 +136,7 @@ def test_fault_32_a_rank_with_more_slots_is_not_warned_of_nor_one_that_is_no_mor
         assert row["slowest"].verdict == ("ok" if size == 3 else "warn")
 
 
-def test_a_run_whose_driver_died_or_that_nobody_drives_is_reported(tmp_path: Path):
+def test_a_run_with_a_dead_or_no_driver_is_reported(tmp_path: Path):
     dead = replace(Owner.here(), born=1)
     run = written(tmp_path, [PLAN], [line(20)], owner=dead)
     report, row = rows(run)
@@ -150,7 +150,7 @@ def test_a_run_whose_driver_died_or_that_nobody_drives_is_reported(tmp_path: Pat
     assert rows(run)[1]["driver"].found == "ended with status 0"
 
 
-def test_a_run_that_only_its_checkpoint_calls_finished_has_ended(tmp_path: Path):
+def test_a_run_with_a_finished_checkpoint_has_ended(tmp_path: Path):
     run = written(tmp_path, [PLAN], [line(100)])
     done = Manifest(100, 1, 1, 3, {}, "data", finished=True)
     checkpoint_store(open_run(str(run))).commit(done, {})
@@ -159,7 +159,7 @@ def test_a_run_that_only_its_checkpoint_calls_finished_has_ended(tmp_path: Path)
     assert assess_run(status).rows[0].found == "finished"
 
 
-def test_fault_32_a_slow_rank_and_what_limits_the_run_are_reported(tmp_path: Path):
+def test_fault_32_a_slow_rank_and_the_bottleneck_are_reported(tmp_path: Path):
     straggler = {"kind": "straggler", "rank": 2, "host": "w2", "phase": "data", "text": ""}
     records = [line(10 * n, rank=2, ratio=3.0) for n in range(1, 9)]
     _, row = rows(written(tmp_path, [PLAN, straggler], records, owner=Owner.here()))
@@ -169,7 +169,7 @@ def test_fault_32_a_slow_rank_and_what_limits_the_run_are_reported(tmp_path: Pat
     assert row["limit"].found == "waits for rank 2 60 % of the time"
 
 
-def test_failures_and_hangs_warn_until_a_checkpoint_follows_and_name_their_stacks(tmp_path: Path):
+def test_failures_and_hangs_warn_with_stacks_until_the_next_checkpoint(tmp_path: Path):
     run = written(tmp_path, [PLAN, FAILED], [line(20)], owner=Owner.here())
     folder = run / HANGS / "20260101000000-abcd"
     folder.mkdir(parents=True)
@@ -195,7 +195,7 @@ def test_a_hang_whose_failure_is_not_reported_yet_warns(tmp_path: Path):
     assert (row["failures"].verdict, row["hang"].verdict) == ("ok", "warn")
 
 
-def test_records_without_numbers_and_damaged_files_are_no_errors(tmp_path: Path):
+def test_records_without_numbers_and_damaged_files_are_tolerated(tmp_path: Path):
     odd = line(30)
     odd["timing"] |= {"step_s": None, "split_s": {"compute": None}}
     odd |= {"samples_per_s": None, "loss": None}
@@ -218,7 +218,7 @@ def test_records_without_numbers_and_damaged_files_are_no_errors(tmp_path: Path)
     assert newest["samples_per_s"] is None
 
 
-def test_a_run_that_an_error_ended_says_which(tmp_path: Path):
+def test_a_run_ended_by_an_error_names_it(tmp_path: Path):
     traceback = "Traceback (most recent call last):\n  x\nKeyError: 'z'\n"
     ended = {"kind": "end", "status": 1, "message": f"the task failed on b, rank 1:\n{traceback}"}
     run = written(tmp_path, [PLAN, ended], [line(20)])
@@ -236,7 +236,7 @@ def test_weights_that_were_repaired_are_reported(tmp_path: Path):
     assert "conv.weight" in row["divergence"].found
 
 
-def test_the_command_takes_a_name_answers_without_torch_and_says_where_no_run_is(tmp_path: Path):
+def test_the_command_takes_a_name_avoids_torch_and_reports_a_missing_run(tmp_path: Path):
     written(tmp_path, [PLAN], [line(10)], 700.0, Owner.here())
     answer = run_cli("doctor", "--run", "r", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (PreflightError.exit_status, [])
@@ -248,7 +248,7 @@ def test_the_command_takes_a_name_answers_without_torch_and_says_where_no_run_is
     assert "no run there" in answer.err
 
 
-def test_a_folder_that_may_only_be_read_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_read_only_folder_is_sufficient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = written(tmp_path, [PLAN], [line(10)], owner=Owner.here())
     storage = open_storage(str(run))
 

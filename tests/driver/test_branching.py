@@ -39,7 +39,7 @@ def base(workers: Group, tmp_path: Path) -> TrainConfig:
     return config
 
 
-def test_a_branch_without_changes_ends_with_the_bits_of_the_other_run(
+def test_a_branch_without_changes_ends_with_the_same_bits_as_the_base_run(
     workers: Group, base: TrainConfig
 ):
     copy, nested = replace(base, name="copy"), replace(base, name="nested")
@@ -51,7 +51,7 @@ def test_a_branch_without_changes_ends_with_the_bits_of_the_other_run(
     assert read_history(run_storage(copy))[:5] == read_history(run_storage(base))[:5]
 
 
-def test_changes_count_from_the_first_step_on_and_survive_a_kill(workers: Group, base: TrainConfig):
+def test_changes_apply_from_the_first_step_and_survive_a_kill(workers: Group, base: TrainConfig):
     optim = replace(OPTIM, lr=0.02, weight_decay=0.3, momentum=0.5, nesterov=False)
     names = [f"optim.{name}" for name in ("lr", "weight_decay", "momentum", "nesterov")]
     changed = [replace(base, name=name, optim=optim) for name in ("left-alone", "killed")]
@@ -88,7 +88,7 @@ def test_changes_count_from_the_first_step_on_and_survive_a_kill(workers: Group,
         ({"optim": replace(OPTIM, name="adamw")}, ("optim.name",), "optim.name: cannot differ"),
     ],
 )
-def test_a_wrong_change_is_refused(
+def test_an_invalid_change_is_refused(
     base: TrainConfig, changes: dict[str, Any], allowed: tuple[str, ...], reported: str
 ):
     run = find_run(replace(base, name="new", **changes))
@@ -97,7 +97,7 @@ def test_a_wrong_change_is_refused(
     assert not Path(run.folder.path).exists()
 
 
-def test_a_run_that_began_elsewhere_and_one_that_is_missing_or_done_are_refused(
+def test_a_base_run_that_conflicts_is_missing_or_is_finished_is_refused(
     workers: Group, base: TrainConfig
 ):
     with pytest.raises(CheckpointError, match=r"--resume-from gone: .*/gone: no checkpoint there"):
@@ -147,6 +147,6 @@ def test_the_same_command_branches_then_continues(
     assert reported["text"].endswith("a0001, with optim.lr 0.1 -> 0.01")
     steps = [r["step"] for r in read_history(run_storage(new)) if r["kind"] == "train"]
     assert steps == sorted(set(steps))
-    Path("runs/base").rename("runs/elsewhere")  # is not needed anymore
+    Path("runs/base").rename("runs/elsewhere")  # is no longer needed
     assert fit_locally(replace(new, steps=6), **options).step == 6
     assert json.loads(Path("runs/new/branch.json").read_text())["origin"] == "base"

@@ -1,4 +1,4 @@
-"""``--emit``: the files of clusters/ with a run filled in, held to the same checks."""
+"""``--emit``: the files of clusters/ filled in for a run, subject to the same checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def emitted(kind: Kind, *words: str) -> Emitted:
 
 
 def config_of(text: str) -> TrainConfig:
-    """That of the one run that the text starts."""
+    """The config of the single run that the text starts."""
     (config,) = configs(text)
     return config
 
@@ -69,7 +69,7 @@ def test_the_printed_command_has_the_same_config(words: str):
     assert parse_fit(shlex.split(text)[3:]).config == args.config
 
 
-def test_a_word_that_no_command_line_can_hold_is_refused():
+def test_a_value_that_no_command_line_can_contain_is_refused():
     for config in (
         TrainConfig(data=DataConfig(classes=("b", "-x"))),
         TrainConfig(task="my.py:Task", task_options={"sign": "-x"}),
@@ -78,14 +78,14 @@ def test_a_word_that_no_command_line_can_hold_is_refused():
             emit(config, "command")
 
 
-def test_a_recipe_of_ones_own_needs_no_file_on_the_cluster(tmp_path: Path):
+def test_a_users_recipe_needs_no_file_on_the_cluster(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text("epochs = 4\n[optim]\nlr = 0.5\n")
     text = emitted("command", str(path)).text
     assert text == "python -m raytrain_ddp.fit --name mine --epochs 4 --optim.lr 0.5\n"
 
 
-def test_what_is_secret_in_a_uri_is_left_out_and_that_is_reported():
+def test_secrets_in_a_uri_are_omitted_with_a_note():
     reported = emitted("command", "--storage", "s3://me:secret@bucket/runs?region=eu-west-1")
     assert "secret" not in reported.text
     assert "s3://bucket/runs?region=eu-west-1" in reported.text
@@ -108,7 +108,7 @@ def test_what_is_secret_in_a_uri_is_left_out_and_that_is_reported():
         (ScalingConfig(3, True, placement="SPREAD"), 4, Machines(3, 8, 1, 11)),
     ],
 )
-def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machines):
+def test_the_nodes_have_room_for_all_workers(scaling: ScalingConfig, most: int, want: Machines):
     photos = DataConfig(source="photos")
     config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling, data=photos)
     assert machines(config, most) == want
@@ -125,7 +125,7 @@ def test_nodes_hold_all_workers(scaling: ScalingConfig, most: int, want: Machine
         ("s3://b/x", True, 7),
     ],
 )
-def test_memory_follows_what_the_data_may_hold(source: str, gpus: bool, each_gib: int):
+def test_requested_memory_follows_the_data_settings(source: str, gpus: bool, each_gib: int):
     config = TrainConfig(scaling=ScalingConfig(2, gpus), data=DataConfig(source=source))
     assert machines(config, 4).memory_gib == 2 * each_gib + 4
     more = replace(config.data, memory_mib=2048, prefetch_mib=2048)
@@ -151,7 +151,7 @@ def test_a_slurm_job_without_gpus_asks_for_none():
     assert "gpus-per-node" not in check_sbatch(reported.text)
 
 
-def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
+def test_the_emitted_job_runs_and_accepts_more_flags(tmp_path: Path):
     words = ["digits", "--storage", str(tmp_path / "my runs"), *GPUS, "2", "--epochs", "5"]
     script = tmp_path / "job.sbatch"
     script.write_text(emitted("slurm", *words).text)
@@ -162,7 +162,7 @@ def test_the_emitted_job_runs_and_takes_more_flags(tmp_path: Path):
     try:
         job.wait_until((tmp_path / "training").exists, 30)
         job.warn(signal.SIGTERM)
-        assert job.status(30) == 143, job.said
+        assert job.status(30) == 143, job.output
     finally:
         job.end()
     run = parse_fit(json.loads((tmp_path / "fit.json").read_text())).config
@@ -212,7 +212,9 @@ def test_pods_without_gpus_ask_for_none():
         ("abfss://box@my.dfs.core.windows.net/runs", "azure", "vmSize", "Standard_NC16as_T4_v3"),
     ],
 )
-def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: str, type_name: str):
+def test_the_cloud_is_chosen_by_the_storage(
+    storage: str, provider: str, field: str, type_name: str
+):
     words = ("--storage", storage, *GPUS, "1:4", "--scaling.cpus-per-worker", "12")
     reported = emitted("ray-up", *words)
     cluster = check_ray_up(reported.text)
@@ -230,7 +232,7 @@ def test_the_cloud_is_that_of_the_storage(storage: str, provider: str, field: st
         assert "storageAccounts/my/blobServices/default/containers/box" in reported.text
 
 
-def test_ones_own_machines_for_a_folder_which_is_warned_of():
+def test_a_folder_as_storage_selects_local_machines_with_a_warning():
     reported = emitted("ray-up", "--storage", "/shared/it's", "--data.source", "photos", *GPUS, "3")
     cluster = check_ray_up(reported.text)
     assert cluster["provider"]["type"] == "local"
@@ -247,7 +249,7 @@ def test_ones_own_machines_for_a_folder_which_is_warned_of():
         (*GPUS, "2", "--scaling.placement", "STRICT_PACK"),
     ],
 )
-def test_a_worker_for_whom_no_machine_is_known_is_refused(words: tuple[str, ...]):
+def test_a_worker_that_fits_no_known_machine_is_refused(words: tuple[str, ...]):
     with pytest.raises(ConfigError, match="no known machine of aws"):
         emitted("ray-up", "--storage", "s3://b/runs", *words)
 
@@ -255,7 +257,7 @@ def test_a_worker_for_whom_no_machine_is_known_is_refused(words: tuple[str, ...]
 @pytest.mark.parametrize(
     ("run", "named"), [("My_Run.2", "my-run-2"), ("7up", "run-7up"), ("a" * 60, "a" * 40)]
 )
-def test_objects_have_names_that_kubernetes_takes(run: str, named: str):
+def test_object_names_are_valid_in_kubernetes(run: str, named: str):
     assert object_name(run) == named
 
 
@@ -263,9 +265,7 @@ def test_objects_have_names_that_kubernetes_takes(run: str, named: str):
 
 
 @pytest.mark.parametrize("kind", ["slurm", "kuberay", "ray-up", "command"])
-def test_the_command_prints_the_file_and_nothing_else_without_torch_or_ray(
-    kind: str, tmp_path: Path
-):
+def test_the_command_prints_only_the_file_without_torch_or_ray(kind: str, tmp_path: Path):
     answer = run_cli("fit", "digits", "--emit", kind, cwd=tmp_path)
     assert answer.status == 0
     assert not answer.heavy

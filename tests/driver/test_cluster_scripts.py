@@ -1,4 +1,4 @@
-"""The files of clusters/ as far as they can be tried without a cluster; Slurm: test_slurm.py."""
+"""The files of clusters/, tested without a cluster; for Slurm, see test_slurm.py."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def text_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["lan", *CLOUDS])
-def test_a_file_for_ray_up_fits_rays_schema_and_says_how_it_is_used(name: str):
+def test_a_ray_up_file_fits_rays_schema_and_explains_its_use(name: str):
     cluster = check_ray_up(text_of(f"{name}.yaml"))
     assert cluster["cluster_name"] == "raytrain"
     assert list(opening(text_of(f"{name}.yaml"))) == ["bring up", "train", "take down"]
 
 
-def test_a_misspelt_field_would_be_noticed():
+def test_a_misspelled_field_is_detected():
     with pytest.raises(Exception, match="idle_timeout_minuets"):
         check_ray_up(text_of("aws.yaml").replace("idle_timeout_minutes", "idle_timeout_minuets"))
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_clouds_take_spot_workers_and_a_head_that_stays(name: str):
+def test_cloud_files_use_spot_workers_and_an_on_demand_head(name: str):
     types = yaml.safe_load(text_of(f"{name}.yaml"))["available_node_types"]
     spot = re.compile("spot", re.IGNORECASE)
     assert spot.search(json.dumps(types["worker"]["node_config"]))
     assert not spot.search(json.dumps(types["head"]["node_config"]))
 
 
-def test_aws_lets_nobody_in_and_gives_its_machines_one_bucket_only():
+def test_aws_machines_allow_no_inbound_access_and_only_one_bucket():
     text = text_of("aws.yaml")
     cluster = yaml.safe_load(text)
     for kind, config in cluster["available_node_types"].items():
@@ -82,8 +82,8 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def test_azures_first_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Path):
-    """By Azure's own command line: nothing that is installed is edited."""
+def test_azures_first_command_restricts_rays_ssh_rule(tmp_path: Path):
+    """With Azure's own command line: no installed file is edited."""
     text = text_of("azure.yaml")
     template = json.loads(
         in_ray("autoscaler/_private/_azure/azure-config-template.json").read_text()
@@ -110,11 +110,11 @@ def test_azures_first_command_narrows_the_one_ssh_rule_that_ray_has(tmp_path: Pa
 
 
 def larger(name: str) -> str:
-    """A file of a cloud with its lines for machines of several GPUs."""
+    """A cloud's file with its lines for machines with several GPUs."""
     return re.sub(r"(?m)^( +)# (\w+: .*) # several GPUs.*$", r"\1\2", text_of(f"{name}.yaml"))
 
 
-def test_awss_machines_are_what_run_instances_takes():
+def test_aws_machines_match_the_run_instances_api():
     """Strictly, by AWS's own description of its API; also with several GPUs."""
     from botocore.session import get_session
     from botocore.validate import ParamValidator
@@ -131,7 +131,7 @@ def test_awss_machines_are_what_run_instances_takes():
     assert worker["Placement"] == {"GroupName": "raytrain"}
 
 
-def test_azures_machines_are_what_rays_template_takes():
+def test_azure_machines_match_rays_template():
     template = json.loads(in_ray("autoscaler/_private/_azure/azure-vm-template.json").read_text())
     for text in (text_of("azure.yaml"), larger("azure")):
         for config in yaml.safe_load(text)["available_node_types"].values():
@@ -144,8 +144,8 @@ def test_azures_machines_are_what_rays_template_takes():
     assert given["enableAcceleratedNetworking"] is True
 
 
-def test_googles_machines_are_what_instances_insert_takes():
-    """Strictly, by Google's own description of its API, where its client is installed."""
+def test_google_machines_match_the_instances_insert_api():
+    """Strictly, by Google's own description of its API, if its client is installed."""
     pytest.importorskip("googleapiclient")
     from googleapiclient.discovery_cache import get_static_doc  # type: ignore[import-not-found]
 
@@ -170,7 +170,7 @@ def test_googles_machines_are_what_instances_insert_takes():
             check(config["node_config"], {"$ref": "Instance"}, kind)
 
 
-def test_googles_worker_asks_for_the_driver():
+def test_google_workers_request_the_gpu_driver():
     for text in (text_of("gcp.yaml"), larger("gcp")):
         worker = yaml.safe_load(text)["available_node_types"]["worker"]["node_config"]
         assert worker["metadata"]["items"] == [{"key": "install-nvidia-driver", "value": "True"}]
@@ -186,7 +186,7 @@ def versions() -> list[dict[str, str]]:
     return [dict(zip(head.split(" | "), row.split(" | "), strict=True)) for row in rows[:2]]
 
 
-def test_the_versions_are_one_table():
+def test_all_versions_match_the_table():
     newest, oldest = versions()
     pins = " ".join(
         f"'{name}=={newest[key]}'"
@@ -209,7 +209,7 @@ def test_the_versions_are_one_table():
         assert f"{oldest[key]}.".startswith(f"{lowest[1]}."), key
 
 
-def test_the_table_has_the_cuda_of_the_torch_that_is_installed():
+def test_the_table_has_the_cuda_version_of_the_installed_torch():
     rows = {row["torch"]: row for row in versions()}
     row = rows.get(metadata.version("torch").partition("+")[0])
     needs = " ".join(metadata.requires("torch") or ())
@@ -232,7 +232,7 @@ def test_the_table_has_the_cuda_of_the_torch_that_is_installed():
     ],
 )
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_worker_whose_driver_is_too_old_says_so(
+def test_a_worker_with_an_outdated_driver_reports_it(
     tmp_path: Path, cloud: str, gpu: bool, driver: str, fits: bool
 ):
     (command,) = yaml.safe_load(text_of(f"{cloud}.yaml"))["worker_setup_commands"]
@@ -257,8 +257,8 @@ NOTICES = {
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path: Path, cloud: str):
-    """Its line as it is, in a shell that ends; only the metadata service is another."""
+def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path, cloud: str):
+    """Its line unchanged, in a shell that ends; only the metadata service is replaced."""
     cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
     assert "raytrain_ddp.spot" not in json.dumps(cluster["head_start_ray_commands"])
     ours, notes = tmp_path / "bin", tmp_path / "notes"
@@ -267,7 +267,7 @@ def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path:
         program(ours, "python", run)
         program(ours, "ray", f'echo "$1 $RAY_ADDRESS $NCCL_SOCKET_IFNAME" >> {notes}')
         program(ours, "ip", 'echo "$4 via 10.0.0.1 dev ens5 src 10.0.0.7 uid 1000 \\\\    cache"')
-        port = cloud_says.url.rpartition(":")[2]  # an address that no other test watches
+        port = cloud_says.url.rpartition(":")[2]  # an address that no other test uses
         home = {"HOME": str(tmp_path), "PATH": f"{ours}:/usr/bin:/bin", "RAY_HEAD_IP": f"h{port}"}
         home["PYTHONPATH"] = str(ROOT)
         command = f"({cluster['worker_start_ray_commands'][-1]})"
@@ -283,8 +283,8 @@ def test_a_worker_of_a_cloud_is_drained_at_its_notice_and_a_head_never(tmp_path:
     assert notes.read_text() == f"start  ens5\ndrain-node h{port}:6379 ens5\n"
 
 
-class Lan:
-    """A machine of lan.yaml, with commands that note how they are called."""
+class LanMachine:
+    """A machine of lan.yaml, with commands that record how they are called."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -303,17 +303,17 @@ class Lan:
 
 
 @pytest.fixture
-def lan(tmp_path: Path) -> Lan:
-    return Lan(tmp_path)
+def lan_machine(tmp_path: Path) -> LanMachine:
+    return LanMachine(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["head", "worker"])
-def test_a_machine_of_the_lan_has_the_address_by_which_ssh_came(lan: Lan, kind: str):
-    """Not that of its name, which Debian says is 127.0.1.1."""
-    start = lan.cluster[f"{kind}_start_ray_commands"][-1]
+def test_a_lan_machine_uses_the_address_of_its_ssh_connection(lan_machine: LanMachine, kind: str):
+    """Not the address of its host name, which is 127.0.1.1 on Debian."""
+    start = lan_machine.cluster[f"{kind}_start_ray_commands"][-1]
     ssh = "192.168.1.5 40000 192.168.1.11 22"
-    lan.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
-    call, *environment = lan.noted("ray")
+    lan_machine.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
+    call, *environment = lan_machine.noted("ray")
     assert "--node-ip-address=192.168.1.11" in call.split()
     assert ("--head" in call) == (kind == "head")
     assert ("--address=192.168.1.10:6379" in call) == (kind == "worker")
@@ -322,28 +322,28 @@ def test_a_machine_of_the_lan_has_the_address_by_which_ssh_came(lan: Lan, kind: 
     assert not any(line.startswith("OMP_NUM_THREADS") for line in environment)
 
 
-def test_taking_the_lan_down_ends_ray_on_all_workers(lan: Lan):
-    for command in lan.cluster["head_setup_commands"]:
-        lan.run(command)
+def test_ray_down_stops_ray_on_all_lan_workers(lan_machine: LanMachine):
+    for command in lan_machine.cluster["head_setup_commands"]:
+        lan_machine.run(command)
     config = {"auth": {"ssh_user": "you"}, "provider": {"worker_ips": ["w1", "w2"]}}
-    (lan.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
+    (lan_machine.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
     down = opening(text_of("lan.yaml"))["take down"]
     script = re.search(r"'(python .*)' && ray down", down)
     assert script is not None
-    lan.run(script[1])
-    assert lan.noted("ray")[0] == "ray stop"
-    ended = sorted(line.split()[-3:] for line in lan.noted("ssh"))
+    lan_machine.run(script[1])
+    assert lan_machine.noted("ray")[0] == "ray stop"
+    ended = sorted(line.split()[-3:] for line in lan_machine.noted("ssh"))
     assert ended == [[f"you@w{n}", "~/raytrain/bin/ray", "stop"] for n in (1, 2)]
 
 
-def test_the_lan_is_brought_up_by_the_autoscaler_that_starts_all_workers():
+def test_the_lan_uses_the_autoscaler_that_starts_all_workers():
     assert opening(text_of("lan.yaml"))["bring up"].startswith("RAY_UP_enable_autoscaler_v2=0 ")
 
 
 # ------------------------------------------------------------------ Kubernetes
 
 
-def test_kubernetes_objects_have_fields_that_kuberay_knows():
+def test_kubernetes_objects_have_only_fields_known_to_kuberay():
     job, cluster = check_kubernetes(text_of("kuberay.yaml"))
     assert (job["kind"], cluster["kind"]) == ("RayJob", "RayCluster")
     assert cluster["spec"]["enableInTreeAutoscaling"]
@@ -355,8 +355,8 @@ def test_kubernetes_objects_have_fields_that_kuberay_knows():
     assert all("nvidia.com/gpu" in limit for limit in limits)
 
 
-def test_the_commented_lines_of_kubernetes_are_fields_too():
-    """Queues, a node selector, a volume for runs: as they are once uncommented."""
+def test_commented_kubernetes_lines_are_valid_fields():
+    """Queues, a node selector, a volume for runs, as they are once uncommented."""
     line = r"(?m)^( +)# (- \{.*|[\w./-]+: [\w{].*)$"
     text = text_of("kuberay.yaml")
     assert len(re.findall(line, text)) == 2 * 3 + 2 + 2 * 4
@@ -380,12 +380,12 @@ def test_the_commented_lines_of_kubernetes_are_fields_too():
         ("mode: token", "modus: token", "modus"),
     ],
 )
-def test_a_misspelt_field_of_kubernetes_would_be_noticed(right: str, wrong: str, why: str):
+def test_a_misspelled_kubernetes_field_is_detected(right: str, wrong: str, why: str):
     with pytest.raises(AssertionError, match=why):
         check_kubernetes(text_of("kuberay.yaml").replace(right, wrong, 1))
 
 
-def test_the_image_has_the_ray_that_kuberay_expects():
+def test_the_image_has_the_ray_version_in_the_kuberay_file():
     docker = text_of("Dockerfile")
     assert re.search(r"apt-get install .* wget\b", docker), "for KubeRay's probes"
     versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, kept apart from what was trained."""
+"""events.jsonl: what happened to a run, kept separate from the training log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def kinds_and_steps(run: Storage) -> list[tuple[str, int]]:
 
 
 def begun(folder: Path, is_local: bool = True) -> Storage:
-    """A run that has begun; not local: one that has to be put as a whole, as into a bucket."""
+    """A run that has begun; if not local, one whose files are written as a whole, as in a
+    bucket."""
     folder.mkdir(exist_ok=True)
     (folder / CONFIG_FILE).touch()
     return Storage(pafs.LocalFileSystem(), str(folder), is_local)
@@ -97,7 +98,7 @@ def test_a_value_of_another_type_counts_as_missing():
     assert (failed.rank, failed.step) == (None, 4)
 
 
-def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
+def test_a_line_truncated_by_a_kill_loses_no_other_line(tmp_path: Path):
     run = begun(tmp_path)
     (tmp_path / EVENTS_FILE).write_text('{"kind": "plan", "start_step": 7}\n{"kind": "check')
     with EventLog(run, lambda _: None) as journal:
@@ -106,7 +107,7 @@ def test_a_line_torn_by_a_kill_costs_no_other_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local: bool):
+def test_events_are_held_back_until_the_run_has_begun(tmp_path: Path, is_local: bool):
     run = Storage(pafs.LocalFileSystem(), str(tmp_path), is_local)
     with EventLog(run, lambda _: None) as journal:
         journal({"kind": "note", "text": "a disk is slow"})
@@ -119,15 +120,15 @@ def test_until_a_run_has_begun_its_events_are_held_back(tmp_path: Path, is_local
     assert kinds_and_steps(run) == [("note", -1), ("plan", 0)]
 
 
-def test_fault_12_of_a_checkpoint_there_is_word_at_once_also_in_a_bucket(tmp_path: Path):
+def test_fault_12_checkpoint_events_are_written_at_once_even_to_a_bucket(tmp_path: Path):
     run = begun(tmp_path, is_local=False)
     journal = EventLog(run, lambda _: None)
     for step in (0, 20, 40):
         journal({"kind": "checkpoint", "step": step} if step else {"kind": "plan", "start_step": 0})
-        assert kinds_and_steps(run)[-1][1] == step  # nobody has closed it
+        assert kinds_and_steps(run)[-1][1] == step  # it has not been closed
 
 
-def test_a_store_that_fails_for_a_while_costs_no_event(
+def test_a_temporarily_failing_store_loses_no_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = begun(tmp_path, is_local=False)
@@ -145,7 +146,7 @@ def out_of_order(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_threads_lose_no_event_of_each_other(tmp_path: Path, is_local: bool):
+def test_concurrent_threads_lose_no_events(tmp_path: Path, is_local: bool):
     run = begun(tmp_path, is_local)
     with EventLog(run, lambda _: None) as journal:
 
@@ -161,7 +162,7 @@ def test_threads_lose_no_event_of_each_other(tmp_path: Path, is_local: bool):
     assert sorted(kinds_and_steps(run)) == [("checkpoint", step) for step in range(100)]
 
 
-def test_fault_08_an_event_that_a_full_disk_cuts_is_there_once(tmp_path: Path):
+def test_fault_08_an_event_truncated_by_a_full_disk_is_written_once(tmp_path: Path):
     run, soft = begun(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     with EventLog(run, lambda _: None) as journal:
         journal({"kind": "checkpoint", "step": 1})
@@ -176,7 +177,7 @@ def test_fault_08_an_event_that_a_full_disk_cuts_is_there_once(tmp_path: Path):
     assert kinds_and_steps(run) == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
 
 
-def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):
+def test_an_unwritable_journal_does_not_end_the_run(tmp_path: Path):
     run = open_storage(str(tmp_path / "file" / "run"))
     (tmp_path / "file").write_text("")
     shown = []
@@ -185,7 +186,7 @@ def test_a_journal_that_cannot_be_written_ends_nothing(tmp_path: Path):
     assert shown == [record(event({"kind": "plan", "start_step": 0}))]
 
 
-def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_path: Path):
+def test_fault_12_a_run_whose_checkpoints_were_all_deleted_does_not_restart_at_0(tmp_path: Path):
     config = tiny_config(tmp_path, "run")
     run = run_storage(config)
     store = checkpoint_store(run)
@@ -205,7 +206,7 @@ def test_fault_12_a_run_whose_checkpoints_are_all_gone_does_not_begin_at_0(tmp_p
         find_run(config)
 
 
-def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path: Path):
+def test_fault_12_a_run_killed_before_its_first_checkpoint_restarts(tmp_path: Path):
     config = tiny_config(tmp_path, "run")
     run_storage(config).mkdir()
     begun(Path(run_storage(config).path))
@@ -214,11 +215,11 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path
     assert find_run(config).manifest is None
 
 
-# ------------------------------------------------------------------ a storage that does not answer
+# ------------------------------------------------------------------ an unresponsive storage
 
 
 def failing(times: int) -> Callable[..., list[str]]:
-    """In place of Storage.walk."""
+    """Replaces Storage.walk."""
     left = [times]
 
     def walk(storage: Storage) -> list[str]:
@@ -228,7 +229,7 @@ def failing(times: int) -> Callable[..., list[str]]:
     return walk
 
 
-def test_fault_15_a_start_asks_a_storage_again_that_does_not_answer(
+def test_fault_15_a_start_retries_an_unresponsive_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(preflight, "_PAUSES_S", (0.0, 0.0))
@@ -242,7 +243,7 @@ def test_fault_15_a_start_asks_a_storage_again_that_does_not_answer(
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_what_a_storage_says_of_secrets_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
+def test_secrets_in_storage_errors_are_not_repeated(monkeypatch: pytest.MonkeyPatch):
     config = replace(tiny_config(Path("x"), "run"), storage="s3://key:hidden@bucket/runs")
     monkeypatch.setattr(preflight, "_PAUSES_S", ())
     with pytest.raises(PreflightError, match="s3://bucket/runs") as caught:
@@ -250,7 +251,7 @@ def test_what_a_storage_says_of_secrets_is_not_repeated(monkeypatch: pytest.Monk
     assert "hidden" not in str(caught.value)
 
 
-def test_a_folder_that_is_none_is_named_at_once_and_in_one_line(tmp_path: Path):
+def test_a_run_folder_that_is_a_file_is_refused_at_once_in_one_line(tmp_path: Path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "digits").write_text("in the way")
     answer = run_cli("fit", cwd=tmp_path)
@@ -259,7 +260,7 @@ def test_a_folder_that_is_none_is_named_at_once_and_in_one_line(tmp_path: Path):
     assert str(tmp_path / "runs") in answer.err
 
 
-def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_per_rank_timings_are_thinned_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
     run, shown = begun(tmp_path), []
@@ -278,7 +279,7 @@ def test_of_what_each_rank_does_a_part_is_kept(tmp_path: Path, monkeypatch: pyte
     assert len(shown) == 2002
 
 
-def test_an_event_is_shown_before_it_is_written_and_no_later_one_waits_for_the_storage(
+def test_events_are_shown_without_waiting_for_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run = begun(tmp_path, is_local=False)
@@ -303,7 +304,7 @@ def test_an_event_is_shown_before_it_is_written_and_no_later_one_waits_for_the_s
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_storage_that_never_answers_does_not_keep_the_run_from_ending(
+def test_an_unresponsive_storage_does_not_keep_the_run_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
 ):
     run = begun(tmp_path, is_local)
@@ -319,7 +320,7 @@ def test_a_storage_that_never_answers_does_not_keep_the_run_from_ending(
     never.set()
 
 
-def test_a_storage_that_did_not_respond_for_long_is_not_asked_again(tmp_path: Path) -> None:
+def test_a_long_unresponsive_storage_is_not_retried(tmp_path: Path) -> None:
     asked = []
 
     def unreachable() -> None:

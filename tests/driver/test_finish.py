@@ -12,7 +12,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.finish import is_tidy, tidy
 
 
-def test_what_a_newer_version_logged_stays_in_the_log(tmp_path: Path):
+def test_records_of_a_newer_version_stay_in_the_log(tmp_path: Path):
     config = TrainConfig(storage=str(tmp_path), name="newer")
     run = run_storage(config)
     log = [

@@ -1,4 +1,5 @@
-"""Which run a command means: the same command goes on with its run, another one gets a new one."""
+"""Which run a command refers to: the same command resumes its run, a different one gets a new
+run."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def unnamed(folder: Path | str, lr: float = 0.05, **changes: Any) -> TrainConfig
 
 
 def begin(config: TrainConfig, name: str) -> None:
-    """A run that has begun and made no checkpoint yet."""
+    """A run that has begun but has no checkpoint yet."""
     run = run_storage(replace(config, name=name))
     run.mkdir()
     run.write_atomic(CONFIG_FILE, dumps(replace(config, name=name)).encode())
@@ -55,8 +56,8 @@ def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, 
     return run.config.name, run.is_new
 
 
-class Ears(Display):
-    """Keeps what is reported to it."""
+class RecordingDisplay(Display):
+    """Collects everything that is reported to it."""
 
     def __init__(self) -> None:
         super().__init__(Console(quiet=True), live=False)
@@ -69,7 +70,7 @@ class Ears(Display):
 
 def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[str]]:
     """(name, step, status, notes) of a run of this config."""
-    ears = Ears()
+    ears = RecordingDisplay()
     result = fit_locally(config, display=ears, **options)
     return Path(result.path).name, result.step, result.status, ears.notes
 
@@ -77,14 +78,14 @@ def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[st
 # ------------------------------------------------------------------ one command after another
 
 
-def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path):
+def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: Path):
     config = unnamed(tmp_path)
     steps = trained(config)[1]
     assert trained(config) == ("TinyTask", steps, "already complete", [])
     name, step, status, notes = trained(replace(config, optim=replace(config.optim, lr=0.1)))
     assert (name, step, status) == ("TinyTask-2", steps, "finished")
     assert notes == ["new run TinyTask-2: TinyTask has a different config (optim.lr 0.05 -> 0.1)"]
-    # Fields that may change, also the number of epochs, are no other config.
+    # Fields that may change, such as the number of epochs, do not make a different config.
     longer = replace(config, epochs=2, checkpoint=replace(config.checkpoint, keep_last=5))
     assert trained(longer) == ("TinyTask", 2 * steps, "finished", [])
     again = replace(config, epochs=2, optim=replace(config.optim, lr=0.1))
@@ -94,7 +95,7 @@ def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path
     assert trained(replace(config, seed=1))[0] == "TinyTask-3"
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
     assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
-    # With an explicit name all is as it was: other configs are refused.
+    # With an explicit name, other configs are refused.
     with pytest.raises(ConfigError, match=r"(?s)seed  0 -> 2.*another --name, or none"):
         fit_locally(replace(config, name="TinyTask", seed=2))
     text = dry_run(replace(config, seed=2))
@@ -103,7 +104,7 @@ def test_the_same_command_goes_on_and_another_config_is_a_new_run(tmp_path: Path
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
 
 
-def test_the_readmes_commands_follow_each_other(tmp_path: Path):
+def test_the_readmes_commands_work_in_sequence(tmp_path: Path):
     small = ("--local", "--model.dropout", "0", "--checkpoint.every-s", "0", "--log.no-tensorboard")
     first = run_cli("fit", *small, "--epochs", "1", cwd=tmp_path, warm=True)
     assert first.status == 0, first.err
@@ -126,7 +127,7 @@ def test_the_readmes_commands_follow_each_other(tmp_path: Path):
 # ------------------------------------------------------------------ which name
 
 
-def test_the_first_run_with_this_config_is_meant_and_else_the_first_free_name(tmp_path: Path):
+def test_the_first_run_with_the_config_or_the_first_free_name_is_chosen(tmp_path: Path):
     config = unnamed(tmp_path)
     assert named(config) == ("TinyTask", True)
     for number, lr in ((1, 0.1), (2, 0.2), (3, 0.1), (10, 0.3), (12, 0.4)):
@@ -139,15 +140,17 @@ def test_the_first_run_with_this_config_is_meant_and_else_the_first_free_name(tm
     assert named(unnamed(tmp_path, 0.3)) == ("TinyTask-10", False)
     assert named(config, "my") == ("my", False)
     assert named(config, "other") == ("other", True)
-    (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # nothing says whose it is
+    (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # nothing identifies its run
     assert named(unnamed(tmp_path, 0.1)) == ("TinyTask-3", False)
     long = "x" * 128
     begin(unnamed(tmp_path, 0.1), long)
     assert named(config, long) == (f"{'x' * 120}-2", True)
 
 
-def test_where_the_name_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A shipped recipe's name, and that of a file without `name`, are only a beginning."""
+def test_a_run_is_named_after_its_recipe_or_the_given_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The name of a shipped recipe, or of a file without `name`, is only a prefix."""
     monkeypatch.chdir(tmp_path)
     for name in ("digits", "mine", "own"):
         begin(unnamed("runs"), name)
@@ -174,7 +177,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"s3://{server.bucket}/runs"
 
 
-def test_runs_in_a_bucket_are_named_alike(bucket: str):
+def test_runs_in_a_bucket_are_named_the_same_way(bucket: str):
     config = unnamed(bucket)
     assert named(config, "digits") == ("digits", True)
     begin(config, "digits")
@@ -192,8 +195,8 @@ def test_runs_in_a_bucket_are_named_alike(bucket: str):
 def quiet(_: object) -> None: ...
 
 
-def test_commands_started_together_share_a_name_only_if_they_are_the_same(tmp_path: Path):
-    """Of two alike, one gets status 8, as ever."""
+def test_only_identical_simultaneous_commands_share_a_run_name(tmp_path: Path):
+    """One of two identical ones exits with status 8, as always."""
     gate = threading.Barrier(6)
     done = threading.Barrier(6)
 
@@ -225,7 +228,7 @@ def in_thread(function: Any, *args: Any) -> Iterator[None]:
     thread.join()
 
 
-def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
+def test_a_command_waits_for_a_name_that_is_locked_but_not_yet_claimed(tmp_path: Path):
     first, second = unnamed(tmp_path, 0.1), unnamed(tmp_path, 0.2)
     run = find_run(second)
     assert run.config.name == "TinyTask"
@@ -238,16 +241,16 @@ def test_a_name_that_is_held_but_not_yet_claimed_is_waited_for(tmp_path: Path):
         assert taken.config.name == "TinyTask-2"
 
 
-def test_a_name_that_another_run_had_meanwhile_is_not_taken(tmp_path: Path):
+def test_a_name_used_by_another_run_meanwhile_is_not_taken(tmp_path: Path):
     run = find_run(unnamed(tmp_path, 0.1))
-    begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: nobody holds it
+    begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: no process holds it
     with driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
         assert (tmp_path / "TinyTask-2" / CLAIM_FILE).exists()
     assert os.listdir(tmp_path) == ["TinyTask"], "a run that did not begin leaves no folder"
 
 
-def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_other_ranks_use_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begin(unnamed(tmp_path, 0.2), "TinyTask")
     config = unnamed(tmp_path, 0.1)
     found: list[str | None] = []
@@ -266,14 +269,14 @@ def test_other_ranks_take_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
     try:
-        result = fit_locally(config, display=Ears())
+        result = fit_locally(config, display=RecordingDisplay())
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
     return Path(result.path).name, result.step
 
 
-def test_three_ranks_agree_on_a_new_run_and_go_on_with_it(workers: Group, tmp_path: Path):
+def test_three_ranks_agree_on_a_new_run_and_resume_it(workers: Group, tmp_path: Path):
     begin(unnamed(tmp_path, 0.2), "TinyTask")
     config = unnamed(tmp_path, 0.1)
     first = workers(3, fit_here, config)

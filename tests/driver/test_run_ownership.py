@@ -1,4 +1,4 @@
-"""How a command ends that holds a run and is not training yet."""
+"""How a command ends that holds a run but is not training yet."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_sigterm_before_training_ends_as_ctrl_c_does(end: object, tmp_path: Path
     assert caught.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert [each.event for each in read_events(folder)] == [End(143)]
-    with owned(find_run(config), print):  # the lease was given back
+    with owned(find_run(config), print):  # the lease was released
         pass
 
 
-def test_another_exit_and_a_handler_of_the_user_stay_as_they_are(tmp_path: Path):
+def test_other_exits_and_user_signal_handlers_are_unchanged(tmp_path: Path):
     config = TrainConfig(name="run", storage=str(tmp_path))
     with pytest.raises(SystemExit) as caught, owned(find_run(config), print):
         sys.exit(3)
@@ -57,7 +57,7 @@ def test_another_exit_and_a_handler_of_the_user_stay_as_they_are(tmp_path: Path)
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_stop_says_after_which_step_the_same_command_continues(tmp_path: Path):
+def test_a_stop_reports_the_step_after_which_the_same_command_continues(tmp_path: Path):
     config = TrainConfig(name="run", storage=str(tmp_path))
     folder = run_storage(config)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""A run whose folder is in a bucket: checkpoints, log and lease on a real S3 server (moto's)."""
+"""A run whose folder is in a bucket: checkpoints, log, and lease on a real S3 server (moto's)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def in_bucket(server: S3, name: str, tmp_path: Path) -> TrainConfig:
     return dataclasses.replace(config, storage=uri)
 
 
-def test_fault_01_15_a_run_in_a_bucket_that_fails_writes_and_is_killed_is_the_same_run(
+def test_fault_01_15_a_killed_run_in_a_bucket_with_failing_writes_gives_the_same_result(
     server: S3, whole: TrainConfig, workers: Group, tmp_path: Path
 ):
     config = in_bucket(server, "run", tmp_path)
@@ -69,7 +69,7 @@ def test_fault_01_15_a_run_in_a_bucket_that_fails_writes_and_is_killed_is_the_sa
     assert timeless(config) == timeless(whole)
 
 
-def test_what_a_run_in_a_bucket_gives_back_opens_it_without_further_settings(
+def test_the_result_of_a_run_in_a_bucket_opens_without_further_settings(
     server: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     for name, value in CREDENTIALS.items():
@@ -87,4 +87,4 @@ def test_what_a_run_in_a_bucket_gives_back_opens_it_without_further_settings(
     word = re.search(r"raytrain_ddp\.report (\S+)", printed)
     assert word is not None
     assert shlex.split(word[1]) == [result.path]
-    assert "tensorboard" not in printed  # there is none in a bucket
+    assert "tensorboard" not in printed  # it does not exist in a bucket

@@ -1,4 +1,4 @@
-"""Builds the emulated CUDA runtime, and starts processes that find it instead of the real one."""
+"""Builds the emulated CUDA runtime, and starts processes that use it instead of the real one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ esac
 
 
 class CannotBuild(Exception):
-    """There is no compiler here, or no CUDA build of torch; the message says which."""
+    """There is no compiler or no CUDA build of torch; the message states which."""
 
 
 def build(folder: Path) -> None:
@@ -58,7 +58,7 @@ def build(folder: Path) -> None:
 
 
 def _driver_stub(libraries: Path) -> str:
-    """A driver with all that torch links to; nothing of it does anything."""
+    """A driver with every symbol that torch links to; none of them does anything."""
     symbols = _call(["nm", "-D", "--undefined-only", str(libraries / "libcaffe2_nvrtc.so")])
     names = sorted(
         {word for word in symbols.split() if word.startswith("cu") and word[2].isupper()}

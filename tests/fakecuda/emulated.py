@@ -51,11 +51,11 @@ _generators: dict[tuple[int, int, int], Tensor] = {}
 
 
 class EmulatedError(RuntimeError):
-    """What a real GPU would not do."""
+    """An operation that a real GPU would reject."""
 
 
 def install() -> None:
-    """Puts the emulated kernels in place; once, before anything is on a GPU."""
+    """Installs the emulated kernels; once, before any tensor is on a GPU."""
     global runtime, _keep  # noqa: PLW0603
     torch.backends.cudnn.enabled = False  # its kernels exist on GPUs only, as fused attention's do
     for switch in ("flash", "mem_efficient", "cudnn"):
@@ -261,7 +261,7 @@ def _require_scalar(name: str, tensor: Tensor) -> None:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A CPU tensor of the same memory."""
+    """A CPU tensor that shares the memory."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
@@ -273,7 +273,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def _allocate(like: Tensor, device: torch.device) -> Tensor:
-    """Uninitialized, as kernels do; not filled for determinism."""
+    """Uninitialized, as for kernels; not filled for determinism."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -345,7 +345,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """One operation on the device, whatever the number of tensors."""
+    """Counts as one operation on the device, whatever the number of tensors."""
     where = place()
     before, launched = operations["copy_"], launches["copy_", where]
     for target, source in zip(targets, sources, strict=True):
@@ -402,7 +402,7 @@ collectives: dict[int, Counter[tuple[str, str, int]]] = {}  # step -> (kind, dev
 
 
 def count_collectives(library: Any) -> None:
-    """Counts all that torch.distributed is asked for, also by DDP in C++."""
+    """Counts all calls of torch.distributed, including those of DDP in C++."""
     for name in torch._C._dispatch_get_all_op_names():
         space, _, full = name.partition("::")
         if space != "c10d":
@@ -425,7 +425,7 @@ def _collective(operation: Any, name: str, keys: Any, *args: Any, **kwargs: Any)
 
 
 def report() -> dict[str, Any]:
-    """All that was counted, as JSON values."""
+    """Everything that was counted, as JSON values."""
     _collect_races()
     return {
         "waits": [[*key, count] for key, count in sorted(waits.items())],

@@ -73,7 +73,7 @@ for _name in _NAMES:
 
 
 class _Work(dist._Work):
-    """The host does not learn of any error."""
+    """The host gets no error."""
 
     def __init__(self, group: FakeNccl, work: Any, tensors: list[Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which lines of the package only a GPU reaches, and which of them were executed."""
+"""Which lines of the package are reached only on a GPU, and which of them were executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is run on emulated GPUs, rank by rank; see test_emulated_gpu.py for what must hold."""
+"""The scenarios run on emulated GPUs, rank by rank; test_emulated_gpu.py has the assertions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def fits(
 
 
 def settles(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What auto becomes on a GPU, and what is said where nothing fits."""
+    """What auto resolves to on a GPU, and the message if nothing fits."""
     digits = {"name": "auto", "storage": str(folder), "batch_size": 48, "micro_batch": "auto"}
     config = _changed(digits, {"scaling": {"num_workers": size}})
     world = World(rank, size, rank, torch.device("cuda", rank), 1)
@@ -116,11 +116,11 @@ def _weights_of(run: Path) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ mistakes that must be seen
+# ------------------------------------------------------------------ mistakes to be detected
 
 
 def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Trains with the feed's wait for its copies left out."""
+    """Trains without the feed's wait for its copies."""
     # What has not arrived is poisoned, so that the loss may not be finite.
     with _without(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
         return trains(rank, size, folder, "cuda", epochs=1)
@@ -139,7 +139,7 @@ class _without:  # noqa: N801  (reads as a statement)
 
 
 def mistakes(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What goes wrong in a few lines that a GPU would punish."""
+    """Short mistakes that fail on a real GPU, and what the emulator reports for them."""
     gpu = torch.device("cuda", 0)
     found = {
         "late": _late(gpu),
@@ -171,7 +171,7 @@ def _kinds(call: Callable[[], None]) -> list[str]:
 
 
 def _crosses(gpu: torch.device, waits: bool, records: bool) -> None:
-    """A tensor is made on one stream, read on another one and freed; its memory is used again."""
+    """A tensor is created on one stream, read on another one, and freed; its memory is reused."""
     host, beside = torch.ones(4).pin_memory(), torch.cuda.Stream(gpu)
     training = torch.cuda.current_stream(gpu)
     with torch.cuda.stream(beside):
@@ -187,7 +187,7 @@ def _crosses(gpu: torch.device, waits: bool, records: bool) -> None:
 
 
 def _late(gpu: torch.device) -> list[bool]:
-    """Whether a copy to the host is there before, and after, the host has waited for it."""
+    """Whether a copy to the host is complete before, and after, the host has waited for it."""
     copy = torch.zeros(3, pin_memory=True)
     copy.copy_(torch.ones(3, device=gpu), non_blocking=True)
     before = bool((copy == 1).all())
@@ -196,7 +196,7 @@ def _late(gpu: torch.device) -> list[bool]:
 
 
 def _reused(gpu: torch.device) -> list[float]:
-    """What arrives if the source is overwritten before the copy is done."""
+    """The content that arrives if the source is overwritten before the copy is complete."""
     source = torch.ones(3).pin_memory()
     moved = source.to(gpu, non_blocking=True)
     source.zero_()
@@ -207,7 +207,7 @@ def _reused(gpu: torch.device) -> list[float]:
 
 
 def surrounds(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What doctor measures, how a process under torchrun joins, and what a lack of memory says."""
+    """What doctor measures, how a process under torchrun joins, and the out-of-memory message."""
     joined = _joined(rank, size, folder)
     dist.destroy_process_group()
     facts = [sys.executable, "-c", machine_facts._TORCH_GPUS]

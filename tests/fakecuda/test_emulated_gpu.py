@@ -19,7 +19,7 @@ import building
 import gpu_lines
 import pytest
 
-Report = dict[str, Any]  # of a rank: the scenario's result, and what emulated.report() counted
+Report = dict[str, Any]  # per rank: the scenario's result, and the counts of emulated.report()
 
 
 class Gpus:
@@ -80,7 +80,7 @@ class Gpus:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where they are built."""
+    """The folder in which they are built."""
     folder = tmp_path_factory.mktemp("emulated")
     try:
         building.build(folder)
@@ -117,13 +117,13 @@ def digest(reports: list[Report]) -> str:
 # ------------------------------------------------------------------ bits
 
 
-def test_a_gpu_with_the_cpus_kernels_gives_the_cpus_weights(gpus: Gpus):
-    """All that is not a kernel: order, seeds, copies, skipped and empty slots, buffers."""
+def test_an_emulated_gpu_gives_the_same_weights_as_the_cpu(gpus: Gpus):
+    """Everything except kernels: order, seeds, copies, skipped and empty slots, buffers."""
     assert digest(gpus("trains", device="cuda")) == digest(gpus("trains", device="cpu"))
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_three_gpus_give_the_weights_of_three_cpus(gpus: Gpus, exact: bool):
+def test_three_gpus_give_the_same_weights_as_three_cpus(gpus: Gpus, exact: bool):
     on_gpus = gpus("trains", 3, device="cuda", exact=exact)
     assert digest(on_gpus) == digest(gpus("trains", 3, device="cpu", exact=exact))
 
@@ -133,7 +133,7 @@ def test_exact_gives_the_same_weights_on_one_gpu_and_three(gpus: Gpus):
     assert digest(one) == digest(gpus("trains", 3, device="cuda", exact=True))
 
 
-def test_a_run_that_is_killed_on_three_gpus_goes_on_with_the_same_weights_on_two(gpus: Gpus):
+def test_a_run_killed_on_three_gpus_resumes_with_the_same_weights_on_two(gpus: Gpus):
     whole = gpus("trains", device="cuda", exact=True)
     assert not gpus("trains", 1, "killed", dies=True, device="cuda", exact=True, script=DIE)
     resumed = gpus("trains", 2, "killed", device="cuda", exact=True)
@@ -141,8 +141,9 @@ def test_a_run_that_is_killed_on_three_gpus_goes_on_with_the_same_weights_on_two
     assert digest(resumed) == digest(whole)
 
 
-def test_digits_with_mixed_images_averages_and_adamw_have_the_cpus_weights(gpus: Gpus):
-    """Averages are computed in another way, which skips a refused step without the host."""
+def test_digits_with_mixup_averages_and_adamw_have_the_same_weights_as_on_the_cpu(gpus: Gpus):
+    """On a GPU, averages are computed in another way, which skips a refused step without the
+    host."""
     cpu, gpu = (
         gpus("fits", device=d, name="mixed", changes=MIXED)[0]["result"] for d in ("cpu", "cuda")
     )
@@ -205,7 +206,7 @@ def test_the_host_waits_for_the_device_at_log_lines_checks_and_checkpoints_only(
             assert found["event", "training/steps/nonfinite.py read"] == 20
 
 
-def test_the_built_in_task_waits_nowhere_else(gpus: Gpus):
+def test_the_built_in_task_adds_no_host_waits(gpus: Gpus):
     for changes in (MIXED, *LOW_PRECISION):
         ranks = 1 if changes is MIXED else 2
         name = "mixed" if changes is MIXED else "low"
@@ -214,18 +215,18 @@ def test_the_built_in_task_waits_nowhere_else(gpus: Gpus):
             assert {place for _, place in found} <= {*MAY_WAIT}, found
 
 
-def test_no_access_to_memory_is_a_race_between_streams(gpus: Gpus):
-    test_the_built_in_task_waits_nowhere_else(gpus)
+def test_no_memory_access_races_between_streams(gpus: Gpus):
+    test_the_built_in_task_adds_no_host_waits(gpus)
     assert [report["races"] for report in gpus.all_reports() if report.get("races")] == []
 
 
-def test_a_wait_that_is_missing_in_the_feed_is_seen(gpus: Gpus):
-    """On a GPU, the step would now and then read half a batch."""
+def test_a_missing_stream_wait_in_the_feed_is_detected(gpus: Gpus):
+    """On a GPU, the step would occasionally read half a batch."""
     (report,) = gpus("forgets")
     assert "read after write" in {kind for kind, *_ in report.pop("races")}
 
 
-def test_the_emulator_sees_what_a_gpu_would_punish(gpus: Gpus):
+def test_the_emulator_detects_errors_that_fail_on_a_gpu(gpus: Gpus):
     (report,) = gpus("mistakes")
     assert report["result"] == {
         "late": [False, True],
@@ -246,7 +247,7 @@ STATISTICS = 8 * (2 * 8 + 1 + 1)  # of batch norm, its counter and the loss, in 
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_makes_the_collectives_that_are_documented(gpus: Gpus, exact: bool):
+def test_a_step_makes_exactly_the_documented_collectives(gpus: Gpus, exact: bool):
     """Gradients and buffers on the device, the agreement of all ranks on the CPU."""
     gradients = 4 * -(-PARAMETERS // 3) * 3 if exact else 4 * PARAMETERS
     buffers = 8 * -(-(STATISTICS // 8) // 3) * 3 if exact else STATISTICS
@@ -265,7 +266,7 @@ def test_a_step_makes_the_collectives_that_are_documented(gpus: Gpus, exact: boo
 # ------------------------------------------------------------------ around the training
 
 
-def test_what_finds_joins_and_measures_gpus(gpus: Gpus):
+def test_gpus_are_detected_joined_and_measured(gpus: Gpus):
     reports = gpus("surrounds", 2, backend="")
     results = [report["result"] for report in reports]
     assert [result["device"] for result in results] == ["cuda:0", "cuda:1"]
@@ -288,8 +289,8 @@ NOT_EMULATED = {
 }
 
 
-def test_the_tests_for_real_gpus_pass_on_an_emulated_one(libraries: Path, tmp_path: Path):
-    """So that they do not fail on the first real one for reasons of their own."""
+def test_the_tests_for_real_gpus_pass_on_an_emulated_gpu(libraries: Path, tmp_path: Path):
+    """So that on a real GPU they do not fail because of errors in the tests."""
     tests = building.HERE.parent
     marked = [p for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text("utf-8")]
     files = [str(p) for p in marked if p.parent != building.HERE and "generations" not in p.name]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, which nobody can try before a GPU is there: on an emulated one."""
+"""benchmarks/gpu.py, which cannot be tried without a GPU: on an emulated one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_report_has_a_row_for_each_rate_and_a_line_for_each_verdict(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_measurements_run_to_their_end_on_an_emulated_gpu(tmp_path: Path):
+def test_all_measurements_complete_on_an_emulated_gpu(tmp_path: Path):
     try:
         building.build(tmp_path)
     except building.CannotBuild as reason:

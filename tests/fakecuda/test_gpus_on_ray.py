@@ -33,13 +33,13 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["killed", "shared", "eight"])
-def test_the_weights_are_those_of_one_process_on_a_cpu(fits: dict[str, Any], name: str):
-    """After a worker was killed; with two workers on each GPU; with eight GPUs."""
+def test_the_weights_equal_those_of_one_process_on_a_cpu(fits: dict[str, Any], name: str):
+    """After a worker was killed; with two workers per GPU; with eight GPUs."""
     assert fits[name]["status"] == "finished"
     assert fits[name]["weights"] == fits["alone"]["weights"]
 
 
-def test_fault_49_a_worker_over_nccl_is_replaced_and_the_others_repeat_nothing(
+def test_fault_49_a_killed_nccl_worker_is_replaced_without_repeated_steps(
     fits: dict[str, Any],
 ):
     assert fits["over NCCL"]["status"] == "finished"
@@ -48,7 +48,7 @@ def test_fault_49_a_worker_over_nccl_is_replaced_and_the_others_repeat_nothing(
     assert "rank 2 failed" not in fits["undisturbed"]["text"]
 
 
-def test_fault_49_with_exact_workers_on_gpus_go_on_without_the_killed_one(fits: dict[str, Any]):
+def test_fault_49_with_exact_gpu_workers_continue_without_the_killed_one(fits: dict[str, Any]):
     assert "continuing with 2 workers after step 4 of 10" in fits["killed"]["text"]
 
 
@@ -60,7 +60,7 @@ def test_the_killed_worker_is_named(fits: dict[str, Any]):
 @pytest.mark.parametrize(
     ("name", "workers", "each"), [("killed", 3, 1), ("shared", 4, 2), ("eight", 8, 1)]
 )
-def test_each_worker_uses_the_gpu_that_it_was_given(
+def test_each_worker_uses_its_assigned_gpu(
     fits: dict[str, Any], name: str, workers: int, each: int
 ):
     """It sees no other one."""
@@ -72,7 +72,7 @@ def test_each_worker_uses_the_gpu_that_it_was_given(
     assert [*Counter(note[3] for note in notes).values()] == [each] * (workers // each)
 
 
-def test_doctor_sees_the_gpus(fits: dict[str, Any]):
+def test_doctor_finds_the_gpus(fits: dict[str, Any]):
     rows = {row["check"]: row for row in fits["doctor"]["rows"]}
     assert rows["GPUs"]["verdict"] == "ok"
     assert "8 x Emulated H100" in rows["GPUs"]["found"]

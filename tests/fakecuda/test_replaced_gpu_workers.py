@@ -16,7 +16,7 @@ FEW = "nccl and ((plain and loss) or not_finite or not_wait)"
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("chosen", [FEW, pytest.param("", marks=pytest.mark.slow)])
-def test_the_tests_of_replaced_workers_on_gpus_pass_on_emulated_ones(tmp_path: Path, chosen: str):
+def test_the_gpu_worker_replacement_tests_pass_on_emulated_gpus(tmp_path: Path, chosen: str):
     try:
         building.build(tmp_path)
     except building.CannotBuild as reason:

@@ -1,4 +1,4 @@
-"""clusters/lan.yaml on the hosts of a lab, used from the laptop as a person would."""
+"""clusters/lan.yaml on the hosts of a lab, used from the laptop as a user would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHELL = f"export PATH={sys.prefix}/bin:$PATH; cd ~/project; "
 
 
 def filled_in(text: str, lab: Lab, settings: Mapping[str, str]) -> str:
-    """lan.yaml with what a person fills in, and with what a lab makes different.
+    """lan.yaml with a user's entries and the changes that a lab needs.
 
     There is no package index in a lab: the venv is this machine's, and the wheel is unpacked. Its
     hosts share this machine's cores and memory.
@@ -47,7 +47,7 @@ def filled_in(text: str, lab: Lab, settings: Mapping[str, str]) -> str:
 
 
 class Cluster:
-    """Not up at first. `settings`: further changes of lan.yaml, text by text."""
+    """Initially down. `settings`: further changes of lan.yaml as pairs of texts."""
 
     def __init__(self, lab: Lab, shared: Path, settings: Mapping[str, str] | None = None) -> None:
         self.lab, self.shared, self.is_up = lab, shared, False
@@ -66,7 +66,7 @@ class Cluster:
         self.laptop("(umask 077; ray get-auth-token --generate > /dev/null)")
 
     def laptop(self, command: str, timeout_s: float = 180) -> str:
-        """What a person types there; returns what it says."""
+        """Runs a command on the laptop; returns its output."""
         return self.lab.run("laptop", SHELL + command, timeout_s)
 
     def up(self) -> None:
@@ -86,7 +86,7 @@ class Cluster:
 
     @contextmanager
     def own(self, flags: str = "") -> Iterator[Run]:
-        """`fit mine.toml` with a person's own folder, as clusters/README.md says."""
+        """`fit mine.toml` with the user's own folder, as in clusters/README.md."""
         readme = (ROOT / "clusters" / "README.md").read_text(encoding="utf-8")
         tunnel = re.search(r"(?m)^    (ray dashboard .*?) +#", readme)
         submit = re.search(r"(?m)^    (.*ray job submit .* mine\.toml)$", readme)
@@ -104,13 +104,13 @@ class Cluster:
         finally:
             if run.command is not None and not run.command.ended():
                 run.command.end()
-                for job in {*re.findall(r"raysubmit_\w+", run.command.said())}:
+                for job in {*re.findall(r"raysubmit_\w+", run.command.output())}:
                     self.laptop(f"ray exec clusters/lan.yaml 'ray job stop {job}'")
             through.end()
 
 
 class Run:
-    """A run of project/mine.toml: what it says, writes down, and when its workers computed."""
+    """A run of project/mine.toml: its output, its files, and the times of its forward passes."""
 
     def __init__(self, shared: Path, name: str, notes: Path) -> None:
         self.name, self.notes = name, notes
@@ -119,7 +119,7 @@ class Run:
         notes.mkdir()
 
     def finish(self, timeout_s: float = 180) -> None:
-        """Without pauses from here on; it must end well."""
+        """Runs without pauses from here on; must succeed."""
         (self.notes / "hurry").touch()
         assert self.command is not None
         assert self.command.wait(timeout_s) == 0, self.command
@@ -134,11 +134,11 @@ class Run:
         return self.history(kind, "events.jsonl")
 
     def sizes(self) -> list[int]:
-        """With how many workers it was started, one start after another."""
+        """The number of workers at each start."""
         return [event["world_size"] for event in self.events("plan")]
 
     def passes(self) -> dict[str, list[float]]:
-        """Host -> the times of its forward passes."""
+        """Host -> times of its forward passes."""
         hosts = [path for path in self.notes.iterdir() if path.name in HOSTS]
         return {
             path.name: [float(line) for line in path.read_text(encoding="utf-8").split()]
@@ -162,12 +162,13 @@ class Run:
         return self.wait_for(f"step {step}", lambda: reported() and reported()[0]["step"] >= step)
 
     def wait_for_start(self, number: int) -> float:
-        """Until workers have been started so many times, and have computed since."""
+        """Waits until workers have been started this many times and have computed since."""
         at = self.wait_for(f"start {number}", lambda: len(self.sizes()) >= number)
         return self.wait_for(f"a step of start {number}", lambda: self.times(at))
 
     def standstill(self, since: float, but: str = "") -> tuple[float, float]:
-        """Seconds from `since` on: begin and end of the longest time in which no host computed."""
+        """The longest period without a forward pass on any host: begin and end, in seconds after
+        `since`."""
         times = [t - since for t in self.times(since - 1, but)]
         return max(pairwise(times), key=lambda pair: pair[1] - pair[0])
 

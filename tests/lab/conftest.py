@@ -1,4 +1,4 @@
-"""One lab, and one cluster on it, for all tests that opt in to several hosts."""
+"""One lab and one cluster for all opt-in tests with several hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurm_cluster import SlurmCluster, lacking_slurm, ways_to_track
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Not up, perhaps: see `lan`."""
+    """Possibly not up: see `lan`."""
     why = lacking()
     if why:
         pytest.skip(why)
@@ -24,14 +24,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def lan(cluster: Cluster) -> Cluster:
-    """Brought up with the first command of lan.yaml, all cables in, all hosts on."""
+    """The cluster, brought up with the first command of lan.yaml, with all links up and all hosts
+    on."""
     cluster.up()
     return cluster
 
 
 @pytest.fixture(scope="session")
 def undisturbed(cluster: Cluster) -> Run:
-    """Three workers, to which nothing happens."""
+    """An undisturbed run with three workers."""
     cluster.up()
     with cluster.own("--scaling.num-workers 3") as run:
         run.finish()
@@ -42,7 +43,8 @@ def undisturbed(cluster: Cluster) -> Run:
 def slurm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SlurmCluster]:
-    """Two nodes; jobs are submitted in a folder that all hosts see, as are those of tests."""
+    """Two nodes; jobs are submitted in a folder that all hosts share, like the folders of the
+    tests."""
     why = lacking() or lacking_slurm()
     if why:
         pytest.skip(why)

@@ -1,4 +1,4 @@
-"""Hosts on this machine, each with its own network, processes, disk and ssh daemon: see lab.sh."""
+"""Hosts on this machine, each with its own network, processes, disk, and ssh daemon: see lab.sh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAMS = ("ip", "tc", "unshare", "nsenter", "sshd", "ssh-keygen", "rsync")
 
 
 def lacking() -> str:
-    """What this machine lacks for a lab; ``""``: nothing."""
+    """What this machine lacks for a lab; ``""`` if nothing."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a lab of hosts needs Linux and root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -62,7 +62,7 @@ class Lab:
         self._do("down")
 
     def home(self, host: str) -> Path:
-        """Where this machine sees the home of a host."""
+        """The path of a host's home as seen from this machine."""
         return Path(self._environment["NETLAB_DIR"], "h", host, "home")
 
     def address(self, host: str) -> str:
@@ -72,47 +72,47 @@ class Lab:
         return Path(self._do("key").strip()).read_text(encoding="utf-8")
 
     def cut(self, host: str) -> None:
-        """Takes its network cable out; `heal` puts it back."""
+        """Takes its network link down; `heal` brings it up again."""
         self._do("cut", host)
 
     def heal(self, host: str) -> None:
         self._do("heal", host)
 
     def crash(self, host: str) -> None:
-        """Power off, without a goodbye to anybody; `boot` is power on."""
+        """Powers the host off without a shutdown; `boot` powers it on."""
         self._do("crash", host)
 
     def boot(self, host: str) -> None:
         self._do("boot", host)
 
     def slow(self, host: str, rate: str) -> None:
-        """Limits its link, both ways; `fast` ends that."""
+        """Limits its link in both directions; `fast` removes the limit."""
         self._do("slow", host, rate)
 
     def fast(self, host: str) -> None:
         self._do("fast", host)
 
     def processes(self, host: str) -> list[str]:
-        """Priority and command of each process, besides the host's own (ssh, and this look)."""
+        """Priority and command of each process except the host's own (ssh and this command)."""
         lines = self._do("ps", host).splitlines()[1:]
         found = [line.split(maxsplit=1)[1] for line in lines]
         own = ("sshd:", "/usr/sbin/sshd", "ps -eo")
         return [each for each in found if not each.split(maxsplit=1)[1].startswith(own)]
 
     def start(self, host: str, script: str) -> Command:
-        """Runs a script of bash on a host, in its home; does not wait."""
+        """Starts a bash script on a host, in its home; does not wait."""
         return Command(host, script, [str(SCRIPT), "exec", host], self._environment)
 
     def run(self, host: str, script: str, timeout_s: float = 180) -> str:
-        """Runs a script of bash on a host; returns what it says, once it has ended well."""
+        """Runs a bash script on a host; returns its output once it has succeeded."""
         command = self.start(host, script)
         status = command.wait(timeout_s)
         assert status == 0, f"exit status {status}: {command}"
-        return command.said()
+        return command.output()
 
 
 class Command:
-    """A command on a host, and the lines that it says (standard error too) with their times."""
+    """A command on a host, and its output lines (including standard error) with their times."""
 
     def __init__(
         self, host: str, script: str, enter: Sequence[str], environment: dict[str, str]
@@ -134,15 +134,15 @@ class Command:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as said:
-            for line in said:
+        with self._process.stdout as output:
+            for line in output:
                 self.lines.append((time.time(), line.rstrip()))
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(line for _, line in list(self.lines))
 
     def __str__(self) -> str:
-        return f"{self._script!r} on {self._host} said:\n{self.said()[-4000:]}"
+        return f"{self._script!r} on {self._host} said:\n{self.output()[-4000:]}"
 
     def wait(self, timeout_s: float) -> int:
         """Its exit status."""
@@ -150,14 +150,14 @@ class Command:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not done in {timeout_s:g} s: {self}") from None
-        self._listening.join(timeout=1)  # a process of its own may hold the pipe: `ssh` does
+        self._listening.join(timeout=1)  # a child process may hold the pipe, as `ssh` does
         return status
 
     def ended(self) -> bool:
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """As Ctrl-C would, if it has not ended."""
+        """Ends it as Ctrl-C would, if it is still running."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
         try:
@@ -168,7 +168,7 @@ class Command:
 
 
 def wait_until(what: Callable[[], bool], timeout_s: float, why: object) -> float:
-    """The time at which `what` came true."""
+    """Waits until `what` is true; returns the time."""
     deadline = time.time() + timeout_s
     while not what():
         assert time.time() < deadline, f"not in {timeout_s:g} s: {why}"

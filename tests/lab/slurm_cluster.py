@@ -22,7 +22,7 @@ _START_S = 30.0
 # How Slurm tracks a job's processes: by their parents, or by cgroups, as on most clusters.
 LINUXPROC, CGROUP = "linuxproc", "cgroup"
 _CONTROLLERS = ("freezer", "memory", "cpuset", "devices")
-# A part of this machine's cgroups for each node, as if it were all of them.
+# A part of this machine's cgroups for each node, as if it were the whole tree.
 _CGROUPS = """\
 for each in {controllers}; do
   mkdir -p /tmp/cgroups/$each /tmp/all-$each
@@ -80,20 +80,20 @@ ConstrainRAMSpace=yes
 
 
 def ways_to_track() -> list[str]:
-    """The first one is as on most clusters."""
+    """The first one is used on most clusters."""
     has_cgroups = all(Path("/sys/fs/cgroup", each, "tasks").exists() for each in _CONTROLLERS)
     return [CGROUP, LINUXPROC] if has_cgroups else [LINUXPROC]
 
 
 def lacking_slurm() -> str:
-    """What this machine lacks for a Slurm; "": nothing."""
+    """What this machine lacks for a Slurm; "" if nothing."""
     absent = [name for name in DAEMONS if shutil.which(name, path=_ADMIN_PATH) is None]
     return f"{', '.join(absent)}: apt-get install slurm-wlm munge" if absent else ""
 
 
 class SlurmCluster:
-    """Up when it is made. Jobs are submitted on the controller, in `folder`; all hosts see what is
-    below `shared`, which has that folder."""
+    """A running cluster. Jobs are submitted on the controller, in `folder`, which is inside
+    `shared`; all hosts see `shared`."""
 
     def __init__(self, folder: Path, shared: Path, tracks: str = LINUXPROC) -> None:
         self.folder, self.tracks = folder, tracks
@@ -120,7 +120,7 @@ class SlurmCluster:
             raise
 
     def _start_munge(self) -> None:
-        """One for all hosts: they see its socket."""
+        """One munge for all hosts, which share its socket."""
         self._munge.mkdir(mode=0o755)
         key = self._munge / "key"
         key.touch(0o600)
@@ -145,7 +145,7 @@ class SlurmCluster:
         return "\n".join([self.sh("sinfo --Node --long"), *ends])
 
     def is_ready(self) -> bool:
-        """Whether both nodes are there and have no job."""
+        """Whether both nodes are up and have no job."""
         return {*self.sh("sinfo --Node --noheader --format=%T").split()} == {"idle"}
 
     def down(self) -> None:
@@ -168,19 +168,19 @@ class SlurmCluster:
         return f"raytrain-{os.getpid()}-{node}"
 
     def sh(self, command: str, timeout_s: float = 60) -> str:
-        """What a person types on the controller, with the project's environment active."""
+        """Runs a command on the controller, with the project's environment active."""
         active = f"export PATH={sys.prefix}/bin:$PATH SLURM_CONF={self.folder}/slurm.conf"
         return self.lab.run(CONTROLLER, f"{active}; cd {self.folder}; {command}", timeout_s)
 
     def submit(self, words: str, **variables: object) -> Job:
         """`sbatch WORDS`, with these environment variables."""
         given = " ".join(f"{name}={value}" for name, value in variables.items())
-        said = self.sh(f"{given} sbatch {words}")
-        (number,) = re.findall(r"Submitted batch job (\d+)", said)
+        output = self.sh(f"{given} sbatch {words}")
+        (number,) = re.findall(r"Submitted batch job (\d+)", output)
         return Job(self, int(number))
 
     def left_on_nodes(self) -> list[str]:
-        """Files and processes of jobs that are on any node, or in the shared folder."""
+        """Files and processes of jobs left on any node or in the shared folder."""
         found = [path.name for path in self.folder.glob(".raytrain-*")]
         for node in NODES:
             names = self.lab.run(node, "ls -d /tmp/ray* 2> /dev/null; true").split()
@@ -191,7 +191,7 @@ class SlurmCluster:
 
 
 class LeftOn:
-    """What is left, for messages."""
+    """Leftovers, for messages."""
 
     def __init__(self, cluster: SlurmCluster) -> None:
         self._cluster = cluster
@@ -207,7 +207,7 @@ class Job:
         self.cluster, self.number = cluster, number
 
     def facts(self) -> dict[str, str]:
-        """As `scontrol show job` has them."""
+        """The fields of `scontrol show job`."""
         text = self.cluster.sh(f"scontrol --oneliner show job {self.number}")
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
@@ -216,43 +216,45 @@ class Job:
         return self.facts()["JobState"]
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         path = self.cluster.folder / f"slurm-{self.number}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, states: Collection[str], timeout_s: float) -> str:
-        """The state, once it is one of these."""
+        """Waits for one of these states; returns it."""
         deadline = time.time() + timeout_s
         while (state := self.state) not in states:
             over = state in {"FAILED", "CANCELLED", "COMPLETED", "TIMEOUT", "NODE_FAIL"}
-            assert not over, f"{state}: {self.said[-4000:]}"
-            assert time.time() < deadline, f"{state} after {timeout_s:g} s: {self.said[-4000:]}"
+            assert not over, f"{state}: {self.output[-4000:]}"
+            assert time.time() < deadline, f"{state} after {timeout_s:g} s: {self.output[-4000:]}"
             time.sleep(0.5)
         return state
 
     def wait_for(self, words: str, timeout_s: float) -> None:
-        """Until it has said something that matches."""
+        """Waits until its output matches."""
 
         def look() -> bool:
-            return re.search(words, self.said) is not None
+            return re.search(words, self.output) is not None
 
-        wait_until(look, timeout_s, f"{words}: {self.state}: {self.said[-4000:]}")
+        wait_until(look, timeout_s, f"{words}: {self.state}: {self.output[-4000:]}")
 
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
 
     def warn(self) -> None:
-        """Sets a time limit that is reached in one to two minutes; Slurm looks every 30 s."""
+        """Sets a time limit that is reached in one to two minutes; Slurm checks every 30 s."""
         hours, minutes, _ = self.facts()["RunTime"].split(":")
         self.update(f"TimeLimit={60 * int(hours) + int(minutes) + 2}")
 
     def begin_again(self, timeout_s: float = 60) -> None:
-        """Slurm holds a job that was requeued for two minutes. This waits only some seconds: a
-        slurmd does not launch a job that it has just ended."""
+        """Starts a requeued job after some seconds, instead of Slurm's hold of two minutes.
+
+        It does wait, because a slurmd does not launch a job that it has just ended.
+        """
         time.sleep(3)
         deadline = time.time() + timeout_s
         while self.state != "RUNNING":
-            assert time.time() < deadline, f"{self.facts()}: {self.said[-4000:]}\n{self.cluster}"
+            assert time.time() < deadline, f"{self.facts()}: {self.output[-4000:]}\n{self.cluster}"
             self.cluster.sh(f"scontrol update JobId={self.number} StartTime=now || true")
             time.sleep(1)
 

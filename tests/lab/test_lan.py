@@ -16,8 +16,8 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
     steps = [(at, line) for at, line in command.lines if re.search(r"step +\d+/276", line)]
     assert len(steps) >= 12, command
     assert steps[-1][0] - steps[0][0] > 2, "lines come while it trains, not all at its end"
-    assert "on 3 workers" in command.said()
-    assert "digits: finished at step 276 of 276" in command.said()
+    assert "on 3 workers" in command.output()
+    assert "digits: finished at step 276 of 276" in command.output()
     assert "3 local.cluster.node" in lan.laptop("ray exec clusters/lan.yaml 'ray status'")
 
     lan.laptop(
@@ -31,31 +31,31 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_ones_own_recipe_and_task_reach_all_hosts_by_the_working_dir(undisturbed: Run):
+def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undisturbed: Run):
     passes = {host: len(times) for host, times in undisturbed.passes().items()}
     assert passes.keys() == {"head", "w1", "w2"}
     assert len({*passes.values()}) == 1, passes
     assert undisturbed.sizes() == [3]
     assert undisturbed.command is not None
-    assert f"{undisturbed.name}: finished at step 360 of 360" in undisturbed.command.said()
+    assert f"{undisturbed.name}: finished at step 360 of 360" in undisturbed.command.output()
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_a_storage_that_not_all_hosts_share_is_refused_before_the_first_step(lan: Cluster):
+def test_a_storage_not_shared_by_all_hosts_is_refused_before_the_first_step(lan: Cluster):
     command = lan.train("--scaling.num-workers 3", storage="/tmp/runs")
     assert command.wait(240) != 0, command
-    said = command.said().partition("Status message")
-    assert "command failed with exit code 3" in said[2]
-    (error,) = re.findall(r"error: .*", said[0])
+    output = command.output().partition("Status message")
+    assert "command failed with exit code 3" in output[2]
+    (error,) = re.findall(r"error: .*", output[0])
     assert re.search(r"storage = /tmp/runs: node w\d does not see .* shared folder", error)
-    assert "step 1/" not in said[0]
+    assert "step 1/" not in output[0]
     assert not (lan.lab.home("head") / "runs" / "digits" / "checkpoints").exists()
 
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_taken_down_nothing_of_ray_is_left_on_any_host(lan: Cluster):
+def test_after_ray_down_no_ray_process_is_left_on_any_host(lan: Cluster):
     assert any("raylet" in line for line in lan.lab.processes("w2"))
     lan.take_down()
     for host in ("head", "w1", "w2"):

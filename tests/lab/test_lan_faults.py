@@ -1,4 +1,4 @@
-"""What happens to hosts and their cables while three of them train; times as seen on the way."""
+"""Faults of hosts and their links while three of them train; times as seen on the way."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 from cluster import Cluster, Run
 
-# Of the file's health checks 9 s; then Ray's and our own wait, and workers that load torch.
+# 9 s of the file's health checks, then Ray's and our own wait, and workers that import torch.
 STANDSTILL_S = 90.0
 WAITS = "waiting up to 150 s: for 2 to 3 workers"
 
 
 def check_same_training(run: Run, undisturbed: Run) -> None:
-    """The same samples in each step; the same losses but for the order in which they are summed."""
+    """Asserts equal samples in each step, and equal losses except for the order of summation."""
     ours, theirs = (
         [(each["step"], each["sha256"]) for each in of.history("audit")]
         for of in (run, undisturbed)
@@ -28,7 +28,7 @@ def check_same_training(run: Run, undisturbed: Run) -> None:
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_04_a_host_is_powered_off_and_on_again_and_the_run_ends_with_the_same_bits(
+def test_fault_04_a_host_is_power_cycled_and_the_run_ends_with_the_same_bits(
     lan: Cluster, undisturbed: Run
 ):
     with lan.own("--scaling.num-workers 3 --scaling.wait-s 120") as run:
@@ -49,7 +49,7 @@ def test_fault_04_a_host_is_powered_off_and_on_again_and_the_run_ends_with_the_s
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_04_28_a_host_is_powered_off_the_others_go_on_and_it_comes_back(
+def test_fault_04_28_the_others_continue_without_a_powered_off_host_which_rejoins(
     lan: Cluster, undisturbed: Run
 ):
     with lan.own("--scaling.num-workers 2:3") as run:
@@ -72,7 +72,7 @@ def test_fault_04_28_a_host_is_powered_off_the_others_go_on_and_it_comes_back(
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_07_a_cable_out_for_three_seconds_and_a_slow_one_restart_nothing(
+def test_fault_07_a_link_down_for_three_seconds_and_a_slow_link_restart_nothing(
     lan: Cluster, undisturbed: Run
 ):
     with lan.own("--scaling.num-workers 3") as run:
@@ -90,7 +90,8 @@ def test_fault_07_a_cable_out_for_three_seconds_and_a_slow_one_restart_nothing(
         run.finish()
     begin, end = run.standstill(out)
     usual, slower = (
-        1e3 * statistics.median(b - a for a, b in pairwise(times[::3]))  # a pass of each host
+        1e3
+        * statistics.median(b - a for a, b in pairwise(times[::3]))  # a forward pass of each host
         for times in (before, while_slow)
     )
     print(f"cable out for 3 s: no step from {begin:.1f} to {end:.1f} s;", end=" ")
@@ -103,7 +104,7 @@ def test_fault_07_a_cable_out_for_three_seconds_and_a_slow_one_restart_nothing(
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_07_28_a_cable_is_out_for_a_minute_the_others_go_on_and_it_comes_back(
+def test_fault_07_28_the_others_continue_without_a_host_offline_for_a_minute(
     lan: Cluster, undisturbed: Run
 ):
     with lan.own("--scaling.num-workers 2:3") as run:
@@ -127,10 +128,10 @@ def test_fault_07_28_a_cable_is_out_for_a_minute_the_others_go_on_and_it_comes_b
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_33_a_worker_stopped_on_another_host_in_an_evaluation_is_named_soon(
+def test_fault_33_a_worker_stopped_on_another_host_during_evaluation_is_named_soon(
     lan: Cluster, undisturbed: Run
 ):
-    """While the others have half an hour's patience; nobody but its own host sees it stopped."""
+    """The others would wait for half an hour; only its own host sees that it is stopped."""
     flags = "--eval.every-epochs 1 --scaling.hang-s 5"
     with lan.own(f"--scaling.num-workers 3 {flags}") as run:
         run.wait_for_step(12)
@@ -151,11 +152,13 @@ def test_fault_33_a_worker_stopped_on_another_host_in_an_evaluation_is_named_soo
 @pytest.mark.lab
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", ["3 --exact", "2:3 --scaling.wait-s 150"])
-def test_fault_04_63_two_hosts_are_powered_off_in_the_same_second_and_the_rest_goes_on(
+def test_fault_04_63_the_rest_continues_after_two_hosts_power_off_in_the_same_second(
     lan: Cluster, workers: str
 ):
-    """Ray Train's controller would end all. With 2:3, the one that is left waits for another one,
-    says so, and keeps its state."""
+    """Ray Train's controller would end all workers.
+
+    With 2:3, the remaining one waits for another one, reports it, and keeps its state.
+    """
     with lan.own(f"--scaling.num-workers {workers}") as run:
         run.wait_for_step(12)
         off = time.time()

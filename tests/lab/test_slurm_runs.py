@@ -25,7 +25,7 @@ TASK = f"{ROOT}/tests/ray_tasks.py:Paced"
 
 
 def paced(folder: Path, name: str) -> TrainConfig:
-    """Digits, the same bits on any number of workers, as `flags` say it."""
+    """Digits with `flags`, with the same bits on any number of workers."""
     return TrainConfig(
         name=name,
         storage=str(folder),
@@ -65,12 +65,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return weights(config)
 
 
-def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_bits(
+def test_the_unedited_script_trains_across_nodes_is_requeued_and_has_equal_bits(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: bytes
 ):
     config = paced(tmp_path, "run")
     (tmp_path / "slow").touch()
-    # A CPU for each node's Ray: so each node has one worker.
+    # One CPU for each node's Ray, so each node has one worker.
     job = slurm.submit(f"--cpus-per-task=1 {SBATCH} {flags(config)}", PYTHONPATH=ROOT / "tests")
     wait_until(lambda: steps_of(config) >= 5, 300, job)
     job.warn()
@@ -90,10 +90,10 @@ def test_as_it_is_it_trains_across_nodes_is_requeued_at_its_limit_and_has_equal_
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
 
 
-def test_two_jobs_with_a_ray_each_train_at_once_on_the_same_nodes(
+def test_two_jobs_with_their_own_ray_train_on_the_same_nodes(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: bytes
 ):
-    """Neither joins the other's Ray, takes its ports, or ends its processes."""
+    """Neither joins the other's Ray, uses its ports, or ends its processes."""
     (tmp_path / "slow").touch()
     configs = [paced(tmp_path, name) for name in ("one", "two")]
     jobs = [
@@ -131,10 +131,10 @@ READ = (
 )
 
 
-def test_a_script_for_srun_finds_the_same_by_run_env_slurm_in_an_allocation(
+def test_run_env_slurm_gives_a_script_the_same_environment_as_srun(
     slurm: SlurmCluster, tmp_path: Path
 ):
-    """Also outside of one, where there is no job but for its number and name."""
+    """Also outside an allocation, except for the number and name of the job."""
     (tmp_path / "shows.py").write_text(SHOWS)
     places = {name: tmp_path / name for name in ("srun", "inside", "outside")}
     for place in places.values():
@@ -157,5 +157,5 @@ def test_a_script_for_srun_finds_the_same_by_run_env_slurm_in_an_allocation(
         outside = {name: found["outside"][rank].get(name) for name in READ}
         assert outside | unknown == expected | unknown
         assert outside["SLURM_JOB_ID"].isdigit()
-    slurm.lab.run("n1", "rm -rf /tmp/ray")  # logs, as any Ray leaves them
+    slurm.lab.run("n1", "rm -rf /tmp/ray")  # logs, as left by any Ray
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))

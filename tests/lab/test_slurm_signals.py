@@ -1,5 +1,7 @@
-"""slurm.sbatch on a real Slurm whose Ray and whose run are stand-ins: what it does when Slurm ends,
-preempts or loses a job, and what it leaves."""
+"""slurm.sbatch on a real Slurm with stand-ins for Ray and the run.
+
+Tests what it does, and leaves behind, when Slurm ends, preempts, or loses a job.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SBATCH = f"{ROOT}/clusters/slurm.sbatch"
 QUICK = FAKES / "quick"
 
 
-class Tried:
+class StandInJob:
     """A job whose run is a stand-in."""
 
     def __init__(self, slurm: SlurmCluster, notes: Path, flags: str = "", ray: str = "") -> None:
@@ -31,18 +33,18 @@ class Tried:
         self.job = slurm.submit(f"{flags} {SBATCH} mine.toml", FAKE_NOTES=notes, **where)
 
     def wait_for(self, name: str, timeout_s: float = 60) -> None:
-        """Until it has left this note."""
+        """Waits until it has written this note."""
         path = self.notes / name
-        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.said}")
+        wait_until(path.exists, timeout_s, f"{name}: {self.job.state}: {self.job.output}")
 
     @property
     def asked(self) -> list[int]:
-        """The signals that the run got until it had made its checkpoint."""
+        """The signals that the run received before it had made its checkpoint."""
         asked: list[int] = json.loads((self.notes / "asked.json").read_text())
         return asked
 
     def forget(self) -> None:
-        """As before its first start."""
+        """Resets its notes to those before its first start."""
         shutil.rmtree(self.notes)
         self.notes.mkdir()
 
@@ -56,14 +58,14 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
     wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
 
 
-def test_jobs_are_in_cgroups_if_slurm_is_to_use_them(slurm: SlurmCluster):
+def test_jobs_are_in_cgroups_if_slurm_is_configured_to_use_them(slurm: SlurmCluster):
     job = slurm.submit("--nodes=1 --wrap 'cat /proc/self/cgroup'")
     job.wait({"COMPLETED"}, 30)
-    assert (f"/job_{job.number}/" in job.said) == (slurm.tracks == CGROUP)
+    assert (f"/job_{job.number}/" in job.output) == (slurm.tracks == CGROUP)
 
 
-def test_scancel_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
-    tried = Tried(slurm, tmp_path / "notes")
+def test_scancel_leaves_no_files_or_processes(slurm: SlurmCluster, tmp_path: Path):
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.job.cancel()
     tried.job.wait({"CANCELLED"}, 30)
@@ -72,7 +74,7 @@ def test_scancel_leaves_nothing(slurm: SlurmCluster, tmp_path: Path):
 def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
     slurm: SlurmCluster, tmp_path: Path
 ):
-    tried = Tried(slurm, tmp_path / "notes")
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.job.cancel("--batch --signal=TERM")
     tried.job.wait({"FAILED"}, 30)
@@ -81,8 +83,8 @@ def test_scancel_of_the_script_alone_ends_the_job_with_a_checkpoint(
     assert tried.asked == [15]
 
 
-def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluster, tmp_path: Path):
-    tried = Tried(slurm, tmp_path / "notes")
+def test_a_job_is_requeued_before_its_time_limit(slurm: SlurmCluster, tmp_path: Path):
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.forget()
     tried.job.warn()
@@ -97,14 +99,12 @@ def test_before_its_time_limit_a_job_goes_back_into_the_queue(slurm: SlurmCluste
     tried.job.wait({"FAILED"}, 30)
 
 
-def test_a_preempted_job_makes_its_checkpoint_and_goes_back_into_the_queue(
-    slurm: SlurmCluster, tmp_path: Path
-):
-    """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals the steps only."""
-    tried = Tried(slurm, tmp_path / "notes")
+def test_a_preempted_job_makes_its_checkpoint_and_is_requeued(slurm: SlurmCluster, tmp_path: Path):
+    """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals only the steps."""
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     urgent = slurm.submit("--partition=urgent --nodes=2 --exclusive --wrap 'sleep 1'")
-    urgent.wait({"COMPLETED"}, 50)  # before the time of grace is over: it is not needed
+    urgent.wait({"COMPLETED"}, 50)  # before the grace time has passed: it is not needed
     assert tried.asked == [15]
     facts = tried.job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("PENDING", "1")
@@ -115,9 +115,9 @@ def test_a_preempted_job_makes_its_checkpoint_and_goes_back_into_the_queue(
     tried.job.wait({"CANCELLED"}, 30)
 
 
-def test_a_job_that_loses_a_node_goes_back_into_the_queue(slurm: SlurmCluster, tmp_path: Path):
-    """The second node is switched off, and on again when Slurm has given it up."""
-    tried = Tried(slurm, tmp_path / "notes")
+def test_a_job_that_loses_a_node_is_requeued(slurm: SlurmCluster, tmp_path: Path):
+    """The second node is powered off, and on again when Slurm considers it down."""
+    tried = StandInJob(slurm, tmp_path / "notes")
     tried.wait_for("training")
     tried.forget()
     slurm.lab.crash("n2")
@@ -134,8 +134,10 @@ def test_a_job_that_loses_a_node_goes_back_into_the_queue(slurm: SlurmCluster, t
     tried.job.wait({"CANCELLED"}, 30)
 
 
-def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path):
-    one, two = (Tried(slurm, tmp_path / name) for name in ("one", "two"))
+def test_two_concurrent_jobs_on_the_same_nodes_do_not_interfere(
+    slurm: SlurmCluster, tmp_path: Path
+):
+    one, two = (StandInJob(slurm, tmp_path / name) for name in ("one", "two"))
     for tried in (one, two):
         tried.wait_for("training")
         assert tried.job.facts()["NodeList"] == "n[1-2]"
@@ -150,11 +152,11 @@ def test_two_jobs_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("ray", "tries"), [("slow", [3, 3]), ("late", [1, 5])])
-def test_a_ray_that_starts_slowly_is_started_again_on_its_node(
+def test_a_slow_ray_start_is_retried_on_its_node(
     slurm: SlurmCluster, tmp_path: Path, ray: str, tries: list[int]
 ):
     """As on a slow disk, where Ray's own limits are too short; or a node that lags behind."""
-    tried = Tried(slurm, tmp_path / "notes", ray=ray)
+    tried = StandInJob(slurm, tmp_path / "notes", ray=ray)
     tried.wait_for("training")
     texts = [(tried.notes / f"tries-{node}").read_text() for node in range(2)]
     assert [text.count("\n") for text in texts] == tries
@@ -163,8 +165,8 @@ def test_a_ray_that_starts_slowly_is_started_again_on_its_node(
     assert tried.asked == [15]
 
 
-def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: Path):
-    """Both run at once; neither sweeps the other's folders."""
+def test_tasks_of_an_array_are_independent_jobs(slurm: SlurmCluster, tmp_path: Path):
+    """Both run concurrently; neither removes the other's folders."""
     (tmp_path / "wrap.sh").write_text(
         f'#!/bin/bash\nexport FAKE_NOTES={tmp_path}/$SLURM_ARRAY_TASK_ID\nexec bash {SBATCH} "$@"\n'
     )
@@ -175,7 +177,7 @@ def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: 
         folder.mkdir()
     job = slurm.submit(f"{flags} {tmp_path}/wrap.sh mine.toml", **where)
     for folder in notes:
-        wait_until((folder / "training").exists, 60, f"{job.state}: {job.said}")
+        wait_until((folder / "training").exists, 60, f"{job.state}: {job.output}")
     lines = [line.split() for line in slurm.sh("squeue --noheader --format='%K %A'").splitlines()]
     numbers = {task: int(number) for task, number in lines}
     assert numbers.keys() == {"0", "1"}
@@ -189,7 +191,7 @@ def test_tasks_of_an_array_are_jobs_of_their_own(slurm: SlurmCluster, tmp_path: 
     wait_until(lambda: not slurm.sh("squeue --noheader"), 30, job.number)
 
 
-def test_the_emitted_file_is_submitted_as_it_was_printed(slurm: SlurmCluster, tmp_path: Path):
+def test_the_emitted_file_can_be_submitted_unchanged(slurm: SlurmCluster, tmp_path: Path):
     flags = "--name mine --scaling.num-workers 4 --scaling.use-gpu false"
     flags += " --scaling.cpus-per-worker 2"
     emitted = f"{tmp_path}/mine.sbatch"

@@ -1,4 +1,4 @@
-"""examples/launchers: each script on Ray ends as it does under the launcher it was made for."""
+"""examples/launchers: each script gives the same result on Ray as under its own launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ray_for_all() -> Iterator[None]:
 
 
 def free_port() -> str:
-    """Of those that systems do not give to outgoing connections: it is free some seconds later."""
+    """A port outside the range of outgoing connections, so it stays free for some seconds."""
     for port in random.sample(range(20_000, 30_000), 20):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)):
@@ -47,7 +47,7 @@ def free_port() -> str:
 
 
 def at_once(commands: list[list[str]], environments: list[dict[str, str]]) -> None:
-    """Runs all of these side by side, as a shell loop or srun does; one that fails ends all."""
+    """Runs all of these side by side, as a shell loop or srun does; if one fails, all are ended."""
     processes = [
         subprocess.Popen(command, env={**os.environ, **environment})
         for command, environment in zip(commands, environments, strict=True)
@@ -86,7 +86,7 @@ def by_hand(script: str, size: int) -> None:
 
 
 def by_srun(script: str, size: int) -> None:
-    """What srun sets and scontrol says on a single node."""
+    """The variables of srun and the output of scontrol on a single node."""
     (folder := Path.cwd() / "bin").mkdir()
     (folder / "scontrol").write_text('#!/bin/sh\ntest "$1 $2" = "show hostnames" && echo $3\n')
     (folder / "scontrol").chmod(0o755)
@@ -103,7 +103,7 @@ def by_srun(script: str, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Manner:
+class LaunchMethod:
     """How a script is started by its own launcher, and by `run` with {size} processes."""
 
     own: Callable[[str, int], None]
@@ -113,16 +113,16 @@ class Manner:
 
 
 MANNERS = {
-    "torchrun_env.py": Manner(by_torchrun),
-    "launch_local_rank.py": Manner(by_launch, "--num-workers {size} --legacy-local-rank"),
-    "spawn.py": Manner(
+    "torchrun_env.py": LaunchMethod(by_torchrun),
+    "launch_local_rank.py": LaunchMethod(by_launch, "--num-workers {size} --legacy-local-rank"),
+    "spawn.py": LaunchMethod(
         by_itself,
         "--num-workers 1 --per node",
         "--gpus {size} --nodes {world_size} --nr {node_rank} "
         "--master {master_addr} --port {master_port}",
     ),
-    "slurm_env.py": Manner(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
-    "tcp_rank_flags.py": Manner(
+    "slurm_env.py": LaunchMethod(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
+    "tcp_rank_flags.py": LaunchMethod(
         by_hand,
         args="--rank {rank} --world-size {world_size} --dist-url {init_method}",
     ),
@@ -156,11 +156,11 @@ def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert on_ray(name, size) == 0
     assert json.loads(Path(out).read_text()) == own
     assert own["accuracy"] > 0.7
-    if "lines" in own:  # of 401 each once, but for those that would leave a rank with one more
+    if "lines" in own:  # each of 401 once, except those that would give one rank an extra sample
         assert own["lines"] == 401 - 401 % size
 
 
-def test_every_example_is_here_and_in_their_readme():
+def test_every_launcher_example_is_tested_and_in_the_readme():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     assert scripts == {*MANNERS}
     readme = (EXAMPLES / "README.md").read_text()
@@ -189,13 +189,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
+def test_a_killed_rank_restarts_all_ranks_from_the_scripts_own_checkpoint(
     ray_for_all: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    """As under torchrun, undisturbed, to the last bit."""
+    """Equal to an undisturbed torchrun run, to the last bit."""
     script, epochs = str(EXAMPLES / "torchrun_env.py"), ["--epochs", "8"]
     in_folder(monkeypatch, tmp_path / "own")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -210,11 +210,11 @@ def test_a_killed_rank_restarts_all_and_the_scripts_own_checkpoint_goes_on(
     assert "rank 1 failed first" in err
     assert "killed by SIGKILL" in err
     epochs_said = [line.partition(":")[0] for line in out.splitlines() if "] epoch " in line]
-    assert epochs_said == [f"[rank 0] epoch {n}" for n in range(8)]  # it went on
+    assert epochs_said == [f"[rank 0] epoch {n}" for n in range(8)]  # it continued
     assert json.loads(Path("result.json").read_text()) == own
 
 
-# The others are opted in, for their time.
+# The others are opt-in because they take long.
 BY_DEFAULT = ("tcp_rank_flags.py", "launch_local_rank.py")
 
 
@@ -226,7 +226,7 @@ BY_DEFAULT = ("tcp_rank_flags.py", "launch_local_rank.py")
         for size in (2, 3)
     ],
 )
-def test_each_script_ends_as_under_its_own_launcher(
+def test_each_script_has_the_same_result_as_under_its_own_launcher(
     name: str, size: int, ray_for_all: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     compare(name, size, tmp_path, monkeypatch)

@@ -1,4 +1,5 @@
-"""`run`: what each process finds, what is said of a failure, and that nothing is left behind."""
+"""`run`: the environment of each process, how failures are reported, and that nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ GUARD = Path(code_shipping.__file__).with_name("supervisor.py")
 # ------------------------------------------------------------------ the command line
 
 
-def test_flags_end_at_the_script_and_what_follows_is_the_scripts():
+def test_arguments_after_the_script_are_passed_to_it():
     own = ["--num_workers=3", "--use-gpu", "--max-restarts", "2"]
     order = parse([*own, "train.py", "--num-workers", "7", "--", "-m"])
     assert order.flags == RunFlags(num_workers=3, use_gpu=True, max_restarts=2)
@@ -61,14 +62,14 @@ def test_flags_end_at_the_script_and_what_follows_is_the_scripts():
     assert order.args == ("--num-workers", "7", "--", "-m")
 
 
-def test_a_module_may_stand_for_the_script():
+def test_a_module_can_replace_the_script():
     order = parse(["-m", "--num-workers", "2", "package.train", "-m", "x"])
     assert (order.module, order.program, order.args) == (True, "package.train", ("-m", "x"))
     values = dict.fromkeys(("rank", "local_rank"), "0")
     assert order.command("py", values) == ["py", "-u", "-m", "package.train", "-m", "x"]
 
 
-def test_two_dashes_end_our_flags():
+def test_a_double_dash_ends_our_flags():
     assert split(["--use-gpu", "--", "-odd.py", "--x"]) == ([("use-gpu", None)], ["-odd.py", "--x"])
 
 
@@ -99,7 +100,7 @@ def test_two_dashes_end_our_flags():
         (["--no-python", "--legacy-local-rank", "train.sh"], "{local_rank}"),
     ],
 )
-def test_wrong_flags_are_refused_with_a_remedy(argv: list[str], reported: str):
+def test_invalid_flags_are_refused_with_a_remedy(argv: list[str], reported: str):
     with pytest.raises(ConfigError) as caught:
         parse(argv)
     assert reported in str(caught.value)
@@ -132,7 +133,7 @@ TORCHRUNS = [
 
 
 @pytest.mark.parametrize("line", TORCHRUNS)
-def test_a_command_line_of_torchruns_is_read_as_torchrun_reads_it(line: str):
+def test_torchrun_command_lines_are_parsed_as_by_torchrun(line: str):
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
@@ -160,7 +161,7 @@ def test_a_command_line_of_torchruns_is_read_as_torchrun_reads_it(line: str):
     assert order.flags.log_line_prefix_template == template
 
 
-def test_every_flag_of_torchruns_is_known():
+def test_every_torchrun_flag_is_recognized():
     from torch.distributed.run import get_args_parser
 
     for action in get_args_parser()._actions:
@@ -198,11 +199,11 @@ def test_a_command_for_another_node_is_refused_with_the_whole_command():
 
 
 @pytest.mark.parametrize("flag", ["-n", "-np", "--np"])
-def test_the_number_of_mpirun_is_that_of_all_workers(flag: str):
+def test_the_process_count_of_mpirun_is_the_total_number_of_workers(flag: str):
     assert parse([flag, "4", "t.py"]).flags.num_workers == 4
 
 
-def test_ranks_are_shown_by_words_and_lists_also_with_tee():
+def test_shown_ranks_are_selected_by_keyword_or_list_also_with_tee():
     assert parse(["--tee", "none", "-n", "2", "t.py"]).flags.show == "none"
     assert parse(["--tee", "0,2", "-n", "2", "t.py"]).flags.show == "0,2"
     order = parse(["--tee", "0", "-n", "2", "t.py"])
@@ -210,21 +211,21 @@ def test_ranks_are_shown_by_words_and_lists_also_with_tee():
     assert "--show 0" in order.notes[0]
 
 
-def test_torchruns_variables_are_its_defaults():
+def test_torchruns_environment_variables_set_the_defaults():
     environ = {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_STANDALONE": "0", "PET_X": "1"}
     flags = parse(["--nnodes", "1", "t.py"], environ).flags
     assert (flags.nproc_per_node, flags.nnodes, flags.standalone) == ("3", "1", False)
     assert parse(["t.py"], {"PET_STANDALONE": "1", "PET_NPROC_PER_NODE": "1"}).flags.standalone
 
 
-def test_a_wrong_variable_of_torchruns_is_named() -> None:
+def test_an_invalid_torchrun_variable_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"^PET_MAX_RESTARTS: --max-restarts takes an integer"):
         parse(["t.py"], {"PET_MAX_RESTARTS": "many"})
     with pytest.raises(ConfigError, match=r"^--max-restarts takes an integer"):
         parse(["--max-restarts", "some", "t.py"], {"PET_MAX_RESTARTS": "many"})
 
 
-def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
+def test_an_argument_that_is_not_a_script_is_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "plain.py").touch()
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__main__.py").touch()
@@ -245,7 +246,7 @@ def test_what_is_no_script_is_answered_with_what_helps(tmp_path: Path) -> None:
             parse(words).require_possible(tmp_path, {})
 
 
-def test_flags_behind_the_script_are_noted_unless_it_knows_them(
+def test_flags_after_the_script_are_noted_unless_the_script_defines_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     in_folder(monkeypatch, tmp_path, "parser.add_argument('--log_dir')")
@@ -254,12 +255,12 @@ def test_flags_behind_the_script_are_noted_unless_it_knows_them(
     assert note.startswith("passed to the script: --max_restarts=3; flags of run must come before")
 
 
-def test_the_script_is_found_behind_flags_without_values():
+def test_the_script_is_found_after_flags_without_values():
     order = parse(["--run-path", "--num-workers", "2", "x.py", "--run-path"])
     assert (order.program, order.args, order.flags.num_workers) == ("x.py", ("--run-path",), 2)
 
 
-# ------------------------------------------------------------------ counted as torchrun counts
+# ------------------------------------------------------------------ worker counts as in torchrun
 
 CPUS, GPUS = {"CPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}
 
@@ -291,12 +292,12 @@ def test_workers_are_counted_by_node_as_torchrun_does(line, nodes, workers, each
     assert bool(missing_capacity(layout, nodes)) == short
 
 
-def test_gpus_that_are_not_there_are_said():
+def test_missing_gpus_are_reported():
     with pytest.raises(PreflightError, match="--nproc-per-node gpu: no GPU found"):
         layout_for(parse(["--nproc-per-node", "gpu", "t.py"]).flags, [CPUS])
 
 
-# ------------------------------------------------------------------ variables of the script's own
+# ------------------------------------------------------------------ the script's own variables
 
 OWN = {
     "SLURM_CPUS_PER_TASK": "4",
@@ -322,7 +323,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("kind", ["torchrun", "slurm"])
-def test_the_scripts_own_variables_arrive_and_those_of_another_group_do_not(local: bool, kind: str):
+def test_the_scripts_variables_are_kept_and_those_of_another_group_removed(local: bool, kind: str):
     group = three_on_two_nodes()
     base = base_environment({**OWN, **OTHERS}, {}, local)
     assert base == OWN
@@ -334,7 +335,7 @@ def test_the_scripts_own_variables_arrive_and_those_of_another_group_do_not(loca
     )
 
 
-def test_variables_are_torchruns_by_its_flags():
+def test_flags_set_the_same_variables_as_torchrun():
     line = "--nproc-per-node 2 --role me --rdzv-id job --virtual-local-rank t.py"
     group = three_on_two_nodes()
     env = rank_variables(parse(line.split()).flags, group, group.workers[2], {}, "")
@@ -344,7 +345,7 @@ def test_variables_are_torchruns_by_its_flags():
     assert fill("${local_rank} {rank}", placeholder_values(group, group.workers[2])) == "1 2"
 
 
-def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
+def test_help_is_fast_and_a_missing_script_is_named(tmp_path: Path):
     answer = run_cli("run", "--help", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (0, [])
     assert answer.cpu_s < 1
@@ -359,7 +360,7 @@ def test_help_comes_at_once_and_a_wrong_script_is_named(tmp_path: Path):
 
 
 def three_on_two_nodes() -> RankedGroup:
-    """Two seats on the driver's node, one elsewhere; given in a wrong order."""
+    """Two workers on the driver's node and one on another; given in a different order."""
     seats = [
         Placement(0, "b", "10.0.0.9", "w9", ["0"]),
         Placement(1, "a", "10.0.0.10", "w10", ["10"]),
@@ -368,7 +369,7 @@ def three_on_two_nodes() -> RankedGroup:
     return RankedGroup(assign_ranks(seats), "10.0.0.9", 23456, "0123456789abcdef", attempt=1)
 
 
-def test_ranks_count_up_by_node_and_there_by_gpu():
+def test_ranks_are_ordered_by_node_then_gpu():
     workers = three_on_two_nodes().workers
     assert [w.seat.number for w in workers] == [0, 2, 1]
     assert [(w.rank, w.local_rank, w.node_rank) for w in workers] == [
@@ -381,13 +382,13 @@ def test_ranks_count_up_by_node_and_there_by_gpu():
     assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
 
 
-def test_ranks_of_one_node_meet_at_loopback():
+def test_ranks_on_one_node_rendezvous_over_loopback():
     workers = three_on_two_nodes().workers
     assert rendezvous_address(workers) == "10.0.0.9"
     assert rendezvous_address(workers[1:]) == "127.0.0.1"
 
 
-def test_the_environment_is_torchruns():
+def test_a_rank_gets_torchruns_environment_variables():
     group = three_on_two_nodes()
     env = rank_variables(
         RunFlags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json"
@@ -425,19 +426,19 @@ def test_the_environment_is_torchruns():
         (RunFlags(), {}, 0, None),  # alone on its node
     ],
 )
-def test_threads_are_the_users_else_as_torchrun(flags, base, rank, threads):
+def test_omp_num_threads_is_the_users_or_torchruns(flags, base, rank, threads):
     group = three_on_two_nodes()
     env = rank_variables(flags, group, group.workers[rank], base, "")
     assert env.get("OMP_NUM_THREADS") == threads
 
 
-def test_gpus_that_were_not_asked_for_are_hidden():
+def test_unrequested_gpus_are_hidden():
     (worker,) = assign_ranks([Placement(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
     env = rank_variables(RunFlags(), RankedGroup([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_environment_of_slurm():
+def test_a_rank_gets_slurms_environment_variables():
     group = three_on_two_nodes()
     env = rank_variables(RunFlags(env="slurm"), group, group.workers[2], {}, "")
     expected = {
@@ -462,7 +463,7 @@ def test_the_environment_of_slurm():
     assert not {name for name in env if name in ("RANK", "LOCAL_RANK") or "ELASTIC" in name}
 
 
-def test_the_drivers_environment_travels_but_for_what_is_its_machines():
+def test_the_drivers_environment_is_sent_without_machine_specific_variables():
     driver = {
         "PATH": "/driver",
         "WANDB_API_KEY": "k",
@@ -490,7 +491,7 @@ def test_the_drivers_environment_travels_but_for_what_is_its_machines():
     assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
 
 
-def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
+def test_on_the_local_machine_the_shell_environment_is_used_with_rays_network_variables():
     driver = {"PATH": "/driver", "NCCL_DEBUG": "INFO", "RAY_ADDRESS": "x", "RANK": "5"}
     node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth1", "CONDA": "/c"}
     assert base_environment(driver, node, local=True) == {
@@ -500,7 +501,9 @@ def test_on_this_machine_the_shell_counts_and_of_ray_starts_the_network():
     }
 
 
-def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_exported_variable_that_is_not_set_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     in_folder(monkeypatch, tmp_path, "")
     with pytest.raises(ConfigError, match="--export = 'NO_SUCH'"):
         run_script(RunOptions(RunFlags(num_workers=1, export="PATH, NO_SUCH"), "script.py"))
@@ -515,7 +518,7 @@ def test_a_variable_to_be_exported_must_be_set(tmp_path: Path, monkeypatch: pyte
         ("", "--local_rank=0"),
     ],
 )
-def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
+def test_the_local_rank_flag_is_spelled_as_the_script_expects(
     text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     in_folder(monkeypatch, tmp_path, text)
@@ -526,7 +529,7 @@ def test_the_old_launchers_flag_is_spelled_as_the_script_reads_it(
     ]
 
 
-def test_placeholders_are_filled_in_and_other_braces_stay():
+def test_placeholders_are_filled_in_and_other_braces_are_unchanged():
     group = three_on_two_nodes()
     order = RunOptions(
         RunFlags(legacy_local_rank=True),
@@ -553,10 +556,10 @@ def test_dry_run_prints_each_command_ready_to_paste(tmp_path, monkeypatch):
     assert "PATH=" not in text
 
 
-# ------------------------------------------------------------------ room
+# ------------------------------------------------------------------ capacity
 
 
-def test_workers_are_counted_over_gpus_or_nodes_or_must_be_said():
+def test_workers_are_counted_by_gpus_or_nodes_or_must_be_given():
     nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0}]
     layout = layout_for(RunFlags(use_gpu=True), nodes)
     assert (layout.least, layout.per_worker) == (6, {"CPU": 1.0, "GPU": 1.0})
@@ -570,7 +573,7 @@ def test_workers_are_counted_over_gpus_or_nodes_or_must_be_said():
         layout_for(RunFlags(use_gpu=True), nodes[2:])
 
 
-def test_what_lacks_is_said_with_have_and_want():
+def test_missing_resources_are_reported_with_have_and_want():
     flags = RunFlags(num_workers=3, cpus_per_worker=2)
     layout = layout_for(flags, [])
     assert missing_capacity(layout, [{"CPU": 4.0}]) == "CPU: want 6 (3 x 2), have 4"
@@ -594,7 +597,7 @@ def test_what_lacks_is_said_with_have_and_want():
         ({"nnodes": "3", "nproc_per_node": "2"}, {"CPU": 4.0}, "Lower --nnodes or"),
     ],
 )
-def test_what_does_not_fit_has_advice_that_helps(
+def test_a_run_that_does_not_fit_gets_working_advice(
     flags: dict[str, Any], have: dict[str, float], text: str
 ):
     layout = layout_for(RunFlags(**flags), [])
@@ -602,7 +605,7 @@ def test_what_does_not_fit_has_advice_that_helps(
     assert re.search(text, str(error))
 
 
-def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
+def test_more_workers_than_cpus_exit_with_status_3_at_once(tmp_path: Path):
     (tmp_path / "t.py").touch()
     answer = run_cli("run", "--num-workers", "999", "t.py", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (3, [])
@@ -611,7 +614,7 @@ def test_more_workers_than_this_machine_has_cpus_exit_3_at_once(tmp_path: Path):
 
 
 class FakeRay(types.ModuleType):
-    """Notes what it is started with, and in which environment."""
+    """Records the arguments and the environment it is started with."""
 
     def __init__(self) -> None:
         super().__init__("ray")
@@ -631,7 +634,7 @@ class FakeRay(types.ModuleType):
         self.reported["ended"] = True
 
 
-def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyPatch):
+def test_rays_settings_are_restored_after_the_run(monkeypatch: pytest.MonkeyPatch):
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", *SETTINGS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
@@ -647,7 +650,7 @@ def test_rays_settings_are_gone_when_the_run_is_over(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["before Ray has taken SIGTERM", "after that"])
-def test_a_signal_while_ray_starts_ends_the_run_when_ray_can_be_ended(
+def test_a_signal_during_ray_startup_ends_the_run_as_soon_as_ray_can_be_stopped(
     number: int, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     class Slow(FakeRay):
@@ -687,7 +690,7 @@ def names_in(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
+def test_only_the_users_code_is_copied_from_a_folder(tmp_path: Path):
     left_out = [".git/x", "lib/__pycache__/n.pyc", "env/pyvenv.cfg", "runs/1/y.py"]
     here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
     written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
@@ -701,7 +704,7 @@ def test_a_folder_is_copied_without_what_is_not_the_users_code(tmp_path: Path):
     )
 
 
-def test_any_file_that_is_another_elsewhere_is_found(
+def test_any_file_that_differs_on_another_machine_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
@@ -728,7 +731,7 @@ def test_any_file_that_is_another_elsewhere_is_found(
     assert code_shipping.difference(code_shipping.contents(here), None) == "all"
 
 
-def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
+def test_links_are_copied_as_their_targets(tmp_path: Path):
     here = written(tmp_path / "here", "lib/net.py")
     written(tmp_path, "shared/config.yaml", "dataset/1.png")
     (here / "config.yaml").symlink_to("../shared/config.yaml")
@@ -756,7 +759,7 @@ def test_links_arrive_as_what_they_lead_to(tmp_path: Path):
     )
 
 
-def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: Path):
+def test_a_new_copy_does_not_change_files_that_are_open(tmp_path: Path):
     here = written(tmp_path / "here", "ops.so")
     code_shipping.unpack_folder(code_shipping.pack_folder(here), tmp_path / "there")
     with (tmp_path / "there/ops.so").open() as old:
@@ -766,8 +769,8 @@ def test_a_new_copy_leaves_the_old_files_to_those_who_have_them_open(tmp_path: P
     assert (tmp_path / "there/ops.so").read_text() == "new"
 
 
-class Elsewhere:
-    """Another machine: what its agents would answer."""
+class OtherMachine:
+    """Another machine: the responses of its agents."""
 
     def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
         self.shared, self.files, self.asked = shared, files, []
@@ -779,7 +782,7 @@ class Elsewhere:
         return [self.files if method == "contents" else "/copy" for _ in workers]
 
 
-def provided(elsewhere: Elsewhere, program: str = "script.py") -> dict[int, str]:
+def provided(elsewhere: OtherMachine, program: str = "script.py") -> dict[int, str]:
     others = three_on_two_nodes().workers[1:2]
     order = RunOptions(RunFlags(), program)
     return provide_folders(order, others, elsewhere, elsewhere.asked.append)
@@ -792,14 +795,14 @@ def putting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ray)
 
 
-def test_a_folder_that_is_shared_is_known_by_a_mark(tmp_path: Path, monkeypatch):
+def test_a_shared_folder_is_detected_by_a_marker_file(tmp_path: Path, monkeypatch):
     in_folder(monkeypatch, tmp_path, "")
-    assert provided(seen := Elsewhere(shared=True)) == {}
+    assert provided(seen := OtherMachine(shared=True)) == {}
     assert seen.asked == ["exists"]
     assert names_in(tmp_path) == {"script.py"}
 
 
-def test_a_mark_that_a_killed_run_has_left_is_removed_and_never_copied(tmp_path, monkeypatch):
+def test_a_marker_left_by_a_killed_run_is_removed_and_never_copied(tmp_path, monkeypatch):
     in_folder(monkeypatch, tmp_path, "")
     old, new = (tmp_path / f"{code_shipping.MARK}{name}" for name in ("old", "new"))
     for mark in (old, new):
@@ -807,34 +810,34 @@ def test_a_mark_that_a_killed_run_has_left_is_removed_and_never_copied(tmp_path,
     os.utime(old, (0, 0))
     assert code_shipping.contents(tmp_path) is not None
     assert set(code_shipping.contents(tmp_path)) == {"script.py"}
-    provided(Elsewhere(shared=True))
+    provided(OtherMachine(shared=True))
     assert (old.exists(), new.exists()) == (False, True)
 
 
-def test_why_a_folder_is_copied_is_said(tmp_path: Path, monkeypatch, putting: None):
+def test_the_reason_for_copying_a_folder_is_reported(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path, "")
     same = code_shipping.contents(tmp_path)
-    assert provided(Elsewhere(files=same)) == {}
+    assert provided(OtherMachine(files=same)) == {}
     for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
-        assert provided(other := Elsewhere(files=files)) == {1: "/copy"}
+        assert provided(other := OtherMachine(files=files)) == {1: "/copy"}
         assert why in other.asked[-1]
 
 
-def test_a_script_outside_of_the_folder_that_is_copied_is_refused(
-    tmp_path: Path, monkeypatch, putting: None
-):
+def test_a_script_outside_the_copied_folder_is_refused(tmp_path: Path, monkeypatch, putting: None):
     (tmp_path / "jobs").mkdir()
     in_folder(monkeypatch, tmp_path / "jobs", "")
     script = str(written(tmp_path, "train.py") / "train.py")
     for name in ("../train.py", script):
         with pytest.raises(PreflightError, match=rf"{script} is not on w10 .*10\.0\.0\.10"):
-            provided(Elsewhere(), name)
-        assert provided(Elsewhere(shared=True), name) == {}
+            provided(OtherMachine(), name)
+        assert provided(OtherMachine(shared=True), name) == {}
     assert code_shipping.path_in_copy(script, tmp_path, "/copy") == "/copy/train.py"
     assert code_shipping.path_in_copy(script, tmp_path / "jobs", "/copy") == script
 
 
-def test_a_folder_too_large_is_refused_with_what_is_large(tmp_path: Path, monkeypatch):
+def test_a_folder_that_is_too_large_is_refused_and_its_largest_entry_is_named(
+    tmp_path: Path, monkeypatch
+):
     monkeypatch.setattr(code_shipping, "MOST_BYTES", 1000)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights/w.bin").write_bytes(bytes(2000))
@@ -856,7 +859,7 @@ def same_clock(ranks: Sequence[int]) -> dict[int, float]:
 TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: rank {}"
 
 
-def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
+def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last():
     workers = three_on_two_nodes().workers
     output = Output(lambda rank, stream: False, None)
     reported(output, 2, "before\n" + TRACEBACK.format(2), at=10.0)
@@ -873,16 +876,16 @@ def test_who_raised_first_is_the_first_even_if_its_process_ends_last():
     )
 
 
-def test_who_failed_first_is_judged_by_the_times_of_the_machines_that_failed():
-    """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so that its end tells nothing."""
+def test_clock_offsets_are_applied_when_ordering_failures():
+    """Rank 1's clock is 100 s ahead; rank 0 was asked to end, so its exit is no evidence."""
     output = Output(lambda rank, stream: False, None)
     ends = {0: RankExit(-15, 1.0, asked="SIGTERM"), 1: RankExit(3, 109.5), 2: RankExit(4, 10.0)}
     assert first_failure(ends, output, lambda ranks: {1: 100.0, 2: 0.0}) == 1
     assert first_failure(ends, output, lambda ranks: {1: 99.0, 2: 0.0}) == 2
-    assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # of 2 it is not known
+    assert first_failure(ends, output, lambda ranks: {1: 99.0}) == 1  # it is unknown for rank 2
 
 
-def test_of_a_traceback_only_its_stream_is_shown():
+def test_only_the_stream_with_the_traceback_is_shown():
     output = Output(lambda rank, stream: False, None)
     reported(output, 0, TRACEBACK.format(0), at=1.0)
     output.take(0, "stdout", b"said before, come later\n", 0.9)
@@ -891,7 +894,7 @@ def test_of_a_traceback_only_its_stream_is_shown():
     ).splitlines()[1:] == [f"  {line}" for line in TRACEBACK.format(0).splitlines()]
 
 
-def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
+def test_a_lost_node_is_the_cause_of_its_peers_errors():
     output = Output(lambda rank, stream: False, None)
     ends = {
         0: RankExit(1, 10.0),
@@ -903,7 +906,7 @@ def test_a_lost_node_is_the_cause_of_what_its_peers_suffer():
     assert "lost: the node died" in failure_report(1, ends, three_on_two_nodes().workers, output)
 
 
-def test_nobody_failed_where_all_ended_well_or_by_our_signal():
+def test_no_rank_failed_if_all_succeeded_or_were_signaled_by_us():
     output = Output(lambda rank, stream: False, None)
     assert (
         first_failure(
@@ -913,12 +916,12 @@ def test_nobody_failed_where_all_ended_well_or_by_our_signal():
     )
 
 
-def test_statuses_are_the_shells():
+def test_exit_statuses_follow_the_shell_convention():
     assert [RankExit(status, 0).exit_status for status in (3, -9, -11)] == [3, 137, 139]
     assert RankExit(-9, 0).said == "killed by SIGKILL"
 
 
-def test_what_record_wrote_is_shown_instead_of_the_last_lines():
+def test_the_error_file_of_record_is_shown_instead_of_the_last_lines():
     output = Output(lambda rank, stream: False, None)
     reported(output, 0, "a line", at=1.0)
     error = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback\n  deep\n"}}
@@ -926,12 +929,12 @@ def test_what_record_wrote_is_shown_instead_of_the_last_lines():
     assert text.splitlines()[1:] == ["  Traceback", "    deep"]
 
 
-def test_ranks_are_said_in_runs():
+def test_ranks_are_listed_as_ranges():
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
 
 
-def test_output_goes_to_the_console_prefixed_and_to_files(tmp_path: Path, capfd):
+def test_output_is_prefixed_on_the_console_and_written_to_files(tmp_path: Path, capfd):
     flags = RunFlags(show="0")
     with Output(lambda rank, stream: flags.shown(rank, rank, stream), tmp_path) as output:
         output.take(0, "stdout", b"out\n", 1.0)
@@ -952,7 +955,7 @@ with Output(lambda rank, stream: True, None, hurried=lambda: os.path.exists("hur
 """
 
 
-def test_a_slow_console_holds_nobody_up_and_gets_all_lines(tmp_path: Path):
+def test_a_slow_console_blocks_no_rank_and_gets_all_lines(tmp_path: Path):
     with console_of(SLOW_CONSOLE, tmp_path) as process:
         assert process.stderr.readline() == "behind\n"  # and has not read a line yet
         assert (
@@ -962,26 +965,26 @@ def test_a_slow_console_holds_nobody_up_and_gets_all_lines(tmp_path: Path):
         assert process.wait(20) == 0
 
 
-def test_a_console_that_stands_still_is_left_by_whoever_is_stopped(tmp_path: Path):
+def test_a_stopped_process_does_not_wait_for_a_blocked_console(tmp_path: Path):
     with console_of(SLOW_CONSOLE, tmp_path) as process:
         assert process.stderr.readline() == "behind\n"
         (tmp_path / "hurry").touch()
         assert process.wait(20) == 0
 
 
-def test_the_folder_of_logs_is_in_the_given_one(tmp_path: Path):
+def test_the_log_folder_is_created_in_the_given_folder(tmp_path: Path):
     made = launching._log_folder(RunFlags(log_dir=str(tmp_path), rdzv_id="../../x"), "12345678")
     assert made.parent == tmp_path
 
 
-def test_a_console_that_is_closed_is_reported(tmp_path: Path):
+def test_a_closed_console_is_reported(tmp_path: Path):
     with console_of(SLOW_CONSOLE.replace("20_000", "10**9"), tmp_path) as process:
         process.stdout.readline()
         process.stdout.close()
         assert "BrokenPipeError" in process.stderr.read()
 
 
-def test_a_console_that_is_closed_while_it_is_behind_is_reported(tmp_path: Path):
+def test_a_console_closed_while_lines_are_pending_is_reported(tmp_path: Path):
     more = """    while output.behind:
         time.sleep(0.01)
     output.take(0, "stdout", b"more", 0.0)
@@ -993,7 +996,7 @@ def test_a_console_that_is_closed_while_it_is_behind_is_reported(tmp_path: Path)
 
 
 def console_of(script: str, folder: Path) -> Any:
-    """Whose console is a pipe that this process reads when it likes."""
+    """A process whose console is a pipe that the test reads when it wants to."""
     return subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=folder,
@@ -1008,7 +1011,7 @@ def console_of(script: str, folder: Path) -> Any:
 
 
 def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> float:
-    """Seconds until it holds."""
+    """Waits until the condition holds; returns the seconds it took."""
     began = time.monotonic()
     while not holds():
         assert time.monotonic() - began < within_s
@@ -1040,7 +1043,7 @@ time.sleep(600)
 
 
 class Guarded:
-    """A command under a guard that is in the background, as an agent has it."""
+    """A command under a guard in the background, as the agent runs it."""
 
     def __init__(self, folder: Path, *command: str) -> None:
         reported, tells = os.pipe()
@@ -1069,13 +1072,13 @@ class Guarded:
 
 
 def pids_in(file: Path) -> list[int]:
-    """What a STUBBORN script has noted, once it has."""
+    """The PIDs that a STUBBORN script has recorded, as soon as they exist."""
     wait_until(file.exists)
     return [int(pid) for pid in file.read_text().split()]
 
 
 @pytest.mark.parametrize("end", ["its owner goes", "kill"])
-def test_the_guard_leaves_nothing(end: str, tmp_path: Path):
+def test_the_guard_leaves_no_processes(end: str, tmp_path: Path):
     stubborn = [sys.executable, "-c", STUBBORN, str(tmp_path / "pids")]
     with Guarded(tmp_path, *stubborn) as guarded:
         pids = pids_in(tmp_path / "pids")
@@ -1091,7 +1094,7 @@ def test_the_guard_leaves_nothing(end: str, tmp_path: Path):
 
 
 def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(tmp_path: Path):
-    """SIGTERM is ignored by the script only; SIGUSR1 ends it; a daemon of its own is left."""
+    """Only the script ignores SIGTERM; SIGUSR1 ends it; its daemon is left over."""
     with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
         script, child, daemon = pids_in(tmp_path / "pids")
         guarded.say(str(int(signal.SIGTERM)))
@@ -1105,7 +1108,7 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
         wait_until(lambda: not alive(daemon))
 
 
-def test_without_its_guard_a_script_does_not_live_on(tmp_path: Path):
+def test_a_script_ends_with_its_guard(tmp_path: Path):
     with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
         script, child, daemon = pids_in(tmp_path / "pids")
         os.kill(int(guarded.report()["guard"]), signal.SIGKILL)
@@ -1114,7 +1117,7 @@ def test_without_its_guard_a_script_does_not_live_on(tmp_path: Path):
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_program_that_is_not_there_ends_with_127(tmp_path: Path, capfd):
+def test_a_missing_program_exits_with_status_127(tmp_path: Path, capfd):
     with Guarded(tmp_path, "/no/such/program") as guarded:
         guarded.report()
         assert guarded.report()["status"] == 127
@@ -1138,7 +1141,7 @@ def started(agent: Agent, script: str, folder: Path, *args: str, feeds: bool = F
 
 
 def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
-    """All news up to that of such a kind."""
+    """All messages up to the first one of this kind."""
     news: list[dict[str, Any]] = []
     deadline = time.monotonic() + 30
     while not any(until in each for each in news):
@@ -1147,9 +1150,9 @@ def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
     return news
 
 
-def test_all_lines_of_a_script_come_also_long_after_its_end(agent: Agent, tmp_path: Path):
+def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_path: Path):
     started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
-    time.sleep(1)  # a console that takes none
+    time.sleep(1)  # a console that accepts no output
     news = taken(agent, "closed")
     said = b"".join(each["data"] for each in news if "data" in each)
     assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
@@ -1157,7 +1160,7 @@ def test_all_lines_of_a_script_come_also_long_after_its_end(agent: Agent, tmp_pa
     assert [each["status"] for each in news if "status" in each] == [3]
 
 
-def test_a_status_waits_neither_for_the_console_nor_for_what_the_script_has_left(
+def test_a_status_waits_neither_for_the_console_nor_for_leftover_processes(
     agent: Agent, tmp_path: Path
 ):
     leaves = (
@@ -1174,7 +1177,7 @@ def test_a_status_waits_neither_for_the_console_nor_for_what_the_script_has_left
     taken(agent, "closed")
 
 
-def test_what_ended_by_itself_was_not_asked_to(agent: Agent, tmp_path: Path):
+def test_a_script_that_exited_by_itself_is_not_marked_as_signaled(agent: Agent, tmp_path: Path):
     started(agent, "import sys; sys.exit(4)", tmp_path)
     wait_until(lambda: bool(agent._urgent))
     agent.signal("15")
@@ -1182,7 +1185,7 @@ def test_what_ended_by_itself_was_not_asked_to(agent: Agent, tmp_path: Path):
     assert [(each["status"], each["asked"]) for each in reported if "status" in each] == [(4, 0)]
 
 
-def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
+def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
     for _ in range(5):
         agent = Agent(GUARD.read_text())
         started(agent, "import time; time.sleep(600)", tmp_path)
@@ -1192,19 +1195,17 @@ def test_a_signal_in_the_first_moment_is_not_lost(tmp_path: Path):
         agent.clean()
 
 
-def test_a_guard_that_is_killed_takes_the_script_with_it_and_is_reported(
-    agent: Agent, tmp_path: Path
-):
+def test_a_killed_guard_ends_its_script_and_is_reported(agent: Agent, tmp_path: Path):
     started(agent, "import os, time; print(os.getppid(), flush=True); time.sleep(600)", tmp_path)
     os.kill(int(taken(agent, "data")[0]["data"]), signal.SIGKILL)
     news = taken(agent, "closed")
     assert [each["status"] for each in news if "status" in each] == [-9], news
 
 
-def test_an_agent_that_is_killed_before_it_starts_a_script_leaves_nothing(
+def test_an_agent_killed_before_it_starts_a_script_leaves_no_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As it is while the code is copied to other machines."""
+    """For example, while the code is being copied to other machines."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = Agent(GUARD.read_text())
     assert list(tmp_path.iterdir()) == []
@@ -1219,7 +1220,7 @@ def test_an_agent_that_is_killed_before_it_starts_a_script_leaves_nothing(
 # ------------------------------------------------------------------ the group
 
 
-class Answering(types.ModuleType):
+class FunctionRay(types.ModuleType):
     """A Ray whose references are functions."""
 
     class RayError(Exception):
@@ -1238,7 +1239,7 @@ class Answering(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("ray")
-        self.exceptions = Answering
+        self.exceptions = FunctionRay
 
     def wait(self, asked: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         return asked, []
@@ -1247,11 +1248,11 @@ class Answering(types.ModuleType):
         return asked()
 
 
-def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_on_a_machine_is_one_line_with_its_name(monkeypatch: pytest.MonkeyPatch):
     def full() -> None:
-        raise Answering.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
+        raise FunctionRay.RayTaskError(OSError(28, "No space left on device", "/tmp/x"))
 
-    monkeypatch.setitem(sys.modules, "ray", Answering())
+    monkeypatch.setitem(sys.modules, "ray", FunctionRay())
     assert worker_group._wait_for_answers([lambda: 3], lambda: None) == [3]
     with pytest.raises(PreflightError) as reported:
         worker_group._wait_for_answers(
@@ -1260,7 +1261,7 @@ def test_what_a_machine_cannot_do_is_a_line_with_its_name(monkeypatch: pytest.Mo
     assert str(reported.value) == "w2 (10.0.0.2): [Errno 28] No space left on device: '/tmp/x'"
 
 
-def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytest.MonkeyPatch):
+def test_machine_clocks_are_compared_with_the_drivers_clock(monkeypatch: pytest.MonkeyPatch):
     class Clock:
         def __init__(self, ahead_s: float | None) -> None:
             self.clock, self.ahead_s = self, ahead_s
@@ -1270,10 +1271,10 @@ def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytes
 
         def tell(self) -> float:
             if self.ahead_s is None:
-                raise Answering.GetTimeoutError
+                raise FunctionRay.GetTimeoutError
             return time.monotonic() + self.ahead_s
 
-    monkeypatch.setitem(sys.modules, "ray", Answering())
+    monkeypatch.setitem(sys.modules, "ray", FunctionRay())
     group = WorkerGroup.__new__(WorkerGroup)
     group.workers = three_on_two_nodes().workers
     group._agents = [Clock(100.0), Clock(-5.0), Clock(-5.0)]  # by seat
@@ -1289,7 +1290,7 @@ def test_the_clocks_of_machines_are_compared_with_the_drivers(monkeypatch: pytes
 
 @dataclass(frozen=True)
 class TwoNodes:
-    """Two CPUs here, and another node with one; `own` is where their temporary files are."""
+    """Two CPUs here, and another node with one; `own` is the folder of their temporary files."""
 
     address: str
     own: Path
@@ -1297,7 +1298,7 @@ class TwoNodes:
 
 @pytest.fixture(scope="module")
 def ray_of_two_nodes() -> Iterator[TwoNodes]:
-    """The tests of this file share it."""
+    """Shared by the tests of this file."""
     own = Path(tempfile.mkdtemp(prefix="test-run-"))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -1347,7 +1348,7 @@ class TestOnRay:
     pytestmark = on_ray
 
     @pytest.mark.slow
-    def test_the_environment_is_that_of_the_same_script_under_torchrun(
+    def test_a_script_has_the_same_environment_as_under_torchrun(
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, DUMP)
@@ -1361,7 +1362,7 @@ class TestOnRay:
             new = json.loads((tmp_path / f"ours-{rank}").read_text())
             assert new["TORCHELASTIC_USE_AGENT_STORE"] == "False"
             assert Path(new["TORCHELASTIC_ERROR_FILE"]).name == "error.json"
-            # where they meet, who serves the store, this run's id
+            # the rendezvous address, the store's host, this run's id
             differ = "MASTER_.*|TORCHELASTIC_(RUN_ID|USE_AGENT_STORE|ERROR_FILE)|ARGV"
             # set for Ray by this file; and by readline, in C, where Python does not see it
             unseen = "RAY_.*|COLUMNS|LINES|NCCL_OF_THE_NODE"
@@ -1431,7 +1432,7 @@ agent.clean()
         assert done.stdout == "{} None\nTrue []\n", done.stderr
 
     @pytest.mark.slow
-    def test_one_process_on_each_node_for_scripts_that_spawn_the_others(
+    def test_scripts_that_spawn_processes_get_one_process_per_node(
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, DUMP)
@@ -1445,10 +1446,10 @@ agent.clean()
             assert env["ARGV"].endswith(f" tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}")
             assert "OMP_NUM_THREADS" not in env
 
-    def test_the_first_failure_is_shown_the_others_end_and_all_start_again(
+    def test_the_first_failure_is_shown_and_all_ranks_are_restarted(
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     ):
-        """Rank 1 fails twice, the second time it is killed; the others would wait for ever."""
+        """Rank 1 fails twice, the second time by a kill; the others would wait forever."""
         script = """
 import glob, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -1478,17 +1479,17 @@ time.sleep(0 if attempt == sys.argv[1] else 600)
         assert "killed by SIGKILL" in err
 
     @pytest.mark.slow
-    def test_the_last_attempts_status_is_passed_on(
+    def test_the_exit_status_is_that_of_the_last_attempt(
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, "import os; os.kill(os.getpid(), 9)")
         assert run_script(RunOptions(RunFlags(num_workers=1, max_restarts=1), "script.py")) == 137
 
     @pytest.mark.slow
-    def test_a_lost_worker_of_rays_is_a_failure_too(
+    def test_a_lost_ray_worker_is_a_failure(
         self, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
     ):
-        """Rank 0's actor is killed: its script goes with it, and all are placed again."""
+        """Rank 0's actor is killed: its script ends with it, and all ranks are placed again."""
         script = """
 import os, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -1531,7 +1532,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     @pytest.mark.parametrize(
         "how", ["Ctrl-C", *(pytest.param(h, marks=pytest.mark.slow) for h in HARDER)]
     )
-    def test_nothing_is_left_when_the_driver_is_stopped_or_killed(
+    def test_no_process_is_left_when_the_driver_is_stopped_or_killed(
         self, how: str, ray_of_two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         in_folder(monkeypatch, tmp_path, f"import sys; sys.argv[1] += '.x'\n{STUBBORN}")
@@ -1546,7 +1547,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         assert len(pids) == 6
         os.killpg(driver.pid, signal.SIGKILL if how == "kill -9" else signal.SIGINT)
         if how == "Ctrl-C twice":
-            time.sleep(0.3)  # else the kernel may make one of the two
+            time.sleep(0.3)  # otherwise, the kernel may merge the two
             os.killpg(driver.pid, signal.SIGINT)
         took_s = wait_until(lambda: not any(map(alive, pids)))
         print(f"{how}: nothing left after {took_s:.2f} s")
@@ -1568,7 +1569,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_fault_06_a_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
+def test_fault_06_a_script_run_ends_when_the_clusters_head_is_lost(tmp_path: Path):
     (tmp_path / "script.py").write_text(STUBBORN)
     environment = {**os.environ, **SETTINGS, "RAY_AUTH_MODE": "token"}
     environment.pop("RAY_ADDRESS", None)

@@ -1,4 +1,4 @@
-"""`run` without Ray: real agents, guards and scripts, and torchrun as the reference."""
+"""`run` without Ray: real agents, guards, and scripts, with torchrun as the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GUARD = Path(code_shipping.__file__).with_name("supervisor.py").read_text()
 
 
 class Threads(types.ModuleType):
-    """A Ray whose actors are objects of this process, and whose references are futures."""
+    """A Ray whose actors are objects in this process, and whose references are futures."""
 
     class RayError(Exception):
         pass
@@ -75,7 +75,7 @@ class Actor:
 
 @dataclass
 class Ran:
-    """What a run ended with and said. `reported` are its own lines."""
+    """The exit status and output of a run. `reported` are its own lines."""
 
     status: int
     out: str
@@ -90,7 +90,7 @@ class Ran:
 
 
 class Local:
-    """Runs a script on three ranks; `stops` get the numbers of signals."""
+    """Runs a script on three ranks; `stops` receive the numbers of signals."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capfd = folder, capfd
@@ -164,7 +164,7 @@ if rank == 0:
 if rank == 2:
     time.sleep(60)
 """
-# The same, but its error does not tell that it follows from another.
+# The same, but its error does not show that it is a consequence of another.
 OTHER = FOLLOWS.replace("Connection closed by peer [127.0.0.1]:1234", "the second")
 
 CAUSES = {
@@ -272,10 +272,8 @@ STATUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_rank_that_failed_first_is_named_with_its_cause_whatever_is_shown(
-    cause: str, local: Local
-):
-    """Also where the others end before it, or it is sent a signal while it ends."""
+def test_the_first_failed_rank_is_named_with_its_cause(cause: str, local: Local):
+    """Even if the others end before it, or it is sent a signal while it ends."""
     others = FOLLOWS if cause == "an exception in a thread" else OTHER
     ran = local(HEAD + CAUSES[cause] + others, "--tee none --grace-s 1")
     assert ran.report.startswith("rank 1 failed first, on host (127.0.0.1): "), ran.err
@@ -285,7 +283,7 @@ def test_the_rank_that_failed_first_is_named_with_its_cause_whatever_is_shown(
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(stream: str, local: Local):
+def test_a_rank_that_printed_a_traceback_and_continued_is_not_blamed(stream: str, local: Local):
     went_on = (
         f"""
 out = sys.{stream}
@@ -326,8 +324,8 @@ if rank == 1:
     assert "rank 1 had also raised: ValueError: was handled" in ran.report
 
 
-def test_an_error_that_follows_is_not_the_first_even_if_it_came_first(local: Local):
-    """The connection of a process that is killed may close before its end is seen."""
+def test_a_consequential_error_is_not_blamed_even_if_it_arrives_first(local: Local):
+    """The connection of a killed process may close before its exit is noticed."""
     script = """
 if rank == 0:
     mark("followed")
@@ -343,7 +341,7 @@ time.sleep(60)
     assert ran.status == 5
 
 
-def test_nobody_is_blamed_for_what_our_signal_made_it_print(local: Local):
+def test_output_caused_by_our_signal_is_not_blamed(local: Local):
     script = """
 if rank == 0:
     time.sleep(0.5)
@@ -362,7 +360,7 @@ time.sleep(60)
 
 
 def pieces(*data: bytes) -> Callable[[], bytes | None]:
-    """What `run` reads from its standard input, with pauses."""
+    """The standard input of `run`, with pauses."""
     left = [part for each in data for part in (each, None)] + [b""]
     return lambda: left.pop(0) if left else b""
 
@@ -375,7 +373,7 @@ print(rank, len(data), hash(data) == hash(b"x" * len(data)), data[:5], flush=Tru
 """
 
 
-def test_standard_input_goes_to_rank_0_whole_and_the_others_have_none(local: Local):
+def test_rank_0_gets_all_standard_input_and_the_others_none(local: Local):
     local.stdin = pieces(b"x" * 300_000, b"x" * 7)
     ran = local(READS)
     assert ran.status == 0
@@ -386,13 +384,13 @@ def test_standard_input_goes_to_rank_0_whole_and_the_others_have_none(local: Loc
     ]
 
 
-def test_a_script_that_reads_no_standard_input_holds_nothing_up(local: Local):
+def test_a_script_that_does_not_read_standard_input_does_not_block(local: Local):
     local.stdin = lambda: b"x" * 300_000
     assert local("print('done')").status == 0
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file"])
-def test_standard_input_is_that_of_the_command_if_it_is_a_pipe_or_a_file(kind: str, tmp_path: Path):
+def test_standard_input_is_passed_on_from_a_pipe_or_a_file(kind: str, tmp_path: Path):
     script = """
 from raytrain_ddp.launcher.script_launch import _standard_input
 import time
@@ -438,12 +436,12 @@ def test_a_terminal_and_dev_null_are_not_passed_on():
         ),
     ],
 )
-def test_what_helps_is_said(script: str, hint: str, local: Local):
+def test_a_failure_report_has_a_matching_hint(script: str, hint: str, local: Local):
     ran = local(f"{script}\nimport time; time.sleep(60 if os.environ['RANK'] != '1' else 0)")
     assert re.search(f"^hint: .*{hint}", ran.report, re.MULTILINE)
 
 
-def test_a_store_that_ended_with_rank_0_is_the_cause_of_later_errors(local: Local):
+def test_the_exit_of_rank_0_with_the_store_is_the_cause_of_later_errors(local: Local):
     ran = local(
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0': sys.exit()\n"
@@ -453,7 +451,7 @@ def test_a_store_that_ended_with_rank_0_is_the_cause_of_later_errors(local: Loca
     assert "hint: rank 0, which keeps the store of the process group, had ended" in ran.report
 
 
-def test_a_rank_is_no_more_likely_to_be_ended_for_memory_than_under_torchrun(local: Local):
+def test_a_rank_has_the_same_oom_score_as_under_torchrun(local: Local):
     ran = local("print(open('/proc/self/oom_score_adj').read().strip(), end=';')")
     assert "0;" in ran.out
 
@@ -471,7 +469,7 @@ out.write(b"no end"); out.flush()
 """
 
 
-def test_the_files_are_torchruns_byte_for_byte(local: Local, tmp_path: Path):
+def test_the_log_files_equal_torchruns_byte_for_byte(local: Local, tmp_path: Path):
     local.logs = tmp_path / "ours/none_x/attempt_0"
     assert local(BYTES, "--log-dir ours -t 3").status == 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
@@ -497,7 +495,7 @@ def test_a_progress_bar_is_shown_as_on_a_terminal(local: Local):
     ]
 
 
-def test_streams_are_chosen_by_torchruns_flags(local: Local):
+def test_streams_are_selected_with_torchruns_flags(local: Local):
     script = "import sys; print('out'); print('err', file=sys.stderr)"
     ran = local(script, "-r 1 -t 1:1,2:3 --local-ranks-filter 0,1")
     assert ran.out.splitlines() == ["[rank 1] out"]
@@ -525,7 +523,7 @@ def stopped(local: Local, *after_s: float) -> None:
     threading.Thread(target=stop, daemon=True).start()
 
 
-def test_ctrl_c_says_for_which_ranks_it_waits_until_they_are_killed(
+def test_ctrl_c_names_the_ranks_it_waits_for_until_they_are_killed(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("raytrain_ddp.launcher.attempt._WAITING_EVERY_S", 1.0)
@@ -540,14 +538,14 @@ def test_ctrl_c_says_for_which_ranks_it_waits_until_they_are_killed(
     assert "failed first" not in ran.err
 
 
-def test_a_second_ctrl_c_ends_all_at_once(local: Local):
+def test_a_second_ctrl_c_ends_all_ranks_at_once(local: Local):
     stopped(local, 0.5, 0.5)
     ran = local(STUBBORN, "--grace-s 600")
     assert ran.seconds < 15
     assert ran.reported == []
 
 
-# ------------------------------------------------------------------ torch's own words
+# ------------------------------------------------------------------ messages of torch
 
 GLOO = """
 import os, sys, time
@@ -567,7 +565,7 @@ dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(("how", "status"), [("raises", 1), ("exits", 9)])
-def test_of_three_ranks_of_gloo_the_first_is_named_though_the_others_suffer(
+def test_with_three_gloo_ranks_only_the_first_failed_one_is_blamed(
     how: str, status: int, local: Local
 ):
     ran = local(GLOO, "--show none", [how])
@@ -578,7 +576,7 @@ def test_of_three_ranks_of_gloo_the_first_is_named_though_the_others_suffer(
         assert "[rank1]: ValueError: the real cause" in ran.report
 
 
-# ------------------------------------------------------------------ tracebacks as they are printed
+# ------------------------------------------------------------------ printed tracebacks
 
 CAUGHT = (
     "import traceback\ndef f():\n try: 1/0\n except ArithmeticError: traceback.print_exc()\nf()"
@@ -623,7 +621,7 @@ PRINTED = [
 
 
 @pytest.mark.parametrize("width", [*range(42, 90, 3)])
-def test_what_rich_prints_is_understood_wherever_it_breaks_lines(width: int, tmp_path: Path):
+def test_rich_tracebacks_are_parsed_wherever_lines_wrap(width: int, tmp_path: Path):
     code = "from rich import traceback as t; t.install()\ndef f(): 1/0\nf()"
     (folder := tmp_path / "a b").mkdir()
     (folder / "script.py").write_text(code)
@@ -638,7 +636,7 @@ def test_what_rich_prints_is_understood_wherever_it_breaks_lines(width: int, tmp
 
 
 @pytest.mark.parametrize(("code", "uncaught", "in_thread", "error"), PRINTED)
-def test_what_python_prints_is_understood(
+def test_python_tracebacks_are_parsed(
     code: str, uncaught: bool, in_thread: bool, error: str, tmp_path: Path
 ):
     (tmp_path / "script.py").write_text(code)
@@ -659,7 +657,7 @@ def test_what_python_prints_is_understood(
         assert raised.ending == raised.uncaught
 
 
-def test_a_traceback_that_python_ignores_explains_no_end():
+def test_an_ignored_exception_does_not_explain_an_exit():
     watch = TracebackFinder()
     for line in (
         "Traceback (most recent call last):",
@@ -685,7 +683,7 @@ Traceback (most recent call last):
 ValueError: real"""
 
 
-def test_after_an_error_of_another_process_the_next_traceback_is_a_new_one():
+def test_a_traceback_after_another_process_error_is_a_separate_one():
     watch = TracebackFinder()
     for line in QUOTING.splitlines():
         watch.line("stderr", line, 1.0)
@@ -702,7 +700,7 @@ def test_after_an_error_of_another_process_the_next_traceback_is_a_new_one():
     assert watch.raised.ending
 
 
-def test_of_a_very_long_traceback_its_ends_are_kept():
+def test_a_very_long_traceback_keeps_its_beginning_and_end():
     watch = TracebackFinder()
     frames = [f'  File "x.py", line {n}, in <module>' for n in range(1000)]
     for line in ["Traceback (most recent call last):", *frames, "ValueError: the real cause"]:
@@ -717,7 +715,7 @@ def test_of_a_very_long_traceback_its_ends_are_kept():
     )
 
 
-def test_scontrol_knows_the_hosts_whatever_slurm_is_installed(tmp_path: Path) -> None:
+def test_the_hosts_are_found_with_any_slurm_installation(tmp_path: Path) -> None:
     own, real = tmp_path / "own", tmp_path / "real"
     for folder, text in ((own, SCONTROL), (real, '#!/bin/sh\necho "real: $*"; exit 7\n')):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""slurm.sbatch: with stand-ins for Slurm, Ray and the run; opted in, with a real Ray and run."""
+"""slurm.sbatch with stand-ins for Slurm, Ray, and the run; opt-in, with a real Ray and run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurm import FAKES, ROOT, Job, free_number, port_of, processes_of
 SBATCH = ROOT / "clusters" / "slurm.sbatch"
 
 
-def test_the_batch_script_is_one():
+def test_the_batch_script_is_valid():
     check_sbatch(SBATCH.read_text(encoding="utf-8"))
 
 
@@ -28,7 +28,7 @@ Submit = Callable[..., Job]
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Iterator[Submit]:
-    """Starts a job whose Ray and whose run are stand-ins."""
+    """Starts a job whose Ray and run are stand-ins."""
     quick = FAKES / "quick"
     jobs = []
 
@@ -55,31 +55,31 @@ def asked_of_fit(job: Job) -> Any:
     return json.loads((job.folder / "asked.json").read_text())
 
 
-def test_the_time_limit_becomes_a_checkpoint_and_the_job_goes_back_into_the_queue(submit: Submit):
+def test_the_time_limit_makes_a_checkpoint_and_requeues_the_job(submit: Submit):
     job = submit("mine.toml", "--name", "a b")
     job.wait_until((job.folder / "training").exists, 30)
     job.warn(signal.SIGUSR1)
     job.wait_until((job.folder / "stopping").exists, 30)
     job.warn(signal.SIGTERM)  # Slurm's own, at the limit: must not cut the checkpoint short
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert asked_of_fit(job) == [signal.SIGTERM]
     assert job.requeued == [f"requeue {job.number}"]
     assert json.loads((job.folder / "fit.json").read_text()) == ["mine.toml", "--name", "a b"]
 
 
-def test_a_job_that_is_cancelled_makes_its_checkpoint_and_stays_away(submit: Submit):
+def test_a_canceled_job_makes_its_checkpoint_and_is_not_requeued(submit: Submit):
     job = submit()
     job.wait_until((job.folder / "training").exists, 30)
     job.warn(signal.SIGTERM)
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert asked_of_fit(job) == [signal.SIGTERM]
     assert job.requeued == []
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_the_jobs_status_is_that_of_the_run(submit: Submit, status: int):
+def test_the_job_exits_with_the_status_of_the_run(submit: Submit, status: int):
     job = submit(FAKE_FIT=str(status))
-    assert job.status() == status, job.said
+    assert job.status() == status, job.output
     assert job.requeued == []
 
 
@@ -87,12 +87,12 @@ def test_requeues_are_counted(submit: Submit):
     job = submit(SLURM_RESTART_COUNT="3", MOST_REQUEUES="3")
     job.wait_until((job.folder / "training").exists, 30)
     job.warn()
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert job.requeued == []
-    assert "requeued 3 times" in job.said
+    assert "requeued 3 times" in job.output
 
 
-def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: Submit):
+def test_all_nodes_join_the_head_with_a_token_only_the_user_can_read(submit: Submit):
     job = submit(SLURM_JOB_NUM_NODES="3")
     job.wait_until((job.folder / "training").exists, 30)
     head, *workers = (reported_ray(job, node) for node in range(3))
@@ -106,10 +106,10 @@ def test_all_nodes_join_the_head_with_a_token_that_only_the_user_reads(submit: S
     addresses = {w for reported in workers for w in reported["words"] if w.startswith("--address=")}
     assert addresses == {f"--address=127.0.0.1:{20_000 + job.number % 1000 * 12}"}
     job.warn(signal.SIGTERM)
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
 
 
-def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(submit: Submit):
+def test_jobs_on_one_node_have_separate_ports_and_folders_and_leave_nothing(submit: Submit):
     jobs = [submit(), submit()]
     for job in jobs:
         job.wait_until((job.folder / "training").exists, 30)
@@ -118,51 +118,51 @@ def test_jobs_on_one_node_have_ports_and_folders_of_their_own_and_leave_nothing(
     assert [len(each) for each in ports] == [9, 9]
     assert not ports[0] & ports[1]
     jobs[0].warn(signal.SIGTERM)
-    assert jobs[0].status() == 143, jobs[0].said
+    assert jobs[0].status() == 143, jobs[0].output
     assert processes_of(jobs[0].folder) == []
     assert not Path(f"/tmp/ray-{jobs[0].number}").exists()
     assert not list(jobs[0].folder.glob(".raytrain-*"))
     assert Path(f"/tmp/ray-{jobs[1].number}").exists(), "the other one's Ray lives"
     jobs[1].warn(signal.SIGTERM)
-    assert jobs[1].status() == 143, jobs[1].said
+    assert jobs[1].status() == 143, jobs[1].output
 
 
-def test_a_ray_that_does_not_start_is_reported_with_its_own_words(submit: Submit):
+def test_a_failed_ray_start_is_reported_with_its_own_output(submit: Submit):
     job = submit(FAKE_RAY="broken")
     assert job.status() == 3
-    assert "Ray did not start" in job.said
-    assert "no such luck" in job.said
+    assert "Ray did not start" in job.output
+    assert "no such luck" in job.output
 
 
-def test_another_program_at_the_port_of_the_head_is_not_taken_for_ray(submit: Submit):
+def test_another_program_at_the_heads_port_is_not_mistaken_for_ray(submit: Submit):
     number = free_number()
     with socket.create_server(("127.0.0.1", port_of(number))):
         job = submit(FAKE_RAY="broken", number=number)
         assert job.status() == 3
-    assert "Ray did not start on the first node" in job.said
-    assert "no such luck" in job.said
+    assert "Ray did not start on the first node" in job.output
+    assert "no such luck" in job.output
 
 
-def test_a_ray_that_starts_slowly_is_started_again_on_each_node(submit: Submit):
+def test_a_slow_ray_start_is_retried_on_each_node(submit: Submit):
     job = submit(FAKE_RAY="slow", SLURM_JOB_NUM_NODES="2")
     job.wait_until((job.folder / "training").exists, 30)
     for node in range(2):
         assert (job.folder / f"tries-{node}").read_text().count("again") == 2
     job.warn(signal.SIGTERM)
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert processes_of(job.folder) == [], "a failed start leaves nothing"
 
 
-def test_a_node_whose_ray_fails_at_once_is_started_until_it_joins(submit: Submit):
-    """As while the head is started again; only a head that fails so three times gives up."""
+def test_a_node_whose_ray_fails_at_once_is_restarted_until_it_joins(submit: Submit):
+    """As while the head restarts; only a head that fails this way three times gives up."""
     job = submit(FAKE_RAY="late", SLURM_JOB_NUM_NODES="2")
     job.wait_until((job.folder / "training").exists, 60)
     assert (job.folder / "tries-1").read_text().count("again") == 4
     job.warn(signal.SIGTERM)
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
 
 
-def test_the_token_goes_first_as_slurm_may_end_the_rest(submit: Submit):
+def test_the_token_is_deleted_first_during_cleanup(submit: Submit):
     job = submit(FAKE_RAY="lingers")
     job.wait_until((job.folder / "training").exists, 30)
     (token,) = job.folder.glob(".raytrain-*/token")
@@ -170,12 +170,12 @@ def test_the_token_goes_first_as_slurm_may_end_the_rest(submit: Submit):
     job.wait_until(lambda: not token.exists(), 30)
     assert token.parent.exists()
     assert [p for p in processes_of(job.folder) if b"quick/ray\0start" in command_of(p)]
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert not token.parent.exists()
 
 
 @pytest.mark.parametrize("answer", ["the queue", "other jobs", "none"])
-def test_what_an_ended_job_left_is_swept_by_the_next_one_of_the_user(
+def test_leftovers_of_an_ended_job_are_removed_by_the_users_next_job(
     submit: Submit, tmp_path: Path, answer: str
 ):
     number, over, lives = free_number(), free_number(), free_number()
@@ -196,7 +196,7 @@ def test_what_an_ended_job_left_is_swept_by_the_next_one_of_the_user(
         assert gone == (swept if answer == "the queue" else [])
         assert (left.poll() is not None) == (answer == "the queue")
         job.warn(signal.SIGTERM)
-        assert job.status() == 143, job.said
+        assert job.status() == 143, job.output
     finally:
         left.kill()
         left.wait()
@@ -204,14 +204,14 @@ def test_what_an_ended_job_left_is_swept_by_the_next_one_of_the_user(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_ray_that_ends_after_all_nodes_had_joined_is_not_started_again(submit: Submit):
+def test_a_ray_that_ends_after_all_nodes_joined_is_not_restarted(submit: Submit):
     job = submit()
     job.wait_until((job.folder / "training").exists, 30)
     (ray,) = [p for p in processes_of(job.folder) if b"quick/ray\0start" in command_of(p)]
     os.kill(ray, signal.SIGKILL)
     job.wait_until(lambda: list(job.folder.glob(".raytrain-*/no-head")), 20)
     job.warn(signal.SIGTERM)
-    assert job.status() == 143, job.said
+    assert job.status() == 143, job.output
     assert (job.folder / "tries-0").read_text().count("again") == 0
 
 
@@ -219,20 +219,20 @@ def command_of(process: int) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-def test_a_head_that_does_not_start_is_reported_at_once_though_other_nodes_would_wait(
+def test_a_failed_head_start_is_reported_without_waiting_for_other_nodes(
     submit: Submit,
 ):
     job = submit(FAKE_RAY="broken", SLURM_JOB_NUM_NODES="3", WAIT_S="600")
     assert job.status(20) == 3
-    assert "Ray did not start" in job.said
+    assert "Ray did not start" in job.output
     assert processes_of(job.number) == []
 
 
-def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queue(submit: Submit):
+def test_a_time_limit_during_the_wait_for_nodes_requeues_the_job(submit: Submit):
     job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="600")
     job.wait_until((job.folder / "ray-0.json").exists, 30)
     job.warn()
-    assert job.status(20) == 143, job.said
+    assert job.status(20) == 143, job.output
     assert job.requeued == [f"requeue {job.number}"]
     assert not (job.folder / "training").exists()
 
@@ -240,7 +240,7 @@ def test_a_time_limit_while_nodes_are_waited_for_puts_the_job_back_into_the_queu
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
     job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="8")
     assert job.status() == 3
-    assert "1 of 2 nodes have joined" in job.said
+    assert "1 of 2 nodes have joined" in job.output
     assert job.requeued == []
 
 
@@ -252,18 +252,18 @@ TRAIN = ("--scaling.num-workers", "2", "--scaling.use-gpu", "False", "--epochs")
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_slurm_job_is_cut_by_its_time_limit_and_goes_on_when_it_is_back(tmp_path: Path):
+def test_a_slurm_job_stopped_by_its_time_limit_resumes_when_requeued(tmp_path: Path):
     log = tmp_path / "runs" / "digits" / "metrics.jsonl"
     number = free_number()
     first = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"))
     first.wait_until(lambda: log.exists() and log.read_text().count("\n") > 10, 200)
     first.warn()
-    assert first.status(120) == 143, first.said
+    assert first.status(120) == 143, first.output
     assert first.requeued == [f"requeue {number}"]
     assert processes_of(tmp_path) == []
     assert not Path(f"/tmp/ray-{number}").exists()
     again = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"), SLURM_RESTART_COUNT="1")
-    assert again.status(280) == 0, again.said
+    assert again.status(280) == 0, again.output
     steps = [json.loads(line) for line in log.read_text().splitlines()]
     trained = [each["step"] for each in steps if each["kind"] == "train"]
     assert trained == sorted({*trained})
@@ -273,12 +273,12 @@ def test_a_slurm_job_is_cut_by_its_time_limit_and_goes_on_when_it_is_back(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_slurm_jobs_on_one_node_do_not_meet(tmp_path: Path):
+def test_two_slurm_jobs_on_one_node_do_not_interfere(tmp_path: Path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
     jobs = [Job(folder, free_number(), SBATCH, ("digits", *TRAIN, "2")) for folder in folders]
-    assert [job.status(290) for job in jobs] == [0, 0], jobs[0].said + jobs[1].said
+    assert [job.status(290) for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
     for folder in folders:
         assert (folder / "runs" / "digits" / "metrics.jsonl").exists()
     assert [processes_of(folder) for folder in folders] == [[], []]

@@ -18,8 +18,8 @@ LOG = LogConfig(tensorboard=False)
 
 
 @pytest.fixture(autouse=True)
-def same_switches() -> Iterator[None]:
-    """The commands set process-wide switches."""
+def reset_switches() -> Iterator[None]:
+    """Restores the process-wide switches that the commands set."""
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -56,7 +56,7 @@ def write_jpegs(folder: Path, each: int = 9) -> None:
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A run of two steps on JPEGs, and the folder of those, which the run no longer finds."""
+    """A run of two steps on JPEGs, and their folder, which has been moved away from the run."""
     folder = tmp_path_factory.mktemp("photos")
     write_jpegs(folder / "data")
     config = TrainConfig(

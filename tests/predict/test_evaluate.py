@@ -1,4 +1,4 @@
-"""`evaluate --data`: other data than those of the run, read in another way."""
+"""`evaluate --data`: other data than those of the run, with other columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def table(photos: tuple[str, Path], tmp_path: Path) -> str:
     )
 
 
-def test_data_of_other_columns_are_evaluated_where_the_training_data_are_not(
+def test_data_with_other_columns_are_evaluated_without_the_training_data(
     photos: tuple[str, Path], table: str, tmp_path: Path
 ):
     run, folder = photos
@@ -56,7 +56,7 @@ def test_data_of_other_columns_are_evaluated_where_the_training_data_are_not(
         (("--data", "nothing"), DataError, r"'nothing': no such file or folder in /"),
     ],
 )
-def test_what_cannot_be_read_is_refused(
+def test_unreadable_data_are_refused(
     flags: tuple[str, ...],
     kind: type[Exception],
     message: str,
@@ -67,7 +67,7 @@ def test_what_cannot_be_read_is_refused(
         main([photos[0], *(flag.format(table=table, photos=photos[1]) for flag in flags)])
 
 
-def test_the_file_of_a_model_that_is_missing_is_named(
+def test_a_missing_model_file_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -92,7 +92,7 @@ def test_the_file_of_a_model_that_is_missing_is_named(
         main(["lost"])
 
 
-def test_the_head_of_a_run_with_other_classes_starts_anew(photos: tuple[str, Path]):
+def test_the_head_is_reinitialized_for_other_classes(photos: tuple[str, Path]):
     same = ModelConfig(name="timm:test_resnet", weights=photos[0])
     for names, fitting in ((["dark", "light"], True), (["light", "dark"], False)):
         task = ImageClassification.without_data(TrainConfig(model=same), names)

@@ -1,4 +1,4 @@
-"""The command `export`: what other programs compute with what it writes."""
+"""The command `export`: the outputs of other programs with the exported files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_fresh_process_computes_the_same(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """It gets a single image, and then all others. Only two are started, as that takes seconds."""
+    """It gets a single image, and then all others. Only two processes are started because that
+    takes seconds."""
     run, folder = photos
     if form == "onnx":
         pytest.importorskip("onnxruntime")
@@ -76,7 +77,7 @@ def test_a_fresh_process_computes_the_same(
     facts = json.loads((out / "preprocessing.json").read_text())
     assert facts["class_names"] == ["dark", "light"]
     assert (facts["image_size"], facts["resize_shorter_side"]) == (32, 37)
-    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # no stage is left
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]  # no temporary folder is left
 
 
 def test_onnx_has_its_preprocessing_and_takes_any_batch(digits: str, tmp_path: Path):
@@ -112,7 +113,7 @@ def test_the_card_has_the_metrics_with_counts_and_the_hashes(digits: str, tmp_pa
     assert 'name = "digits-cnn"' in card
 
 
-def test_an_export_that_computes_something_else_gets_no_name(
+def test_an_export_with_different_outputs_is_discarded(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def other(folder: Path, request: dict[str, Any], images: Any) -> tuple[Any, str]:
@@ -124,16 +125,14 @@ def test_an_export_that_computes_something_else_gets_no_name(
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_cannot_be_loaded_again_is_said(digits: str, tmp_path: Path):
+def test_an_export_that_cannot_be_loaded_is_reported(digits: str, tmp_path: Path):
     (tmp_path / "model.onnx").write_bytes(b"x")
     request = {"format": "onnx", "file": "model.onnx"}
     with pytest.raises(RaytrainError, match="the export cannot be loaded again: "):
         reload.logits_of_export(tmp_path, request, np.zeros((2, 3, 8, 8), np.uint8))
 
 
-def test_a_package_that_is_missing_is_named(
-    digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_package_is_named(digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     absent = lambda name, package=None: None if "onnx" in name else find(name, package)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", absent)
@@ -142,8 +141,10 @@ def test_a_package_that_is_missing_is_named(
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch-export", "torchscript"])
-def test_weights_that_do_not_fit_on_the_disk_are_one_line(digits: str, tmp_path: Path, form: str):
-    """The writer of safetensors raises an error of its own, and torch's ends the process."""
+def test_weights_that_do_not_fit_on_the_disk_give_a_one_line_error(
+    digits: str, tmp_path: Path, form: str
+):
+    """The safetensors writer raises its own error, and torch's would end the process."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
@@ -164,7 +165,7 @@ def test_a_full_disk_leaves_nothing(digits: str, tmp_path: Path, monkeypatch: py
     assert not [*tmp_path.iterdir()]
 
 
-def test_two_processes_do_not_write_one_export(
+def test_a_concurrent_export_to_the_same_folder_is_refused(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     argv = [digits, "--format", "safetensors", "--out", str(tmp_path / "d")]
@@ -183,7 +184,7 @@ def test_two_processes_do_not_write_one_export(
     assert not {"lock", "export"} & {path.name for path in (tmp_path / "d").iterdir()}
 
 
-def test_without_the_data_other_images_are_asked_for(photos: tuple[str, Path], tmp_path: Path):
+def test_without_the_data_the_error_asks_for_other_images(photos: tuple[str, Path], tmp_path: Path):
     with pytest.raises(DataError, match="To compare the export on other images: --data FOLDER"):
         export([photos[0], "--format", "safetensors", "--out", str(tmp_path / "p")])
 
@@ -193,7 +194,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def test_the_example_of_an_upload(monkeypatch: pytest.MonkeyPatch):
+def test_the_documented_upload_example_works(monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 
     asked: list[dict[str, Any]] = []
@@ -208,8 +209,10 @@ def test_the_example_of_an_upload(monkeypatch: pytest.MonkeyPatch):
     assert [call["repo_id"] for call in asked] == ["OWNER/photos"] * 2
 
 
-def test_the_example_of_serving(photos: tuple[str, Path], monkeypatch: pytest.MonkeyPatch):
-    """The deployment's class, without Ray: its requests are answered in a batch."""
+def test_the_documented_serving_example_works(
+    photos: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """The deployment's class without Ray: its requests are answered in one batch."""
     import ray
 
     made: list[tuple[Any, str]] = []
@@ -251,6 +254,6 @@ def test_the_example_of_serving(photos: tuple[str, Path], monkeypatch: pytest.Mo
         (("--format", "onnx", "--out", "no/where"), "there is no folder no"),
     ],
 )
-def test_what_cannot_be_exported_is_refused(digits: str, argv: Sequence[str], message: str):
+def test_an_unsupported_export_is_refused(digits: str, argv: Sequence[str], message: str):
     with pytest.raises(ConfigError, match=message):
         export([digits, *argv])

@@ -35,7 +35,7 @@ def plain(run: str, model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def test_it_has_the_averaged_weights_and_the_classes(digits: str):
+def test_a_loaded_model_has_the_averaged_weights_and_the_class_names(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
     newest = max(Path(digits).glob("checkpoints/step-*"))
     averaged, trained = (load_file(newest / f"{n}.safetensors") for n in ("model", "trained"))
@@ -68,15 +68,15 @@ def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
     )
 
 
-def test_a_pipe_that_is_given_as_an_image_is_read(tmp_path: Path):
-    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe holds at once
+def test_a_named_pipe_given_as_an_image_is_read(tmp_path: Path):
+    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe can buffer
     os.mkfifo(pipe)
     with ThreadPoolExecutor(1) as writer:
         writer.submit(pipe.write_bytes, content)
         assert GivenImages([pipe]).read(np.arange(1)) == [(content, 0)]
 
 
-def test_jpegs_give_what_torchvision_and_plain_pytorch_give(photos: tuple[str, Path]):
+def test_jpegs_give_the_same_outputs_as_torchvision_and_plain_pytorch(photos: tuple[str, Path]):
     run, folder = photos
     paths = sorted(folder.rglob("*.jpg"))
     found = raytrain_ddp.load(run, device="cpu").predict(paths)
@@ -97,7 +97,7 @@ def test_jpegs_give_what_torchvision_and_plain_pytorch_give(photos: tuple[str, P
     assert (probabilities - wanted).abs().max() < 0.01  # a resized pixel may be rounded otherwise
 
 
-def test_called_it_gives_the_logits_of_the_normalized_images(digits: str):
+def test_calling_the_model_gives_the_logits_of_normalized_images(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
     images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
     mean, std = (
@@ -108,7 +108,7 @@ def test_called_it_gives_the_logits_of_the_normalized_images(digits: str):
         torch.testing.assert_close(model(images), wanted)
 
 
-def test_the_mean_of_an_image_and_its_mirror_image(digits: str):
+def test_flip_averages_an_image_and_its_mirror_image(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
     image = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     both = model.predict([image, np.ascontiguousarray(image[:, ::-1])])
@@ -118,7 +118,7 @@ def test_the_mean_of_an_image_and_its_mirror_image(digits: str):
         assert value == pytest.approx(mean, abs=1e-6)
 
 
-def test_the_output_of_a_layer(digits: str):
+def test_a_layers_output_can_be_returned(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
     images = [np.full((8, 8, 3), level, np.uint8) for level in (0, 90, 250)]
     with torch.inference_mode():
@@ -129,7 +129,7 @@ def test_the_output_of_a_layer(digits: str):
         model.predict(images, layer="haed")
 
 
-def test_images_are_resized_to_those_of_the_training(digits: str):
+def test_images_are_resized_to_the_training_size(digits: str):
     """The run uses images as they are stored."""
     model = raytrain_ddp.load(digits, device="cpu")
     assert model.image_size == 8
@@ -137,8 +137,8 @@ def test_images_are_resized_to_those_of_the_training(digits: str):
     assert model.preprocess(images).shape == (2, 3, 8, 8)
 
 
-def test_the_size_of_the_images_is_that_of_the_training_wherever_the_data_are(tmp_path: Path):
-    """Also in an evaluation on images of another size."""
+def test_the_image_size_is_that_of_the_training_for_any_data(tmp_path: Path):
+    """Also after an evaluation on images of another size."""
     for split, side in (("train", 16), ("val", 16), ("larger", 40)):
         for level, name in ((0, "dark"), (200, "light")):
             place = tmp_path / "set" / split / name
@@ -185,12 +185,12 @@ def test_the_size_of_the_images_is_that_of_the_training_wherever_the_data_are(tm
         ([Image.new("L", (0, 5))], r"image 0: .* an array of uint8 \(5, 0\)"),
     ],
 )
-def test_what_is_no_image_is_named(digits: str, images: list[object], message: str):
+def test_an_input_that_is_not_an_image_is_named(digits: str, images: list[object], message: str):
     with pytest.raises(DataError, match=message):
         raytrain_ddp.load(digits, device="cpu").predict(images)
 
 
-def test_a_single_image_and_none_are_refused(digits: str):
+def test_a_bare_image_and_an_empty_list_are_refused(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
     for images in ("a.jpg", b"x", Image.new("L", (8, 8))):
         with pytest.raises(ConfigError, match="give a list of images"):
@@ -205,12 +205,12 @@ def test_a_batch_has_at_least_one_image(digits: str, size: Any):
         raytrain_ddp.load(digits, device="cpu").predict([np.zeros((8, 8, 3), np.uint8)], size)
 
 
-def test_another_word_for_the_checkpoint_is_refused(digits: str):
+def test_an_invalid_checkpoint_selector_is_refused(digits: str):
     with pytest.raises(ConfigError, match="'worst': must be best or last"):
         raytrain_ddp.load(digits, checkpoint="worst", device="cpu")  # type: ignore[arg-type]
 
 
-def test_a_run_without_a_checkpoint(tmp_path: Path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path):
     (tmp_path / "config.toml").write_text("")
     with pytest.raises(NoCheckpointError):
         raytrain_ddp.load(str(tmp_path))

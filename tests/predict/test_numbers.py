@@ -1,4 +1,4 @@
-"""Predictions and exports of numbers, from images that are not square and used as they are."""
+"""Predictions and exports of numeric targets, from non-square images that are not resized."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "numbers")
 
 
-def test_the_card_of_numbers_says_how_images_are_used(run: str, tmp_path: Path):
+def test_the_card_of_a_regression_run_states_the_preprocessing(run: str, tmp_path: Path):
     out = tmp_path / "e"
     assert export([run, "--format", "safetensors", "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
@@ -59,7 +59,7 @@ def test_the_card_of_numbers_says_how_images_are_used(run: str, tmp_path: Path):
     )
 
 
-def test_predictions_name_the_numbers_and_their_targets(run: str, tmp_path: Path):
+def test_predictions_have_the_names_of_the_numbers_and_their_targets(run: str, tmp_path: Path):
     """The training data are not needed."""
     out = tmp_path / "p.csv"
     (Path(run).parent / "train.parquet").unlink()
@@ -71,7 +71,7 @@ def test_predictions_name_the_numbers_and_their_targets(run: str, tmp_path: Path
     assert [float(row["target:size"]) for row in rows] == pytest.approx(np.linspace(1, 2, ROWS))
 
 
-def test_numbers_are_evaluated_on_columns_of_other_names(run: str, tmp_path: Path):
+def test_numeric_targets_are_evaluated_on_columns_with_other_names(run: str, tmp_path: Path):
     values = np.linspace(0, 1, ROWS)
     columns = {"image": hugging_face([png(i) for i in range(ROWS)]), "a": values, "b": values + 1}
     table = write_parquet(tmp_path / "t.parquet", columns)
@@ -85,7 +85,7 @@ def test_numbers_are_evaluated_on_columns_of_other_names(run: str, tmp_path: Pat
     assert found[0] == own != found[1]
 
 
-def test_an_image_that_is_named_again_is_used_once(
+def test_an_image_listed_twice_is_used_once(
     photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run, folder = photos

@@ -1,4 +1,4 @@
-"""The command `predict`: what it writes, for which inputs, and after it was killed."""
+"""The command `predict`: its output, its inputs, and what happens after a kill."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------ what is written
 
 
-def test_predictions_of_the_evaluation_data_are_what_evaluate_counts(
+def test_predictions_of_the_evaluation_data_match_the_metrics_of_evaluate(
     digits: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out, figures = tmp_path / "p.parquet", tmp_path / "e.json"
@@ -75,10 +75,10 @@ def test_predictions_of_the_evaluation_data_are_what_evaluate_counts(
     assert f"class is the label in {right.sum()} of 360 ({right.mean():.6f})" in shown
 
 
-def test_probabilities_have_the_bits_of_a_plain_loop_of_the_same_batches(
+def test_probabilities_equal_a_plain_loop_over_the_same_batches_bitwise(
     digits: str, tmp_path: Path
 ):
-    """With other batches, kernels may round in another way."""
+    """With other batches, kernels may round differently."""
     out, other = tmp_path / "p.parquet", tmp_path / "o.parquet"
     predict(digits, DIGITS, "--out", out, "--probabilities")
     predict(digits, DIGITS, "--out", other, "--probabilities", "--batch-size", "7")
@@ -101,7 +101,7 @@ def test_probabilities_have_the_bits_of_a_plain_loop_of_the_same_batches(
     np.testing.assert_allclose(found[0], found[1], atol=2e-6)
 
 
-def test_all_formats_have_the_same_values(digits: str, tmp_path: Path):
+def test_all_output_formats_have_the_same_values(digits: str, tmp_path: Path):
     flags = ("--top", "2", "--probabilities", "--layer", "head")
     for end in ("parquet", "csv", "jsonl"):
         predict(digits, "--out", tmp_path / f"p.{end}", *flags)
@@ -122,7 +122,7 @@ def test_all_formats_have_the_same_values(digits: str, tmp_path: Path):
     assert about[b"checkpoint"].decode().startswith(digits)
 
 
-def test_a_table_that_is_named_beside_images_is_not_left_out_silently(
+def test_a_table_given_together_with_images_is_not_silently_ignored(
     photos: tuple[str, Path], tmp_path: Path
 ):
     run, folder = photos
@@ -153,7 +153,9 @@ def test_broken_images_are_rows_with_an_error(
     assert all(row["class"] in ("dark", "light") for name, row in found.items() if name not in bad)
 
 
-def test_if_no_image_can_be_read_the_file_says_why(photos: tuple[str, Path], tmp_path: Path):
+def test_if_no_image_can_be_read_the_output_file_contains_the_errors(
+    photos: tuple[str, Path], tmp_path: Path
+):
     (tmp_path / "a.jpg").write_bytes(b"x")
     with pytest.raises(DataError, match="none of the 1 images can be read"):
         predict(photos[0], tmp_path / "a.jpg", "--out", tmp_path / "p.csv")
@@ -203,7 +205,7 @@ def test_the_same_images_in_any_form_get_the_same_classes(photos: tuple[str, Pat
 
 
 @pytest.mark.parametrize("form", ["folder", "parquet", "list"])
-def test_rows_of_a_holdout_are_named_as_those_of_all_data(
+def test_held_out_rows_have_the_names_of_the_full_data(
     form: str, photos: tuple[str, Path], tmp_path: Path
 ):
     paths = sorted(photos[1].rglob("*.jpg"))
@@ -243,7 +245,7 @@ def test_rows_of_a_holdout_are_named_as_those_of_all_data(
             assert Path(row["path"]).parent.name == row["label"]
 
 
-def test_a_folder_in_a_store(photos: tuple[str, Path], tmp_path: Path):
+def test_predictions_can_be_made_for_a_folder_in_a_store(photos: tuple[str, Path], tmp_path: Path):
     import fsspec
 
     run, folder = photos
@@ -257,7 +259,7 @@ def test_a_folder_in_a_store(photos: tuple[str, Path], tmp_path: Path):
     assert [row["path"].rpartition("/")[2] for row in ours] == ["0.jpg", "1.jpg"]
 
 
-def test_a_run_in_a_store_that_is_found_by_the_options_of_its_uri(
+def test_a_run_in_a_store_is_found_with_the_options_of_its_uri(
     photos: tuple[str, Path], tmp_path: Path
 ):
     run, folder = photos
@@ -278,7 +280,7 @@ class Predicting(TinyTask):
         return {"best": logits.argmax(1), "logits": logits, "text": ["a"] * len(logits)}
 
 
-def test_a_task_of_ones_own_predicts_its_evaluation_data(tmp_path: Path):
+def test_a_users_task_predicts_its_evaluation_data(tmp_path: Path):
     fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Predicting))
     predict(tmp_path / "own", "--out", tmp_path / "p.parquet")
     found = pd.read_parquet(tmp_path / "p.parquet")
@@ -292,7 +294,7 @@ def test_a_task_of_ones_own_predicts_its_evaluation_data(tmp_path: Path):
 
 
 class Mixed(TinyTask):
-    """Its outputs have other types, and other lengths, in each batch."""
+    """Its outputs differ in type and length between batches."""
 
     def predict(self, model: Any, batch: Any) -> dict[str, Any]:
         logits = model(batch["x"])
@@ -302,7 +304,7 @@ class Mixed(TinyTask):
         return {"text": text, "number": [1.5 if count < 20 else 2] * count, "lists": lists}
 
 
-def test_outputs_of_several_types_are_columns_of_one(tmp_path: Path):
+def test_outputs_with_several_types_become_columns_of_one_type(tmp_path: Path):
     fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Mixed))
     predict(tmp_path / "own", "--out", tmp_path / "p.parquet", "--batch-size", "20")
     found = pq.read_table(tmp_path / "p.parquet")
@@ -318,7 +320,7 @@ class Nested(TinyTask):
         return {"boxes": [[{"x": 1.5}]] * len(batch["x"]), "n": [1] * len(batch["x"])}
 
 
-def test_nested_values_are_no_csv_columns(tmp_path: Path):
+def test_nested_values_are_refused_as_csv_columns(tmp_path: Path):
     fit_locally(tiny_config(tmp_path, "own", epochs=1, task=Nested))
     predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
     assert '"boxes": [{"x": 1.5}]' in (tmp_path / "p.jsonl").read_text()
@@ -335,7 +337,7 @@ class NotFinite(TinyTask):
         }
 
 
-def test_json_lines_are_strict_json_with_null_for_what_is_not_finite(tmp_path: Path):
+def test_json_lines_are_strict_json_with_null_for_values_that_are_not_finite(tmp_path: Path):
     fit_locally(tiny_config(tmp_path, "own", epochs=1, task=NotFinite))
     predict(tmp_path / "own", "--out", tmp_path / "p.jsonl")
     text = (tmp_path / "p.jsonl").read_text(encoding="utf-8")
@@ -366,7 +368,7 @@ def test_folders_are_read_through_links_and_tables_in_them_are_named(
         predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")
 
 
-def test_a_pipe_in_a_folder_is_a_bad_image_and_is_not_waited_for(
+def test_a_named_pipe_in_a_folder_is_a_bad_image_and_does_not_block(
     photos: tuple[str, Path], tmp_path: Path
 ):
     run, folder = photos
@@ -378,7 +380,7 @@ def test_a_pipe_in_a_folder_is_a_bad_image_and_is_not_waited_for(
         image, pipe = rows(tmp_path / "p.parquet")
         assert image["error"] is None
         assert pipe["error"] == "a named pipe, socket or device, not a file"
-    with ThreadPoolExecutor(1) as writer:  # one that is given by its name is read
+    with ThreadPoolExecutor(1) as writer:  # a named pipe given explicitly is read
         writer.submit((tmp_path / "in/b.jpg").write_bytes, (tmp_path / "in/a.jpg").read_bytes())
         predict(run, (tmp_path / "in/b.jpg").as_uri(), "--out", tmp_path / "q.parquet")
     assert rows(tmp_path / "q.parquet")[0]["error"] is None
@@ -408,7 +410,7 @@ def test_the_first_rows_of_a_csv_file_may_all_be_bad(
     assert found["embedding:0"].isna().tolist() == [True] * 9 + [False]
 
 
-def test_a_task_without_predict_is_told_what_to_add(tmp_path: Path):
+def test_a_task_without_predict_is_refused_with_what_to_add(tmp_path: Path):
     fit_locally(tiny_config(tmp_path, "own", epochs=1, task=TinyTask))
     with pytest.raises(ConfigError, match=r"TinyTask has no predict\(model, batch\)"):
         predict(tmp_path / "own", "--out", tmp_path / "p.parquet")
@@ -451,7 +453,7 @@ def test_after_a_kill_the_same_command_continues_with_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"p.{end}", f"whole.{end}"]
 
 
-def test_damage_to_what_was_begun_is_named(
+def test_damage_to_a_started_output_is_named(
     digits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     out, folder = tmp_path / "p.csv", tmp_path / ".p.csv.predicting"
@@ -483,7 +485,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
     assert predict(digits, "--out", tmp_path / "p.csv") == 0
 
 
-def test_two_processes_do_not_write_one_file(digits: str, tmp_path: Path):
+def test_a_concurrent_write_to_the_same_file_is_refused(digits: str, tmp_path: Path):
     refused = pytest.raises(RunLockedError, match="another process is writing it")
     with OutputParts(tmp_path / "p.csv").held(), refused:
         predict(digits, "--out", tmp_path / "p.csv")
@@ -522,7 +524,7 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
         (("t.parquet", "--out", "p.csv"), DataError, "no column 'image' .* --image-column"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_invalid_input_is_reported_in_one_line(
     argv: Sequence[str],
     error: type[RaytrainError],
     message: str,
@@ -541,6 +543,6 @@ def test_what_is_wrong_is_said_in_one_line(
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_a_run_without_a_checkpoint(tmp_path: Path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         predict(tmp_path, "--out", tmp_path / "p.csv")

@@ -1,4 +1,4 @@
-"""`predict` on a cluster, without Ray: where workers go, and a node that sees other files."""
+"""`predict` on a cluster, without Ray: placement of workers, and a node that sees other files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU_NODE, CPU_NODE, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 16.0}, {"memory": 
         ([{"CPU": 1.0}] * 3, 3, "auto", Places(3, "cpu", 1.0, 0.0)),
     ],
 )
-def test_a_worker_for_each_gpu_or_else_for_each_node(
+def test_one_worker_is_placed_per_gpu_or_per_node_without_gpus(
     nodes: Sequence[dict[str, float]], workers: int | None, device: str, wanted: Places
 ):
     assert places_for(nodes, workers, device) == wanted
@@ -42,7 +42,7 @@ def test_a_worker_for_each_gpu_or_else_for_each_node(
         ([HEAD], None, "auto", "neither a GPU nor a CPU"),
     ],
 )
-def test_what_the_cluster_does_not_have_is_refused(
+def test_resources_the_cluster_lacks_are_refused(
     nodes: Sequence[dict[str, float]], workers: int | None, device: str, message: str
 ):
     with pytest.raises(PreflightError, match=message):
@@ -58,7 +58,7 @@ def test_what_the_cluster_does_not_have_is_refused(
         (("--address", "auto", "--device", "cuda:1"), "give cuda or cpu with --address"),
     ],
 )
-def test_flags_that_do_not_go_together(flags: Sequence[str], message: str, tmp_path: Path):
+def test_conflicting_flags_are_refused(flags: Sequence[str], message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         main(["run", *flags, "--out", str(tmp_path / "p.csv")])
 

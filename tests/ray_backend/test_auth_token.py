@@ -1,4 +1,4 @@
-"""Ray's token is for its user alone before Ray reads it."""
+"""Ray's token file is private to the user before Ray reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytrain_ddp.ray_backend.auth_token import use_token
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # and is put back afterwards
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")  # and is restored afterward
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -36,7 +36,7 @@ def written(path: Path, bits: int, folder: int = 0o755) -> Path:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077])
-def test_a_token_is_made_before_ray_starts_and_for_its_user_alone(home: Path, umask: int):
+def test_a_token_is_created_before_ray_starts_and_is_private_to_the_user(home: Path, umask: int):
     before = os.umask(umask)
     try:
         use_token(embedded=True)
@@ -50,7 +50,7 @@ def test_a_token_is_made_before_ray_starts_and_for_its_user_alone(home: Path, um
     assert file.read_text() == token
 
 
-def test_where_ray_is_imported_already_its_token_is_for_its_user_alone(
+def test_with_ray_already_imported_its_token_is_private_to_the_user(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("RAY_AUTH_MODE")
@@ -62,7 +62,7 @@ def test_where_ray_is_imported_already_its_token_is_for_its_user_alone(
 
 @pytest.mark.parametrize("bits", [0o644, 0o640, 0o604, 0o660, 0o666, 0o777])
 @pytest.mark.parametrize("embedded", [True, False])
-def test_fault_62_a_token_that_others_can_read_is_closed_and_reported(
+def test_fault_62_a_token_file_readable_by_others_is_made_private_and_reported(
     home: Path, bits: int, embedded: bool
 ):
     file = written(home / ".ray" / "auth_token", bits, folder=0o777)
@@ -75,7 +75,9 @@ def test_fault_62_a_token_that_others_can_read_is_closed_and_reported(
     assert len(reported) == 1
 
 
-def test_a_token_at_another_path_is_looked_at_too(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_permissions_of_a_token_at_another_path_are_fixed_too(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = written(home / "elsewhere" / "token", 0o644)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
     use_token(embedded=True)
@@ -94,10 +96,10 @@ def test_fault_62_a_token_of_another_user_is_refused(home: Path, monkeypatch: py
         use_token(embedded=True)
 
 
-def test_fault_62_a_mode_that_cannot_be_changed_is_refused_for_a_ray_of_our_own(
+def test_fault_62_permissions_that_cannot_be_fixed_are_refused_for_an_embedded_ray(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """That of a mounted secret is as the cluster has it."""
+    """Those of a mounted secret are the cluster's responsibility."""
     written(home / ".ray" / "auth_token", 0o644)
 
     def read_only(*_: object) -> None:
@@ -109,7 +111,9 @@ def test_fault_62_a_mode_that_cannot_be_changed_is_refused_for_a_ray_of_our_own(
     use_token(embedded=False)
 
 
-def test_without_token_authentication_nothing_is_made(home: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_token_authentication_no_token_is_created(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     use_token(embedded=True)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")

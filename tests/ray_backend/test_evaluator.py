@@ -1,4 +1,4 @@
-"""What the worker that only evaluates does when its storage fails, without a Ray."""
+"""The evaluating worker when its storage fails, without Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "step-00000010-a0001"
 
 
 class Failing:
-    """An actor whose evaluations fail some times."""
+    """An actor whose evaluations fail a given number of times."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors, self.asked = [*errors], 0
@@ -48,7 +48,7 @@ def looked(monkeypatch: pytest.MonkeyPatch, actor: Failing, times: int) -> Evalu
     return made
 
 
-def test_an_evaluation_whose_storage_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+def test_an_evaluation_is_retried_after_a_storage_failure(monkeypatch: pytest.MonkeyPatch):
     unreachable = UnreachableError("Storage s3://b did not respond within 25 s")
     actor = Failing(OSError(5, "AWS Error"), TimeoutError("no answer"), unreachable)
     made = looked(monkeypatch, actor, 8)
@@ -62,7 +62,7 @@ def test_an_evaluation_whose_storage_fails_is_asked_for_again(monkeypatch: pytes
 def test_a_checkpoint_with_a_damaged_manifest_is_noted_as_not_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those that follow are not waited for in vain."""
+    """Later evaluations must not wait for it."""
     run = open_storage(str(tmp_path))
     store = CheckpointStore(run.join("checkpoints"))
     manifest = Manifest(10, 0, 1, 1, {}, "")

@@ -1,4 +1,4 @@
-"""What the failures of workers lead to: the policy is fed events, and no Ray is started."""
+"""How worker failures are handled: the policy receives events, and no Ray is started."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class FailurePolicy(failure_policy.FailurePolicy):
 KILLED = "The actor died unexpectedly before finishing this task. actor_id: {} Worker exit type: "
 
 
-class Story:
-    """Tells a policy what happens to three workers, one start after another."""
+class Scenario:
+    """Reports to a policy what happens to three workers, one start after another."""
 
     def __init__(self, most: int = 3, replaced: int = 0) -> None:
         self.policy = FailurePolicy(most, replaced=replaced)
@@ -61,7 +61,7 @@ class Story:
 
     def start(
         self, at: int = 0, new: Sequence[int] | None = None, ranks: Sequence[int] = (0, 1, 2)
-    ) -> Story:
+    ) -> Scenario:
         self.starts += 1
         for rank in ranks:
             event = {"kind": "joined", "start": f"{self.starts}", "rank": rank, "node": f"n{rank}"}
@@ -70,33 +70,33 @@ class Story:
         return self
 
     def died(self, *ranks: int) -> Event | None:
-        """These are dead; the others stay and say nothing."""
+        """These ranks are dead; the others survive and report nothing."""
         texts = {rank: KILLED.format(f"{self.starts}-{rank}") for rank in ranks}
         return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
-    def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Story:
+    def words(self, rank: int, cause: str, step: int | None, error: str = "OSError") -> Scenario:
         event = {"kind": "failed", "start": f"{self.starts}", "rank": rank, "step": step}
         said = {"error": error, "message": f"{error}: so", "traceback": "", "status": 1}
         self.policy.take({**event, **said, "cause": cause})
         return self
 
     def killed(self, rank: int, step: int | None, why: str = "SYSTEM_ERROR") -> Event | None:
-        """One is killed; its peers tell that they lost it, unless there is no step yet."""
+        """One rank is killed; its peers report that they lost it, unless there is no step yet."""
         peers = [] if step is None else [r for r in range(3) if r != rank]
         for peer in peers:
             self.words(peer, "peer", step, "RuntimeError")
         texts = {rank: KILLED.format(self.starts) + why, **dict.fromkeys(peers, "connection")}
         return self.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
-    def saved(self, step: int) -> Story:
+    def saved(self, step: int) -> Scenario:
         assert self.policy.take({"kind": "checkpoint", "step": step, "seconds": 0.1}) is None
         return self
 
 
-def test_fault_04_hosts_lost_together_are_one_failure_and_a_new_worker_may_die_with_them():
-    """Ray reports each worker; a new one was placed on a host that was not known to be lost."""
-    story = Story(most=2, replaced=3).start()
-    policy, dead = story.policy, {"kind": "died", "preempted": []}
+def test_fault_04_simultaneously_lost_hosts_count_as_one_failure_with_new_workers():
+    """Ray reports each worker; a new one was placed on a host not yet known to be lost."""
+    scenario = Scenario(most=2, replaced=3).start()
+    policy, dead = scenario.policy, {"kind": "died", "preempted": []}
     shown = [
         policy.take({**dead, "texts": {rank: f"{rank} is dead, says {n}"}})
         for n, rank in enumerate((2, 1, 2))
@@ -108,8 +108,8 @@ def test_fault_04_hosts_lost_together_are_one_failure_and_a_new_worker_may_die_w
         policy.take({**dead, "texts": {2: "2 is dead once more"}})
 
 
-def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_where_it_goes_on():
-    shown = Story().start().saved(23).killed(rank=1, step=33)
+def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_resume_step():
+    shown = Scenario().start().saved(23).killed(rank=1, step=33)
     assert shown is not None
     assert (shown["kind"], shown["rank"], shown["step"]) == ("failed", 1, 33)
     for words in (
@@ -122,89 +122,89 @@ def test_fault_01_a_killed_worker_is_reported_with_rank_node_step_and_where_it_g
         assert words in shown["message"]
 
 
-def test_one_death_is_judged_once_however_often_ray_tells_of_it():
-    story = Story().start()
-    assert story.killed(1, 5) is not None
-    assert story.killed(1, 5) is None
+def test_one_death_counts_once_however_often_ray_reports_it():
+    scenario = Scenario().start()
+    assert scenario.killed(1, 5) is not None
+    assert scenario.killed(1, 5) is None
 
 
-def test_failures_with_a_checkpoint_between_them_go_on_for_ever():
-    story = Story(most=1)
+def test_failures_separated_by_checkpoints_never_end_the_run():
+    scenario = Scenario(most=1)
     for number in range(100):
-        story.start(at=10 * number).saved(10 * number + 5)
-        assert story.killed(rank=1, step=10 * number + 7) is not None
+        scenario.start(at=10 * number).saved(10 * number + 5)
+        assert scenario.killed(rank=1, step=10 * number + 7) is not None
 
 
-def test_a_checkpoint_whose_word_was_lost_counts_when_the_next_start_goes_on_from_it():
-    story = Story(most=0)
+def test_a_checkpoint_whose_event_was_lost_counts_once_a_start_resumes_from_it():
+    scenario = Scenario(most=0)
     with pytest.raises(RetriesExhausted):
-        story.start().killed(0, 4)
-    story = Story(most=1)
-    assert story.start().killed(0, 8) is not None
-    assert story.start(at=7).killed(0, 8) is not None
+        scenario.start().killed(0, 4)
+    scenario = Scenario(most=1)
+    assert scenario.start().killed(0, 8) is not None
+    assert scenario.start(at=7).killed(0, 8) is not None
 
 
-def test_failures_in_a_row_end_the_run_at_scaling_max_failures():
-    story = Story(most=2)
+def test_scaling_max_failures_consecutive_failures_end_the_run():
+    scenario = Scenario(most=2)
     for step in (5, 9):
-        assert story.start().killed(rank=1, step=step) is not None
+        assert scenario.start().killed(rank=1, step=step) is not None
     with pytest.raises(RetriesExhausted, match=r"failed 3 times .*max_failures = 2") as caught:
-        story.start().killed(rank=1, step=7)
+        scenario.start().killed(rank=1, step=7)
     assert caught.value.exit_status == 7
     assert caught.value.cause["rank"] == 1
     assert (caught.value.cause["node"], caught.value.cause["step"]) == ("n1", 7)
     assert "\n" not in str(caught.value)
 
 
-def test_fault_48_the_same_death_at_the_same_step_three_times_ends_the_run():
-    """Twice may be by chance, if something outside kills."""
-    story = Story(most=100)
-    assert story.start(at=3).killed(rank=1, step=5) is not None
-    assert story.start(at=3).killed(rank=1, step=5) is not None
+def test_fault_48_three_deaths_of_a_rank_at_the_same_step_end_the_run():
+    """Two may be a coincidence if something outside kills workers."""
+    scenario = Scenario(most=100)
+    assert scenario.start(at=3).killed(rank=1, step=5) is not None
+    assert scenario.start(at=3).killed(rank=1, step=5) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before") as caught:
-        story.start(at=3).killed(rank=1, step=5)
+        scenario.start(at=3).killed(rank=1, step=5)
     assert "no checkpoint in between" in str(caught.value)
     assert "native crash" in str(caught.value)
 
 
-def test_fault_48_so_do_three_deaths_at_a_step_with_others_in_between_but_no_progress():
-    """Where a rank was when it died is known only roughly on a busy machine."""
-    story = Story(most=100)
+def test_fault_48_three_deaths_without_progress_end_the_run_despite_others_in_between():
+    """The step at which a rank died is known only roughly on a busy machine."""
+    scenario = Scenario(most=100)
     for step in (5, 4, 5, 4):
-        assert story.start(at=3).killed(rank=1, step=step) is not None
+        assert scenario.start(at=3).killed(rank=1, step=step) is not None
     with pytest.raises(RetriesExhausted, match="at step 5, as it did before"):
-        story.start(at=3).killed(rank=1, step=5)
+        scenario.start(at=3).killed(rank=1, step=5)
 
 
 def test_fault_48_the_same_error_at_the_same_step_twice_ends_the_run_at_once():
-    story = Story(most=100).start()
+    scenario = Scenario(most=100).start()
     texts = {0: "OSError: so", 1: "gloo"}
-    story.words(1, "peer", 5).words(0, "outside", 5)
-    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    scenario.words(1, "peer", 5).words(0, "outside", 5)
+    shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
     assert shown is not None
     assert shown["rank"] == 0
     assert "failed (OSError: so)" in shown["message"]
-    story.start().words(0, "outside", 5)
+    scenario.start().words(0, "outside", 5)
     with pytest.raises(RetriesExhausted, match=r"rank 0 failed \(OSError: so\) on n0 at step 5"):
-        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
 @pytest.mark.parametrize(
     ("rank", "step", "saved"), [(1, 6, 0), (2, 5, 0), (1, 5, 4)], ids=["step", "rank", "progress"]
 )
-def test_fault_48_another_step_another_rank_or_a_checkpoint_between_is_no_loop(
+def test_fault_48_another_step_or_rank_or_a_checkpoint_in_between_is_not_a_crash_loop(
     rank: int, step: int, saved: int
 ):
-    story = Story(most=100)
+    scenario = Scenario(most=100)
     for _ in range(2):
-        assert story.start().killed(rank=1, step=5) is not None
-    story.start()
+        assert scenario.start().killed(rank=1, step=5) is not None
+    scenario.start()
     if saved:
-        story.saved(saved)
-    assert story.killed(rank, step) is not None
+        scenario.saved(saved)
+    assert scenario.killed(rank, step) is not None
 
 
-def test_fault_48_the_death_of_one_that_was_alone_is_placed_by_what_it_said_last():
+def test_fault_48_the_step_of_a_lone_workers_death_is_its_last_reported_step():
     policy = FailurePolicy(100)
     for number in range(3):
         joined = {"kind": "joined", "start": f"{number}", "rank": 0, "node": "n0"}
@@ -220,45 +220,45 @@ def test_fault_48_the_death_of_one_that_was_alone_is_placed_by_what_it_said_last
                 policy.take(died)
 
 
-def test_deaths_while_starting_are_no_loop_but_are_counted():
-    story = Story(most=2)
+def test_deaths_during_startup_are_not_a_crash_loop_but_are_counted():
+    scenario = Scenario(most=2)
     for _ in range(2):
-        story.start()
-        story.policy._start.step = None  # killed before there was a plan
-        shown = story.killed(rank=1, step=None)
+        scenario.start()
+        scenario.policy._start.step = None  # killed before there was a plan
+        shown = scenario.killed(rank=1, step=None)
         assert shown is not None
         assert "while starting; resuming from the start" in shown["message"]
-    story.start()
+    scenario.start()
     with pytest.raises(RetriesExhausted, match="failed 3 times"):
-        story.killed(rank=1, step=None)
+        scenario.killed(rank=1, step=None)
 
 
 def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
     why = "NODE_OUT_OF_MEMORY Worker exit detail: the node was running low on memory"
-    story = Story(most=100)
-    shown = story.start().killed(rank=1, step=5, why=why)
+    scenario = Scenario(most=100)
+    shown = scenario.start().killed(rank=1, step=5, why=why)
     assert shown is not None
     assert "ended by Ray because its node ran out of memory" in shown["message"]
     with pytest.raises(RetriesExhausted, match="again") as caught:
-        story.start().killed(rank=2, step=9, why=why)
+        scenario.start().killed(rank=2, step=9, why=why)
     for knob in ("--micro-batch", "--data.prefetch-mib", "--scaling.cpus-per-worker"):
         assert knob in str(caught.value)
 
 
-def hung(story: Story, step: int) -> Event | None:
-    """Two ranks find that the third keeps them waiting, and end; one then loses the other."""
+def hung(scenario: Scenario, step: int) -> Event | None:
+    """Two ranks report that the third keeps them waiting and end; one then loses the other."""
     message = f"rank 2 (n2) did not enter the all-reduce of step {step}. Stacks are kept."
     for rank in (0, 1):
-        reported = {"kind": "failed", "start": f"{story.starts}", "rank": rank, "step": step}
+        reported = {"kind": "failed", "start": f"{scenario.starts}", "rank": rank, "step": step}
         words = {"error": "the hang of rank 2", "message": message, "traceback": "", "status": 7}
-        assert story.policy.take({**reported, **words, "cause": "hang"}) is None
-    story.words(1, "peer", step, "RuntimeError")
-    texts = {rank: KILLED.format(story.starts) for rank in range(3)}
-    return story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        assert scenario.policy.take({**reported, **words, "cause": "hang"}) is None
+    scenario.words(1, "peer", step, "RuntimeError")
+    texts = {rank: KILLED.format(scenario.starts) for rank in range(3)}
+    return scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
-def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
-    shown = hung(Story().start().saved(23), 40)
+def test_fault_33_a_hang_is_a_failure_with_a_stated_cause():
+    shown = hung(Scenario().start().saved(23), 40)
     assert shown is not None
     assert shown["hung"]
     assert "rank 2 (n2) did not enter the all-reduce of step 40" in shown["message"]
@@ -266,172 +266,177 @@ def test_fault_33_a_hang_is_a_failure_with_its_cause_in_words():
 
 
 def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
-    story = Story()
-    assert hung(story.start(), 40) is not None
+    scenario = Scenario()
+    assert hung(scenario.start(), 40) is not None
     with pytest.raises(RetriesExhausted, match=r"step 40.*as before, with no checkpoint in"):
-        hung(story.start(), 40)
-    story = Story(most=1)
-    assert hung(story.start(), 40) is not None
+        hung(scenario.start(), 40)
+    scenario = Scenario(most=1)
+    assert hung(scenario.start(), 40) is not None
     with pytest.raises(RetriesExhausted, match=r"2 times .*max_failures = 1.*step 41"):
-        hung(story.start(), 41)
+        hung(scenario.start(), 41)
 
 
-def test_fault_33_all_ranks_that_a_hang_ends_are_one_failure_also_if_ray_sees_them_one_by_one():
-    story = Story(most=1, replaced=3).start()
+def test_fault_33_all_ranks_ended_by_a_hang_count_as_one_failure():
+    scenario = Scenario(most=1, replaced=3).start()
     for rank in (0, 1):
-        story.words(rank, "hang", 40)
-    shown = story.died(2)
+        scenario.words(rank, "hang", 40)
+    shown = scenario.died(2)
     assert shown is not None
     assert shown["hung"]
-    assert story.died(0, 1) is None
+    assert scenario.died(0, 1) is None
 
 
-def test_the_others_stay_when_a_worker_dies_unless_none_is_left():
-    story = Story(replaced=3).start().saved(23)
-    shown = story.died(1)
+def test_surviving_workers_keep_running_unless_none_is_left():
+    scenario = Scenario(replaced=3).start().saved(23)
+    shown = scenario.died(1)
     assert shown is not None
     assert shown["message"].endswith(
         "; it is replaced, the others stay (failure 1 of at most 3 in a row)"
     )
-    shown = story.start(at=33, new=[1]).died(0, 1, 2)
+    shown = scenario.start(at=33, new=[1]).died(0, 1, 2)
     assert shown is not None
     assert "resuming from step 23 (failure 1 of" in shown["message"], "33 is not committed"
 
 
-def test_steps_without_a_checkpoint_are_progress_if_the_others_stay():
-    story = Story(most=1, replaced=3).start()
+def test_steps_without_a_checkpoint_are_progress_if_workers_survive():
+    scenario = Scenario(most=1, replaced=3).start()
     for step in range(10, 100, 10):
-        assert story.died(1) is not None
-        story.start(at=step, new=[1])
-    assert story.died(1) is not None
-    story.start(at=90, new=[1])
+        assert scenario.died(1) is not None
+        scenario.start(at=step, new=[1])
+    assert scenario.died(1) is not None
+    scenario.start(at=90, new=[1])
     with pytest.raises(RetriesExhausted):
-        story.died(1)
+        scenario.died(1)
 
 
 def test_new_workers_that_fail_do_not_end_a_run_that_makes_progress() -> None:
-    """The others, ranks 0 and 2, have gone on without rank 1."""
-    story = Story(most=1, replaced=3).start(ranks=(0, 2))
+    """Ranks 0 and 2 have continued without rank 1."""
+    scenario = Scenario(most=1, replaced=3).start(ranks=(0, 2))
     for step in range(10, 60, 10):
-        story.policy.take({"kind": "at", "step": step})
+        scenario.policy.take({"kind": "at", "step": step})
         texts = {1: KILLED.format(step)}
-        assert not story.policy.stops_training(Died(texts, []))
-        assert story.policy.take({"kind": "died", "texts": texts, "preempted": []}) is not None
-    assert story.policy.stops_training(Died({2: "x"}, []))
+        assert not scenario.policy.stops_training(Died(texts, []))
+        assert scenario.policy.take({"kind": "died", "texts": texts, "preempted": []}) is not None
+    assert scenario.policy.stops_training(Died({2: "x"}, []))
     texts = {1: KILLED.format(60)}
     with pytest.raises(RetriesExhausted):
-        story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+        scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
-def test_fault_33_a_hang_is_reported_though_the_others_have_gone_on_before_ray_reports_it() -> None:
-    story = Story(replaced=3).start()
-    story.words(0, "hang", 40).start(at=39, new=[])
-    shown = story.died(2)
+def test_fault_33_a_hang_is_reported_although_the_others_continued_before_ray_reports_it() -> None:
+    scenario = Scenario(replaced=3).start()
+    scenario.words(0, "hang", 40).start(at=39, new=[])
+    shown = scenario.died(2)
     assert shown is not None
     assert shown["hung"]
-    story.saved(41)
-    assert story.died(1) is not None, "a failure of its own"
+    scenario.saved(41)
+    assert scenario.died(1) is not None, "a failure of its own"
 
 
-def test_fault_34_a_preemption_counts_against_no_failures():
-    story = Story(most=0)
+def test_fault_34_a_preemption_does_not_count_as_a_failure():
+    scenario = Scenario(most=0)
     for _ in range(5):
-        story.start()
-        texts = {1: KILLED.format(story.starts)}
-        shown = story.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
+        scenario.start()
+        texts = {1: KILLED.format(scenario.starts)}
+        shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": [1]})
         assert shown == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
 
 
-def test_fault_34_preempted_nodes_count_where_ray_does_not_see_their_workers(
+def test_fault_34_preempted_nodes_are_counted_when_ray_does_not_see_their_workers(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    story = Story(replaced=3)
-    story.policy.most_preemptions = 1
-    story.start()
+    scenario = Scenario(replaced=3)
+    scenario.policy.most_preemptions = 1
+    scenario.start()
 
     def preempted(*ranks: int) -> Event | None:
         texts = {rank: KILLED.format(next(numbers)) for rank in ranks}
-        return story.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
+        return scenario.policy.take({"kind": "died", "texts": texts, "preempted": [*ranks]})
 
     numbers = itertools.count()
     for _ in range(2):  # two workers of the same node
         assert preempted(1) == {"kind": "preempted", "text": "n1 preempted (rank 1)"}
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted \(rank 2\)"):
         preempted(2)
-    story.policy.most_preemptions = 2
+    scenario.policy.most_preemptions = 2
     monkeypatch.setattr(failure_policy, "_TOGETHER_S", -1.0)
     with pytest.raises(RetriesExhausted, match=r"max_preemptions allows: n2 preempted"):
-        preempted(2)  # it was back
+        preempted(2)  # it had returned
 
 
-def test_fault_04_a_lost_node_is_named_though_its_peers_only_speak_of_a_connection():
-    story = Story().start()
-    story.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
+def test_fault_04_a_lost_node_is_named_although_its_peers_report_only_a_lost_connection():
+    scenario = Scenario().start()
+    scenario.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
     texts = {0: "Connection closed by peer", 2: "Connection closed by peer"}
-    shown = story.policy.take({"kind": "died", "texts": texts, "preempted": []})
+    shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
     assert shown is not None
     assert shown["rank"] == 1
     assert "on n1 at step 7" in shown["message"]
 
 
-def test_the_users_error_and_ours_end_the_run_at_once():
-    story = Story().start()
+def test_user_errors_and_our_own_errors_end_the_run_at_once():
+    scenario = Scenario().start()
     event = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error"}
     said = {"error": "X", "message": "x", "status": 4}
     with pytest.raises(DataError, match=r"^x$"):
-        story.policy.take({**event, **said, "traceback": ""})
+        scenario.policy.take({**event, **said, "traceback": ""})
     with pytest.raises(TaskError, match="at step 1 on n0, rank 0:\nTraceback") as caught:
-        story.policy.take({**event, **said, "traceback": "Traceback"})
+        scenario.policy.take({**event, **said, "traceback": "Traceback"})
     assert caught.value.cause == {"rank": 0, "node": "n0", "step": 1, "error": "X"}
 
 
-def test_fault_07_the_last_words_of_a_zombie_are_not_heard():
-    story = Story().start().start()
+def test_fault_07_events_from_a_zombie_are_ignored():
+    scenario = Scenario().start().start()
     old = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error", "status": 8}
-    assert story.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
-    assert story.policy.ended("the controller")["message"].startswith("the controller; ")
+    assert scenario.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
+    assert scenario.policy.ended("the controller")["message"].startswith("the controller; ")
 
 
-def test_a_start_that_dies_before_it_says_a_word_is_not_judged_by_the_words_of_the_one_before():
-    story = Story()
-    assert story.start().killed(1, 5) is not None
-    shown = story.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
+def test_a_start_that_dies_before_its_first_event_is_not_judged_by_older_events():
+    scenario = Scenario()
+    assert scenario.start().killed(1, 5) is not None
+    shown = scenario.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
     assert shown is not None
     assert "while starting; resuming from the start (failure 2 of" in shown["message"]
 
 
-def test_an_end_of_ray_train_itself_is_tried_again_and_counts_like_a_failure():
-    """As when the workers cannot form a group: Ray Train does not try that again."""
-    story, why = Story(most=2), "Training failed due to controller error:\nConnection refused\n"
-    reported = [story.policy.ended(why)["message"] for _ in range(2)]
+def test_a_failure_of_ray_train_itself_is_retried_and_counted():
+    """For example, when the workers cannot form a group: Ray Train does not retry that."""
+    scenario, why = (
+        Scenario(most=2),
+        "Training failed due to controller error:\nConnection refused\n",
+    )
+    reported = [scenario.policy.ended(why)["message"] for _ in range(2)]
     assert (
         reported[1]
         == "Connection refused; resuming from the start (failure 2 of at most 2 in a row)"
     )
     with pytest.raises(RetriesExhausted, match="Connection refused"):
-        story.policy.ended(why)
-    story.start().saved(7)
-    assert "from step 7 (failure 1 of" in story.policy.ended(why)["message"]
+        scenario.policy.ended(why)
+    scenario.start().saved(7)
+    assert "from step 7 (failure 1 of" in scenario.policy.ended(why)["message"]
     with pytest.raises(RetriesExhausted, match="max_preemptions"):
-        story.policy.ended("Training was interrupted by node preemption")
+        scenario.policy.ended("Training was interrupted by node preemption")
 
 
-def test_an_end_by_preemption_is_known_whatever_a_peer_has_said():
-    story = Story().start().words(1, "peer", 3, "RuntimeError")
+def test_a_preemption_is_recognized_whatever_its_peers_reported():
+    scenario = Scenario().start().words(1, "peer", 3, "RuntimeError")
     with pytest.raises(RetriesExhausted, match="max_preemptions"):
-        story.policy.ended("Training was interrupted by node preemption")
+        scenario.policy.ended("Training was interrupted by node preemption")
 
 
-def test_a_start_from_an_older_checkpoint_counts_from_there():
-    story = Story(most=1).start(at=100)
-    assert story.killed(1, 105) is not None
-    story.start(at=20).saved(30)  # the one of step 100 was damaged
-    shown = story.killed(1, 35)
+def test_progress_after_a_start_from_an_older_checkpoint_counts_from_it():
+    scenario = Scenario(most=1).start(at=100)
+    assert scenario.killed(1, 105) is not None
+    scenario.start(at=20).saved(30)  # the one of step 100 was damaged
+    shown = scenario.killed(1, 35)
     assert shown is not None
     assert "resuming from step 30 (failure 1 of" in shown["message"]
 
 
-def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_gets_a_handle_to_the_controller_but_not_to_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+):
     import ray
 
     from raytrain_ddp.ray_backend.failure_callback import FailureCallback
@@ -449,21 +454,21 @@ def test_the_driver_gets_hold_of_the_controller_not_of_its_workers(monkeypatch: 
     assert isinstance(pushed[0], ControllerStarted)
 
 
-def test_what_a_resumed_run_goes_on_from_is_known_before_its_workers_are():
+def test_the_base_of_a_resumed_run_is_known_before_its_workers():
     policy = FailurePolicy(3, committed=40)
     shown = policy.take({"kind": "died", "texts": {0: "gone"}, "preempted": []})
     assert shown is not None
     assert "resuming from step 40" in shown["message"]
 
 
-# ------------------------------------------------------------------ room for workers
+# ------------------------------------------------------------------ capacity for workers
 
 
 def layout(least: int, most: int) -> Layout:
     return Layout(least, most, True, {"CPU": 2, "GPU": 1}, "nccl")
 
 
-def test_room_is_counted_node_by_node():
+def test_capacity_is_counted_per_node():
     nodes = [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}, {"CPU": 64}, {"CPU": 64, "GPU": 1.0}]
     assert workers_that_fit(layout(1, 8), nodes) == 3
     assert workers_that_fit(layout(1, 8), []) == 0
@@ -471,8 +476,8 @@ def test_room_is_counted_node_by_node():
     assert workers_that_fit(shared, [{"CPU": 64, "GPU": 1}]) == 10
 
 
-class Clockwork:
-    """A Waiting whose clock and cluster a test sets."""
+class FakeWaiting:
+    """A Waiting whose clock and cluster are set by the test."""
 
     def __init__(self, least: int, most: int) -> None:
         self.now, self.nodes = 0.0, [{"CPU": 2, "GPU": 1}] * 3
@@ -489,7 +494,7 @@ class Clockwork:
         )
 
     def lacks(self) -> list[str]:
-        """What was said of missing room."""
+        """The reports of missing capacity."""
         return [note["text"] for note in self.notes if note["text"].startswith("waiting")]
 
     def run(self, seconds: float) -> None:
@@ -500,70 +505,70 @@ class Clockwork:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_fault_04_too_few_nodes_are_waited_for_so_long_and_no_longer(joined: bool):
-    clockwork = Clockwork(3, 3)
+def test_fault_04_the_wait_for_missing_nodes_ends_at_its_time_limit(joined: bool):
+    fake = FakeWaiting(3, 3)
     if joined:
-        clockwork.waiting.take(Joined("1", 0, "n"))
-    clockwork.run(20)
-    clockwork.nodes.pop()
-    clockwork.run(50)
-    (lack,) = clockwork.lacks()
+        fake.waiting.take(Joined("1", 0, "n"))
+    fake.run(20)
+    fake.nodes.pop()
+    fake.run(50)
+    (lack,) = fake.lacks()
     assert "waiting up to 60 s: for 3 workers" in lack
     assert "room for 2" in lack
     with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
-        clockwork.run(20)
+        fake.run(20)
 
 
-def test_fault_04_fewer_nodes_are_enough_for_an_elastic_run_and_new_ones_in_time_for_any():
-    clockwork = Clockwork(1, 3)
-    del clockwork.nodes[1:]
-    clockwork.run(200)
-    assert clockwork.lacks() == []
-    clockwork = Clockwork(3, 3)
+def test_fault_04_an_elastic_run_starts_with_fewer_nodes_and_any_run_with_new_ones_in_time():
+    fake = FakeWaiting(1, 3)
+    del fake.nodes[1:]
+    fake.run(200)
+    assert fake.lacks() == []
+    fake = FakeWaiting(3, 3)
     for _ in range(3):
-        node = clockwork.nodes.pop()
-        clockwork.run(50)
-        clockwork.nodes.append(node)
-        clockwork.run(20)
-    assert len(clockwork.lacks()) == 3
+        node = fake.nodes.pop()
+        fake.run(50)
+        fake.nodes.append(node)
+        fake.run(20)
+    assert len(fake.lacks()) == 3
 
 
-def test_those_that_are_left_need_no_room_for_the_others() -> None:
-    clockwork = Clockwork(3, 3)
-    clockwork.waiting.least_left = 1
-    clockwork.waiting.take(Alive(2))
-    clockwork.nodes.pop()
-    clockwork.run(500)
-    assert clockwork.lacks() == []
-    clockwork.waiting.take(Alive(0))
+def test_surviving_workers_need_no_capacity_for_the_lost_ones() -> None:
+    fake = FakeWaiting(3, 3)
+    fake.waiting.least_left = 1
+    fake.waiting.take(Alive(2))
+    fake.nodes.pop()
+    fake.run(500)
+    assert fake.lacks() == []
+    fake.waiting.take(Alive(0))
     with pytest.raises(PreflightError, match=r"scaling\.wait_s"):
-        clockwork.run(100)
+        fake.run(100)
 
 
-def test_a_change_of_nodes_is_reported_within_seconds_and_once():
-    clockwork = Clockwork(1, 3)
-    clockwork.run(30)
-    clockwork.nodes.pop()
-    clockwork.run(30)
-    clockwork.nodes.append({"CPU": 2, "GPU": 1})
-    clockwork.run(30)
-    assert [round(at / 30) for at in clockwork.changes] == [1, 2]
+def test_a_node_change_is_reported_once_within_seconds():
+    fake = FakeWaiting(1, 3)
+    fake.run(30)
+    fake.nodes.pop()
+    fake.run(30)
+    fake.nodes.append({"CPU": 2, "GPU": 1})
+    fake.run(30)
+    assert [round(at / 30) for at in fake.changes] == [1, 2]
 
 
-def test_fault_42_workers_that_never_come_end_the_run_though_there_is_room():
-    clockwork = Clockwork(1, 3)
+def test_fault_42_workers_that_never_start_end_the_run_despite_free_capacity():
+    fake = FakeWaiting(1, 3)
     with pytest.raises(PreflightError, match="has not started 1 to 3 workers in 480 s"):
-        clockwork.run(600)
-    clockwork = Clockwork(1, 3)
-    clockwork.run(100)
-    clockwork.waiting.take(Joined("1", 0, "n"))
-    clockwork.run(2000)
-    clockwork.waiting.lost()
+        fake.run(600)
+    fake = FakeWaiting(1, 3)
+    fake.run(100)
+    fake.waiting.take(Joined("1", 0, "n"))
+    fake.run(2000)
+    fake.waiting.lost()
     with pytest.raises(PreflightError, match="has not started"):
-        clockwork.run(600)
+        fake.run(600)
 
 
-def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
+def test_the_reason_for_a_slow_worker_start_is_reported_every_30_seconds():
     now, stopped = [0.0], ["pid 7 (ray::RayTrainWorker)"]
     nodes, notes = [{"CPU": 2.0, "GPU": 1.0}] * 3, list[str]()
     watch = CapacityWatch(
@@ -593,14 +598,14 @@ def test_what_is_waited_for_while_workers_start_is_said_every_half_minute():
     assert "started so far: rank 0, 2, after 12" in reported
     watch.take(made({"kind": "plan", "start_step": 0}))
     assert wait(500) == []
-    watch.lost()  # both hosts of two workers, in one second
+    watch.lost()  # both hosts, each with a worker, in the same second
     del nodes[1:]
     *_, last = wait(31)
     assert "has not started 2 to 3 workers yet, after 30 s; room for 1 on 1 node(s)" in last
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_a_stopped_worker_of_ray_is_found_by_its_title():
+def test_a_stopped_ray_worker_is_found_by_its_process_title():
     code = "exec -a ray::RayTrainWorker.run sleep 60"
     with subprocess.Popen(["bash", "-c", code]) as worker:
         reported = f"pid {worker.pid} (ray::RayTrainWorker.run)"
@@ -618,7 +623,7 @@ def test_a_stopped_worker_of_ray_is_found_by_its_title():
             worker.kill()
 
 
-def test_fault_54_time_in_which_a_process_is_stopped_does_not_count():
+def test_fault_54_time_while_the_process_is_suspended_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
         "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
@@ -636,7 +641,7 @@ def test_fault_54_time_in_which_a_process_is_stopped_does_not_count():
         assert float(child.stdout.readline()) < 2.5
 
 
-def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
+def test_fault_06_an_unresponsive_head_ends_the_run_within_a_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def silent() -> list[Mapping[str, float]]:
@@ -661,8 +666,8 @@ def test_fault_06_a_head_that_answers_no_more_ends_the_run_within_a_bound(
 ONE = {"n1": [1]}
 
 
-class Taken:
-    """A Notice with a clock of its own, and what Ray would say."""
+class FakeNotice:
+    """A Notice with a fake clock and fake answers from Ray."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, every_s: float = 3.0) -> None:
         from raytrain_ddp.ray_backend import preemption
@@ -680,7 +685,7 @@ class Taken:
         )
 
     def steps(self, seconds: float, each_s: float = 0.5) -> list[tuple[float, Any]]:
-        """Goes through steps as the loop does; returns when which wish was not none."""
+        """Runs steps as the training loop does; returns when each request occurred."""
         until, wished = self.now + seconds, []
         while self.now < until:
             requests = self.notice.requests()
@@ -693,18 +698,18 @@ class Taken:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
+def test_fault_34_a_notice_saves_a_checkpoint_at_once_and_again_before_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
     from raytrain_ddp.ray_backend.preemption import STOP
 
-    taken = Taken(monkeypatch)
+    taken = FakeNotice(monkeypatch)
     assert taken.steps(10) == []
     taken.drain(30)
     wished = taken.steps(29)
     saves = [at for at, requests in wished if requests.save]
     stops = [at for at, requests in wished if requests.stop]
-    assert saves == [12.5]  # looked for every 3 s
+    assert saves == [12.5]  # polled every 3 s
     assert stops[0] == 35.0  # 5 s before the end
     assert {requests.stop for _, requests in wished if requests.stop} == {STOP}
     assert STOP not in signal.valid_signals()  # 1, for one, is SIGHUP
@@ -716,7 +721,7 @@ def test_fault_34_a_notice_is_saved_for_at_once_and_again_before_the_end(
 def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    taken = Taken(monkeypatch)
+    taken = FakeNotice(monkeypatch)
     taken.notice.committed(6.0)
     taken.notice.committed(0.1)
     taken.drain(60)
@@ -725,8 +730,10 @@ def test_fault_34_the_margin_follows_the_slowest_commit_and_the_steps(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fault_34_more_nodes_and_an_earlier_end_are_followed(monkeypatch: pytest.MonkeyPatch):
-    taken = Taken(monkeypatch)
+def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    taken = FakeNotice(monkeypatch)
     taken.drain(None)
     assert [requests.save for _, requests in taken.steps(20)] == [True]
     assert taken.notice.left_s() == pytest.approx(120, abs=20)
@@ -738,8 +745,8 @@ def test_fault_34_more_nodes_and_an_earlier_end_are_followed(monkeypatch: pytest
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_on_our_own_machine_nobody_looks(monkeypatch: pytest.MonkeyPatch):
-    taken = Taken(monkeypatch, every_s=0)
+def test_preemption_notices_are_not_polled_on_a_local_ray(monkeypatch: pytest.MonkeyPatch):
+    taken = FakeNotice(monkeypatch, every_s=0)
     taken.drain(30)
     assert taken.steps(40) == []
 
@@ -751,7 +758,7 @@ def test_on_our_own_machine_nobody_looks(monkeypatch: pytest.MonkeyPatch):
     ("workers", "timeout_s", "expected"),
     [("2", "auto", "120"), ("1:2", "auto", "5"), ("2", 7, "7")],
 )
-def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
+def test_ray_timeouts_follow_the_config_and_are_restored_after_the_run(
     workers: str, timeout_s: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ):
     before = dict(os.environ)
@@ -767,11 +774,11 @@ def test_rays_time_outs_follow_the_config_and_are_gone_after_the_run(
     assert os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] == "33"
 
 
-# ------------------------------------------------------------------ a group that is taken away
+# ------------------------------------------------------------------ a destroyed process group
 
 
 def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
-    """What is raised on a rank whose group Ray has ended, and what it tells of that."""
+    """The cause that a rank reports for an error after Ray destroyed its group."""
     import torch
     import torch.distributed as dist
 
@@ -789,7 +796,7 @@ def reported_cause(rank: int, size: int, torn_down: bool) -> tuple[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
-def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_its_peers(
+def test_fault_01_a_rank_whose_group_ray_destroyed_blames_its_peers(
     workers: Group,
 ):
     assert workers(2, reported_cause, True) == [("ValueError", "peer")] * 2
@@ -800,7 +807,7 @@ def test_fault_01_a_rank_whose_group_ray_has_ended_tells_that_it_suffers_from_it
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux does it")
-def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
+def test_fault_05_a_worker_that_misses_its_raylets_exit_ends_with_it():
     code = (
         "import os, time; from raytrain_ddp.ray_backend.worker_process import end_with_raylet\n"
         "if os.fork(): time.sleep(60)\n"
@@ -808,10 +815,10 @@ def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    parent.stdout.readline()  # both are there
+    parent.stdout.readline()  # both have started
     killed = time.monotonic()
     parent.kill()
-    assert parent.stdout.read() == ""  # once nobody has the other end any more
+    assert parent.stdout.read() == ""  # once the other end is closed
     assert time.monotonic() - killed < 20
     parent.wait()
     parent.stdout.close()
@@ -821,7 +828,7 @@ def test_fault_05_a_worker_that_does_not_see_its_raylets_end_ends_with_it():
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str):
+def test_fault_35_the_stop_signals_without_ray_also_stop_a_run_on_ray(name: str):
     """The last two are Slurm's warnings before a time limit."""
     number = signal.Signals[name]
     before = signal.getsignal(number)
@@ -835,7 +842,7 @@ def test_fault_35_what_asks_for_an_end_without_ray_asks_for_it_on_ray(name: str)
     assert signal.getsignal(number) == before
 
 
-def test_after_nohup_a_hangup_is_ignored():
+def test_sighup_is_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     heard: list[int] = []
     try:
@@ -855,7 +862,7 @@ full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /de
 
 
 @full_disk
-def test_fault_08_a_log_on_a_full_disk_costs_a_worker_no_word_and_no_step(
+def test_fault_08_a_worker_log_on_a_full_disk_costs_no_message_and_no_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "logs").mkdir()
@@ -873,21 +880,23 @@ def test_fault_08_a_log_on_a_full_disk_costs_a_worker_no_word_and_no_step(
     assert capsys.readouterr().out == "a line\n"
 
 
-def test_fault_08_where_no_log_can_be_made_a_worker_does_without(tmp_path: Path):
+def test_fault_08_a_worker_runs_without_a_log_if_none_can_be_created(tmp_path: Path):
     (tmp_path / "logs").write_text("in the way")
     with Tee(str(tmp_path / "logs"), 0):
         print("a line")
 
 
 @full_disk
-def test_fault_08_rays_words_on_a_full_disk_are_lost_and_no_more(tmp_path: Path):
+def test_fault_08_on_a_full_disk_only_rays_own_output_is_lost(tmp_path: Path):
     (tmp_path / "driver.log").symlink_to("/dev/full")
     with _LazyFile(tmp_path / "driver.log") as log:
         assert log.write("a line\n") == 7
         assert log.write("another\n") == 8
 
 
-def test_what_other_threads_print_is_not_rays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_output_of_other_threads_is_not_attributed_to_ray(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     began, ended = threading.Event(), threading.Event()
 
     def users() -> None:
@@ -939,8 +948,8 @@ def raises_with_a_model_at_hand(rank: int, size: int) -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def test_a_rank_that_raises_lets_its_peers_go_at_once(workers: Group):
-    workers(2, len_of_world)  # the processes are there
+def test_a_rank_that_raises_releases_its_peers_at_once(workers: Group):
+    workers(2, len_of_world)  # the processes have started
     began = time.monotonic()
     outcomes = workers.outcomes(2, raises_with_a_model_at_hand)
     assert time.monotonic() - began < 20  # a group times out after 30

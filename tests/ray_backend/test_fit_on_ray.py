@@ -1,4 +1,5 @@
-"""Real Ray: one Ray for all tests of this file, few fits (each is a cold start of its workers)."""
+"""Real Ray: one Ray for all tests in this file, and few fits, because each starts its workers
+cold."""
 
 from __future__ import annotations
 
@@ -41,8 +42,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's ow
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_for_all() -> Iterator[None]:
-    """A Ray of this test session's own, which `fit` finds and leaves running. Its processes are
-    forked: what is equal to a run under torchrun is also equal to one of usual processes."""
+    """A Ray of this test session that `fit` finds and leaves running.
+
+    Its processes are forked: a result equal to a torchrun run therefore also holds for normal
+    processes.
+    """
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", **SETTINGS})
@@ -72,7 +76,7 @@ def shown() -> tuple[Display, io.StringIO]:
 
 
 def weights(config: TrainConfig) -> bytes:
-    """The model file of the newest checkpoint, and the optimizer's: equal bytes, equal bits."""
+    """The model and optimizer files of the newest checkpoint: equal bytes mean equal bits."""
     newest = checkpoint_store(run_storage(config)).latest()
     assert newest is not None
     return newest.read("model.safetensors") + newest.read("optimizer.safetensors")
@@ -108,8 +112,8 @@ def without_ray(config: TrainConfig, workers: int) -> None:
     subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
 
 
-def none_left(actor: str, within_s: float = 20) -> bool:
-    """Whether this session's Ray has no such actor any more."""
+def actor_is_gone(actor: str, within_s: float = 20) -> bool:
+    """Whether this session's Ray no longer has such an actor."""
     for _ in range(int(within_s / 0.2)):
         below = psutil.Process().children(recursive=True)
         titles = [line for process in below for line in _command(process)[:1]]
@@ -131,11 +135,11 @@ def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
 
 
 def at_step(step: int, config: TrainConfig, do: Callable[[int], object]) -> threading.Thread:
-    """Does something once the log has reached `step`, given the step that it has."""
+    """Runs an action once the log has reached `step`, with the step reached."""
     log = Path(config.storage) / str(config.name) / "metrics.jsonl"
 
     def watch() -> None:
-        for _ in range(12_000):  # ten minutes: starting takes long on a busy machine
+        for _ in range(12_000):  # ten minutes: startup is slow on a busy machine
             lines = log.read_text().splitlines() if log.exists() else []
             if lines and json.loads(lines[-1]).get("step", 0) >= step:
                 do(json.loads(lines[-1])["step"])
@@ -147,7 +151,7 @@ def at_step(step: int, config: TrainConfig, do: Callable[[int], object]) -> thre
     return thread
 
 
-def test_fit_trains_the_digits_and_leaves_everything_in_the_runs_folder(tmp_path: Path) -> None:
+def test_fit_trains_the_digits_and_writes_every_file_of_the_run(tmp_path: Path) -> None:
     display, text = shown()
     config = TrainConfig(storage=str(tmp_path))
     result = fit(config, display=display)
@@ -188,12 +192,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return config
 
 
-def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on_ray(
+def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three Ray workers, of which one is killed and replaced while the others stay, though the
-    task's files are broken by then; then Ctrl-C, then the same command: weights and log are those
-    of three undisturbed processes under torchrun."""
+    """One of three Ray workers is killed and replaced while the others survive and the task's files
+    are broken; then Ctrl-C and the same command again.
+
+    Weights and log are those of three undisturbed processes under torchrun.
+    """
     monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=33")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
@@ -202,7 +208,7 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
     config = three_workers(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
-    # Where Ray Train would keep its register: one that cannot be written to ends all of Ray Train.
+    # Where Ray Train would keep its state: if it is not writable, Ray Train fails.
     (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
     display, text = shown()
     edited: list[int] = []
@@ -220,7 +226,7 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     assert edited[0] < 33, "before the worker died"
     assert len(list((tmp_path / "fired").iterdir())) == 1
     (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
-    # Step 33, or where the last word came from.
+    # Step 33, or the step of the last event.
     assert re.search(r"at step 3[0-3];", reported)
     for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
         assert words in reported
@@ -243,7 +249,7 @@ def test_fault_01_13_stopping_anywhere_loses_nothing_killed_worker_and_ctrl_c_on
     assert steps == list(range(1, 70))
 
 
-def test_another_worker_evaluates_to_the_same_metrics_though_it_and_rank_0_die(
+def test_a_separate_evaluating_worker_gives_the_same_metrics_although_it_and_rank_0_die(
     undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dies = "evaluate.checkpoint:kill@step=23;train.after_backward:kill@rank=0,step=30"
@@ -255,16 +261,16 @@ def test_another_worker_evaluates_to_the_same_metrics_though_it_and_rank_0_die(
     assert len(list((tmp_path / "fired").iterdir())) == 2
     assert result.status == "finished"
     assert weights(config) == weights(undisturbed)
-    for kind in ("train", "eval"):  # what kind follows the other depends on the time it takes
+    for kind in ("train", "eval"):  # the order of the two kinds depends on timing
         log = [record for record in log_of(config) if record["kind"] == kind]
         assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
     order = [(record["kind"], record["step"]) for record in log_of(config)]
-    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it went on
-    assert none_left("_Actor")
+    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it continued
+    assert actor_is_gone("_Actor")
 
 
-def test_an_evaluation_that_fails_elsewhere_is_reported_with_its_own_words() -> None:
-    """Ray's error would have the traceback of the other process."""
+def test_an_evaluation_failing_in_another_process_is_reported_with_its_own_message() -> None:
+    """Ray's error would contain the traceback of the other process."""
     import ray
 
     from raytrain_ddp.ray_backend.evaluator import Evaluator  # imports Ray
@@ -284,8 +290,8 @@ def test_an_evaluation_that_fails_elsewhere_is_reported_with_its_own_words() -> 
         assert str(caught.value) == f"the evaluation of step-1 failed: {words}"
 
 
-def test_workers_are_placed_one_by_one_where_the_others_go_on_without_them() -> None:
-    """The Ray of these tests has room for four."""
+def test_workers_are_placed_individually_if_the_others_continue_without_them() -> None:
+    """The Ray of these tests has capacity for four."""
     from raytrain_ddp.ray_backend.placement import Layout
     from raytrain_ddp.ray_backend.replacing import start_of  # imports Ray
 
@@ -329,15 +335,15 @@ def test_fault_48_a_worker_that_dies_at_the_same_step_three_times_ends_the_run(
     again = r"rank 1 crashed, .* at step [1-5], as it did before"
     with pytest.raises(RetriesExhausted, match=again):
         fit(config, display=display)
-    # On a busy machine Ray may end rank 0 before it has said where it was: then the driver knows
-    # the step but roughly, and needs one death more.
+    # On a busy machine, Ray may end rank 0 before it has reported its step: then the driver knows
+    # the step only roughly, and needs one more death.
     died = len(list((tmp_path / "fired").iterdir()))
     assert 3 <= died < 8
     assert text.getvalue().count("rank 1 failed") == died - 1
 
 
 @pytest.mark.slow
-def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_same(
+def test_fault_33_a_stopped_worker_is_named_and_replaced_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaling = ScalingConfig(num_workers=3, hang_s=2.0)
@@ -354,13 +360,13 @@ def test_fault_33_a_stopped_worker_is_named_and_replaced_and_the_bits_are_the_sa
     assert weights(hung) == weights(whole)
 
 
-def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
-    """The actor between workers and driver; in mid-run, and once more at the end."""
+def test_a_killed_mailbox_does_not_disturb_the_run(tmp_path: Path) -> None:
+    """The actor between workers and driver is killed in mid-run, and once more at the end."""
     (tmp_path / "slow").touch()
     config = three_workers(tmp_path, "board", scaling=ScalingConfig(num_workers=2, max_failures=0))
     log = tmp_path / "board" / "metrics.jsonl"
 
-    def kill_boards() -> None:
+    def kill_mailboxes() -> None:
         for lines in (10, 50):
             while not log.exists() or log.read_text().count("\n") < lines:
                 time.sleep(0.05)
@@ -370,7 +376,7 @@ def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
                     killed.append(process.pid)
 
     killed: list[int] = []
-    killing = threading.Thread(target=kill_boards, daemon=True)
+    killing = threading.Thread(target=kill_mailboxes, daemon=True)
     killing.start()
     display, text = shown()
     result = fit(config, display=display)
@@ -383,8 +389,8 @@ def test_a_killed_board_costs_nothing(tmp_path: Path) -> None:
     assert len([line for line in text.getvalue().splitlines() if " eval " in line]) == 3
 
 
-def test_a_killed_controller_of_ray_train_costs_a_restart_of_all(tmp_path: Path) -> None:
-    """There is room for one placement of the workers: that of the dead controller is freed."""
+def test_a_killed_ray_train_controller_restarts_all_workers(tmp_path: Path) -> None:
+    """There is capacity for one placement of the workers: that of the dead controller is freed."""
     (tmp_path / "slow").touch()
     config = three_workers(tmp_path, "controller")
 
@@ -404,8 +410,8 @@ def test_a_killed_controller_of_ray_train_costs_a_restart_of_all(tmp_path: Path)
     assert failure in text.getvalue()
     steps = [r["step"] for r in result.history if r["kind"] == "train"]
     assert steps == list(range(1, 70))
-    assert none_left("TrainController")
-    assert none_left("RayTrainWorker")
+    assert actor_is_gone("TrainController")
+    assert actor_is_gone("RayTrainWorker")
 
 
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
@@ -419,7 +425,7 @@ def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) 
     assert 'return batch["no such key"]' in message
     assert "raytrain_ddp/training" not in message
     assert caught.value.exit_status == 1
-    assert none_left("TrainController"), "it would start workers again and again"
+    assert actor_is_gone("TrainController"), "it would start workers again and again"
 
 
 def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_path: Path) -> None:
@@ -434,10 +440,10 @@ def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_pa
     assert not (tmp_path / "digits" / "config.toml").exists()
 
 
-def test_predict_on_a_cluster_has_the_bytes_of_one_process_whoever_dies(
+def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The driver is interrupted, then a worker kills itself over its second batch."""
+    """The driver is interrupted, then a worker kills itself in its second batch."""
     monkeypatch.setattr(predict, "_ROWS_PER_PART", 64)
     bomb = tmp_path / "bomb"
     config = TrainConfig(
@@ -466,7 +472,7 @@ def test_predict_on_a_cluster_has_the_bytes_of_one_process_whoever_dies(
     with pytest.raises(KeyboardInterrupt):
         predict.main(on_cluster)
     monkeypatch.setattr(OutputParts, "write", write)
-    assert none_left("_PartActor"), "they would keep their devices"
+    assert actor_is_gone("_PartActor"), "they would keep their devices"
     assert len(list((tmp_path / ".p.parquet.predicting").glob("part-*"))) == 2
     bomb.touch()
     assert predict.main(on_cluster) == 0

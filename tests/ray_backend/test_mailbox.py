@@ -1,4 +1,4 @@
-"""The board between workers and driver, also when it is killed and starts over; no Ray."""
+"""The mailbox between workers and driver, including when it is killed and restarted; no Ray."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def numbers(events: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_fault_52_a_killed_mailbox_loses_no_event_and_doubles_none(seed: int) -> None:
-    """Pushes, answers and takes in any order, while the board dies again and again."""
+def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int) -> None:
+    """Pushes, answers, and takes in any order, while the mailbox dies repeatedly."""
     dice = random.Random(seed)
     outbox, inbox, mailbox = Outbox(), Inbox(), Mailbox()
-    under_way: list[Any] = []  # at most one push; Ray makes it again if the board dies
+    under_way: list[Any] = []  # at most one push; Ray repeats it if the mailbox dies
     answer: list[Any] = []
     heard: list[Any] = []
     reported = 0
@@ -43,7 +43,7 @@ def test_fault_52_a_killed_mailbox_loses_no_event_and_doubles_none(seed: int) ->
                 if dice.random() < 0.3:
                     mailbox = Mailbox()
                 elif dice.random() < 0.2:
-                    mailbox.take(inbox.taken)  # the answer is lost with the board
+                    mailbox.take(inbox.taken)  # the answer is lost with the mailbox
                     mailbox = Mailbox()
                 else:
                     heard.extend(inbox.sort(mailbox.take(dict(inbox.taken))))
@@ -71,7 +71,7 @@ def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> No
     assert mailbox.push([]).stop == 15
 
 
-def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
+def test_events_from_ranks_other_than_0_are_passed_on_unordered() -> None:
     mailbox, inbox = Mailbox(), Inbox()
     assert mailbox.join("s", 1, "n1")
     mailbox.push([Failed()])
@@ -81,7 +81,7 @@ def test_events_of_others_than_rank_0_are_passed_on_as_they_come() -> None:
     assert not mailbox.join("s", 2, "n2")
 
 
-def test_an_outbox_forgets_what_the_driver_has() -> None:
+def test_an_outbox_drops_events_that_the_driver_has_received() -> None:
     outbox, mailbox, inbox = Outbox(), Mailbox(), Inbox()
     for n in range(100):
         outbox.add({"n": n})
@@ -90,8 +90,8 @@ def test_an_outbox_forgets_what_the_driver_has() -> None:
     assert len(outbox._kept) <= 3
 
 
-def test_a_handle_passes_through_it_unopened():
-    """Opening that of Ray Train's controller costs two seconds of imports."""
+def test_an_actor_handle_passes_through_the_mailbox_without_being_unpickled():
+    """Unpickling the handle of Ray Train's controller costs two seconds of imports."""
     mailbox = Mailbox()
     event = pickle.loads(pickle.dumps(ControllerStarted(b"no pickle")))
     mailbox.push([event])

@@ -1,4 +1,4 @@
-"""Several Rays on one machine, which know nothing of each other's runs."""
+"""Several independent Rays on one machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(__file__).parents[1]
 API = "RAY_API_SERVER_ADDRESS"
 
 
-def test_a_run_asks_its_own_ray_about_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_queries_its_own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API, raising=False)
     with own_state_api(8301):
         assert os.environ[API] == "http://127.0.0.1:8301"
@@ -25,11 +25,11 @@ def test_a_run_asks_its_own_ray_about_itself(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv(API, "http://the.users:1")
     with own_state_api(None), socket.socket() as probe:
         host, port = os.environ[API].removeprefix("http://").split(":")
-        assert probe.connect_ex((host, int(port))) != 0  # nobody answers
+        assert probe.connect_ex((host, int(port))) != 0  # nothing listens there
     assert os.environ[API] == "http://the.users:1"
 
 
-def test_a_dashboard_gets_a_port_that_nobody_has() -> None:
+def test_a_dashboard_gets_a_free_port() -> None:
     first = dashboard_port()
     with socket.create_server(("127.0.0.1", first)):
         assert dashboard_port() > first
@@ -37,8 +37,9 @@ def test_a_dashboard_gets_a_port_that_nobody_has() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_another_ray_that_starts_on_the_machine_takes_no_workers_away(tmp_path: Path) -> None:
-    """Its API does not know the controller, whose workers Ray Train would take away then."""
+def test_another_ray_started_on_the_machine_does_not_take_away_workers(tmp_path: Path) -> None:
+    """Its API does not know the controller, so Ray Train would otherwise remove the controller's
+    workers."""
     slow, log = tmp_path / "slow", tmp_path / "runs" / "here" / "metrics.jsonl"
     slow.touch()
     task = ["--task", f"{HERE / 'ray_tasks.py'}:Paced", "--task-options", "slow", str(slow)]

@@ -1,4 +1,4 @@
-"""How many workers, with which resources: pure functions of a config and the nodes' resources."""
+"""Number and resources of workers: pure functions of a config and the nodes' resources."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def layout_on(*nodes: dict[str, float], **scaling: object) -> Layout:
         ([{"CPU": 26, "GPU": 4}], {}, 6, 4),
         ([DGX], {"num_workers": 4}, 28, 4),  # another run may take the other half
         ([DGX], {"gpus_per_worker": 0.5}, 14, 16),
-        ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # a GPU that has no whole CPU is used, too
+        ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # a GPU with less than one CPU is used, too
         ([DGX], {"cpus_per_worker": 3.0}, 3, 8),
         ([{"CPU": 8}], {"num_workers": 4, "use_gpu": True}, 1, 4),  # no node with a GPU yet
-        ([{"CPU": 64}], {}, 1, 2),  # the threads of a worker on CPUs decide its sums
+        ([{"CPU": 64}], {}, 1, 2),  # the threads of a CPU worker affect its sums
     ],
 )
-def test_a_worker_has_the_share_of_the_nodes_cpus_that_goes_with_its_gpu(
+def test_a_worker_gets_its_gpus_share_of_the_nodes_cpus(
     nodes: list[dict[str, float]], scaling: dict[str, object], cpus: float, workers: int
 ):
     layout = layout_on(*nodes, **scaling)
@@ -82,14 +82,14 @@ def test_a_worker_has_the_share_of_the_nodes_cpus_that_goes_with_its_gpu(
 def test_workers_that_cannot_synchronize_batch_norm_are_refused(
     micro: Any, scaling: dict[str, object], why: str
 ):
-    """At once if the config has their number."""
+    """At once if the config gives their number."""
     with pytest.raises(ConfigError, match=why) if why else nullcontext():
         synced = replace(config(1024, micro, **scaling), ddp=DdpConfig(sync_batchnorm=True))
         layout = choose_layout(synced, DGX)
         synced.require_synced(layout.least, layout.most, layout.use_gpu)
 
 
-def test_nodes_that_come_while_the_run_waits_decide_the_cpus(monkeypatch: pytest.MonkeyPatch):
+def test_nodes_that_join_while_the_run_waits_determine_the_cpus(monkeypatch: pytest.MonkeyPatch):
     asked: list[list[dict[str, float]]] = []
     nodes: list[dict[str, float]] = [{"CPU": 4.0}]
 
@@ -114,12 +114,12 @@ def test_nodes_that_come_while_the_run_waits_decide_the_cpus(monkeypatch: pytest
         # A task of Slurm's that is not bound to its CPUs; torchrun in a task.
         (64, {"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "16"}, 16, 16),
         (64, {"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "16", "LOCAL_WORLD_SIZE": "4"}, 16, 4),
-        # The script of a job has all that the job has on the node, whatever one task has.
+        # A job's script may use all the CPUs of the job on the node, whatever one task has.
         (64, {"SLURM_CPUS_ON_NODE": "32", "SLURM_CPUS_PER_TASK": "8"}, 32, 32),
         (64, {"SLURM_STEP_ID": "0"}, 64, 64),
     ],
 )
-def test_a_process_counts_its_affinity_mask_and_slurms_cpus(
+def test_cpus_are_counted_by_affinity_mask_and_slurm_variables(
     mask: int,
     environ: dict[str, str],
     usable: int,
@@ -138,7 +138,7 @@ def test_a_process_counts_its_affinity_mask_and_slurms_cpus(
         *((0, "auto", False, 2), (0, "auto", True, 1), (0, 3.0, False, 3), (0, 3.0, True, 3)),
     ],
 )
-def test_a_process_without_ray_has_the_threads_that_are_given(
+def test_a_process_without_ray_uses_the_given_number_of_threads(
     gpus: int,
     cpus: float,
     exact: bool,
@@ -154,13 +154,13 @@ def test_a_process_without_ray_has_the_threads_that_are_given(
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, "many"])
-def test_other_cpus_are_refused(value: float):
+def test_invalid_cpus_per_worker_are_refused(value: float):
     rule = r"scaling\.cpus_per_worker = .*(0\.0001 or more, or auto|a number or auto)"
     with pytest.raises(ConfigError, match=rule):
         ScalingConfig(cpus_per_worker=value)
 
 
-def test_auto_goes_on_with_an_exact_run_that_was_begun_with_one():
+def test_auto_resumes_an_exact_run_begun_with_one_cpu_per_worker():
     begun = to_dict(config(exact=True, cpus_per_worker=1.0))
     assert changed_fields(begun, config(exact=True)) == []
     assert (
@@ -196,7 +196,7 @@ def test_a_cluster_file_asks_for_eight_cpus_for_each_gpu(scaling: dict[str, obje
         (64, 16, {"use_gpu": False}, 2, ()),
     ],
 )
-def test_it_is_said_why_gpus_stay_idle(
+def test_the_reason_for_idle_gpus_is_reported(
     batch: int, micro: int, scaling: dict[str, object], workers: int, reported: tuple[str, ...]
 ):
     layout = layout_on(DGX, batch=batch, micro=micro, **scaling)
@@ -204,14 +204,14 @@ def test_it_is_said_why_gpus_stay_idle(
     assert bool(layout.note) == bool(reported)
     assert all(text in layout.note for text in reported)
     for flag, field in (("--micro-batch ", "micro_batch"), ("--batch-size ", "batch_size")):
-        if flag in layout.note:  # what it proposes is accepted, and uses them all
+        if flag in layout.note:  # its proposal is accepted, and uses all of them
             number = int(layout.note.partition(flag)[2].partition(" ")[0])
             proposed = replace(config(batch, micro, **scaling), **{field: number})
             again = choose_layout(proposed, DGX)
             assert (again.most, again.note) == (8, "")
 
 
-def test_one_process_says_that_it_uses_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch):
+def test_a_single_process_reports_that_it_uses_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch):
     alone = World(0, 1, 0, torch.device("cuda", 0), 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert "1 of 8 GPUs is used" in idle_gpus_note(alone)
@@ -221,7 +221,7 @@ def test_one_process_says_that_it_uses_one_gpu_of_several(monkeypatch: pytest.Mo
     assert idle_gpus_note(alone) == ""
 
 
-def test_workers_are_not_replaced_if_each_has_a_share_of_the_optimizers_state():
-    """All restart then from the newest checkpoint; Ray is not even asked."""
+def test_workers_with_sharded_optimizer_state_are_not_replaced():
+    """All of them restart from the newest checkpoint; Ray is not even asked."""
     shared = replace(config(), ddp=DdpConfig(shard_optimizer=True))
     assert start_of(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")).size == 0

@@ -1,4 +1,4 @@
-"""What Prometheus gets, what is asked of it, and what a worker's log says."""
+"""The metrics for Prometheus, the queries on them, and the log of a worker."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ NOTE = {"kind": "note", "text": "full"}
 FAILED = {"kind": "failed", "rank": 1, "step": 24, "message": "crashed"}
 
 
-class Told:
-    """Takes the place of Ray's gauges: the newest value by name and tags but the run's."""
+class FakeGauges:
+    """Replaces Ray's gauges: the newest value by name and tags, without the tags of the run."""
 
     def __init__(self) -> None:
         self.values: dict[tuple[str, ...], float] = {}
@@ -112,7 +112,7 @@ class Told:
         assert reported.endswith(".")
         return Gauge()
 
-    def take(self, *events: Mapping[str, Any]) -> Told:
+    def take(self, *events: Mapping[str, Any]) -> FakeGauges:
         for event in events:
             self.metrics.take(made(event))
         return self
@@ -122,8 +122,8 @@ class Told:
         return self.values[(PREFIX + name, *tags)]
 
 
-def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
-    reported = Told().take(PLAN, TRAIN)
+def test_each_log_record_sets_its_gauges() -> None:
+    reported = FakeGauges().take(PLAN, TRAIN)
     expected = {
         "state": TRAINING,
         "step": 20,
@@ -168,17 +168,17 @@ def test_each_record_of_the_log_becomes_the_figures_it_has() -> None:
     )
 
 
-def test_a_phase_or_a_slowest_rank_that_is_none_any_more_goes_to_zero() -> None:
+def test_a_phase_or_slowest_rank_that_no_longer_applies_is_set_to_zero() -> None:
     timing = {**TRAIN["timing"], "split_s": {"compute": 0.06}}  # type: ignore[dict-item]
     timing["slowest"] = {"rank": 0, "phase": "compute", "ratio": 1.2}
-    reported = Told().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
+    reported = FakeGauges().take(PLAN, TRAIN, {**TRAIN, "step": 40, "timing": timing})
     assert reported["phase_seconds data"] == 0
     assert reported["slowest_rank_ratio 1 data"] == 0
     assert reported["slowest_rank_ratio 0 compute"] == 1.2
 
 
-def test_restarts_are_counted_by_cause_and_shown_as_none_from_the_start() -> None:
-    reported = Told()
+def test_restarts_are_counted_by_cause_and_start_at_zero() -> None:
+    reported = FakeGauges()
     causes = ("failure", "preemption", "resize")
     assert [reported[f"restarts {cause}"] for cause in causes] == [0, 0, 0]
     assert reported["state"] == STARTING
@@ -195,7 +195,7 @@ def test_restarts_are_counted_by_cause_and_shown_as_none_from_the_start() -> Non
 
 
 def test_the_last_step_is_reported_between_the_lines_of_the_log_and_not_by_a_restart() -> None:
-    reported = Told().take(PLAN)
+    reported = FakeGauges().take(PLAN)
     began = reported["last_step_timestamp_seconds"]
     reported.take({"kind": "at", "step": 1}, FAILED, PLAN, {"kind": "at", "step": 1})
     assert reported["last_step_timestamp_seconds"] == began, "a run that dies at once makes no step"
@@ -204,18 +204,20 @@ def test_the_last_step_is_reported_between_the_lines_of_the_log_and_not_by_a_res
     assert reported["last_step_timestamp_seconds"] > began
 
 
-def test_no_run_fails_of_its_metrics() -> None:
+def test_failing_gauges_do_not_fail_the_run() -> None:
     class Broken:
         def set(self, *_: object) -> None:
             raise RuntimeError("Ray is gone")
 
     PrometheusMetrics("digits", lambda *_: Broken()).take(made(TRAIN))
-    Told().take({"kind": "train"}, {"kind": "phase"}, {**TRAIN, "timing": {}})
+    FakeGauges().take({"kind": "train"}, {"kind": "phase"}, {**TRAIN, "timing": {}})
 
 
-def test_all_is_said_again_until_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gauges_are_exported_repeatedly_until_the_run_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("raytrain_ddp.ray_backend.prometheus._EXPORT_EVERY_S", 0.01)
-    reported = Told().take(PLAN, TRAIN)
+    reported = FakeGauges().take(PLAN, TRAIN)
     before = dict(reported.values)
     reported.values.clear()
     deadline = time.monotonic() + 10
@@ -240,12 +242,12 @@ def test_the_units_are_in_the_names() -> None:
     assert all(re.fullmatch(r"[a-z_]+", name) for name in GAUGES)
 
 
-def test_a_run_that_evaluates_says_so_and_its_end_counts_as_a_step(
+def test_an_evaluation_is_reported_as_state_and_its_end_counts_as_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    reported = Told().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
+    reported = FakeGauges().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
     assert reported["state"] == EVALUATING
     now += 2000
     reported.take(EVAL)
@@ -253,12 +255,12 @@ def test_a_run_that_evaluates_says_so_and_its_end_counts_as_a_step(
     assert reported.take({"kind": "evaluating", "step": 46}, FAILED)["state"] == STARTING
 
 
-def test_only_the_rank_that_is_slowest_now_is_said_again() -> None:
+def test_only_the_currently_slowest_rank_is_exported_repeatedly() -> None:
     def slow(rank: int) -> dict[str, Any]:
         reported = {"rank": rank, "phase": "data", "ratio": 1.1}
         return {**TRAIN, "timing": {**TRAIN["timing"], "slowest": reported}}  # type: ignore[dict-item]
 
-    reported = Told().take(PLAN, *map(slow, range(500)))
+    reported = FakeGauges().take(PLAN, *map(slow, range(500)))
     values = reported.values
     ratios = [v for (name, *_), v in values.items() if name.endswith("slowest_rank_ratio")]
     assert sorted(ratios) == [0.0] * 499 + [1.1]
@@ -266,17 +268,17 @@ def test_only_the_rank_that_is_slowest_now_is_said_again() -> None:
     assert again == [("slowest_rank_ratio", "499", "data")]
 
 
-def test_one_worker_that_is_left_alone_is_not_slow() -> None:
+def test_a_single_remaining_worker_is_not_slow() -> None:
     alone = {name: each for name, each in TRAIN["timing"].items() if name != "slowest"}  # type: ignore[attr-defined]
-    reported = Told().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
+    reported = FakeGauges().take(PLAN, TRAIN, {**PLAN, "world_size": 1}, {**TRAIN, "timing": alone})
     assert reported["slowest_rank_ratio 1 data"] == 0
 
 
-# ------------------------------------------------------------------ what is asked of Prometheus
+# ------------------------------------------------------------------ queries to Prometheus
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """(where, PromQL) of the dashboard and of the rules."""
+    """(where, PromQL) of the dashboard and the rules."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
@@ -288,7 +290,7 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield rule.split()[0], rule[rule.index("expr:") : rule.index("labels:")]
 
 
-def test_dashboard_and_rules_ask_only_for_what_is_reported_and_for_all_of_it() -> None:
+def test_dashboard_and_rules_query_exactly_the_exported_metrics() -> None:
     asked = set()
     for where, promql in expressions():
         for name, selector in re.findall(r"\bray_raytrain_(\w+)(?:\{(.*?)\})?", promql):
@@ -308,7 +310,7 @@ def test_dashboard_and_rules_ask_only_for_what_is_reported_and_for_all_of_it() -
     assert {*GAUGES} - asked == seldom | {"checkpoint_step"}
 
 
-def test_each_panel_is_explained_has_a_unit_and_a_place_of_its_own() -> None:
+def test_each_panel_has_a_description_a_unit_and_its_own_position() -> None:
     assert DASHBOARD["uid"] == "raytrain"
     assert [v["name"] for v in DASHBOARD["templating"]["list"]] == ["datasource", "run"]
     panels = DASHBOARD["panels"]
@@ -355,7 +357,7 @@ def test_the_commands_of_the_readme_exist() -> None:
 @pytest.mark.parametrize(
     "words", [("test", "rules", "tests/monitoring.test.yml"), ("check", "config", "prometheus.yml")]
 )
-def test_prometheus_takes_the_settings_and_its_rules_fire_when_they_shall(
+def test_prometheus_accepts_the_configuration_and_its_rules_fire_as_expected(
     words: tuple[str, ...],
 ) -> None:
     folder = HERE.parent if words[0] == "test" else MONITORING
@@ -368,7 +370,7 @@ def test_prometheus_takes_the_settings_and_its_rules_fire_when_they_shall(
 # ------------------------------------------------------------------ dashboard and logs
 
 
-def test_where_the_dashboard_is_is_reported_with_the_page_of_the_run() -> None:
+def test_the_dashboard_address_is_reported_with_the_page_of_the_run() -> None:
     here = describe_dashboard("127.0.0.1", 8265, "02000000")
     assert here == "dashboard: http://127.0.0.1:8265/#/jobs/02000000"
     away = describe_dashboard("127.0.0.1", 8265, "02000000", "10.0.0.5")
@@ -376,7 +378,7 @@ def test_where_the_dashboard_is_is_reported_with_the_page_of_the_run() -> None:
     assert "ssh" not in describe_dashboard("10.0.0.5", 8265, "02000000", "10.0.0.5")
 
 
-def test_a_workers_log_says_where_it_is_and_little_more(
+def test_a_workers_log_has_a_header_and_few_lines(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -389,7 +391,7 @@ def test_a_workers_log_says_where_it_is_and_little_more(
             now += 0.5
             log.take(made({**TRAIN, "step": step, "timing": timing}))
         outcome = {"kind": "outcome", "step": 276, "metrics": {"top1": 0.75}}
-        short = [EVAL, CHECKPOINT] * 3  # of epochs that take no time
+        short = [EVAL, CHECKPOINT] * 3  # of very short epochs
         for event in (*short, {"kind": "phase", "name": "x"}, NOTE, outcome):
             log.take(made(event))
     lines = caplog.messages
@@ -411,7 +413,7 @@ def test_a_workers_log_says_where_it_is_and_little_more(
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_ray_lists_the_run_with_its_workers_and_their_logs_and_offers_its_figures(
+def test_ray_lists_the_run_its_workers_and_logs_and_exports_its_metrics(
     tmp_path: Path,
 ) -> None:
     command = (sys.executable, "-m", "raytrain_ddp.fit", "--dashboard", "--name", "watched")
@@ -453,7 +455,7 @@ def get(url: str) -> str:
 
 
 def until(ask: Callable[[], Any], sign: str) -> Any:
-    """The first answer with this in it."""
+    """The first response that contains this text."""
     deadline = time.monotonic() + 90
     answer: Any = None
     while time.monotonic() < deadline:

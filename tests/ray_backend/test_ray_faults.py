@@ -1,6 +1,6 @@
-"""Nodes of a real Ray that are lost, added, and taken away with a notice: one cluster for all.
+"""Nodes of a real Ray that are lost, added, and removed with notice; one cluster for all tests.
 
-Each fit is a cold start of its workers, so one run goes through as much as it can.
+Each fit starts its workers cold, so one run covers as much as possible.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
 
-class Ears(Display):
-    """A display that shows nothing and keeps each event with its time."""
+class RecordingDisplay(Display):
+    """A display that shows nothing and records each event with its time."""
 
     def __init__(self) -> None:
         super().__init__(Console(file=io.StringIO()), live=False)
@@ -54,7 +54,7 @@ class Ears(Display):
         return [event for _, event in self.heard if event["kind"] == kind]
 
     def wait(self, what: Callable[[dict[str, Any]], bool], after: float = 0.0) -> float:
-        """The time at which the first event of that kind came; waits for it."""
+        """Waits for the first event of that kind; returns its time."""
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline:
             for at, event in list(self.heard):
@@ -65,11 +65,11 @@ class Ears(Display):
 
 
 class Running(threading.Thread):
-    """A fit in a thread: Ray adds nodes in the main one only."""
+    """A fit in a thread, because Ray adds nodes only in the main thread."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(daemon=True)
-        self.config, self.ears = config, Ears()
+        self.config, self.ears = config, RecordingDisplay()
         self.result: FitResult | None = None
         self.error: BaseException | None = None
         self.start()
@@ -89,11 +89,13 @@ class Running(threading.Thread):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head with room for one worker, and what a test adds."""
+    """A head with capacity for one worker, plus the nodes that a test adds."""
     before = dict(os.environ)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_AUTH_MODE"] = "token"
-    if not (Path.home() / ".ray" / "auth_token").is_file():  # `ray.init` makes one, a node not
+    if not (
+        Path.home() / ".ray" / "auth_token"
+    ).is_file():  # `ray.init` creates one, a node does not
         subprocess.run(["ray", "get-auth-token", "--generate"], check=True, capture_output=True)
     os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1", **SETTINGS})
     import ray
@@ -115,7 +117,7 @@ def paced(folder: Path, name: str, **options: Any) -> TrainConfig:
         name=name,
         storage=str(folder),
         epochs=6,
-        optim=OptimConfig(lr=1e-4),  # at 0.1, rounding grows to percents in fifty steps
+        optim=OptimConfig(lr=1e-4),  # at 0.1, rounding errors grow to percents in fifty steps
         scaling=ScalingConfig(num_workers="1:3", resize_s=1),
         log=LogConfig(every_steps=1, audit=True, tensorboard=False),
         checkpoint=CheckpointConfig(every_steps=5, every_s=0),
@@ -149,7 +151,7 @@ def weights(config: TrainConfig) -> bytes:
 
 
 def drain(cluster: Any, node: Any, seconds: float) -> None:
-    """What an autoscaler tells Ray when a cloud is about to take a machine away."""
+    """What an autoscaler reports to Ray when a cloud is about to remove a machine."""
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
 
@@ -162,7 +164,7 @@ def drain(cluster: Any, node: Any, seconds: float) -> None:
 
 
 def drain_by_the_watch(cluster: Any, node: Any, seconds: float) -> None:
-    """What clusters/gcp.yaml runs on the node, from the moment that the machine is preempted."""
+    """What clusters/gcp.yaml runs on the node, once the machine is preempted."""
     watch = [sys.executable, "-m", "raytrain_ddp.spot", "gcp"]
     with serve() as metadata:
         metadata.texts[PREEMPTED] = "TRUE"
@@ -175,14 +177,14 @@ def drain_by_the_watch(cluster: Any, node: Any, seconds: float) -> None:
     assert "this node is drained" in done.stdout
 
 
-def test_fault_34_a_node_taken_away_with_a_notice_costs_no_step_and_no_failure(
+def test_fault_34_a_node_removed_with_notice_costs_no_step_and_no_failure(
     cluster: Any, tmp_path: Path
 ) -> None:
     check_taken_away(cluster, tmp_path, 16.0, drain)
 
 
 @pytest.mark.slow  # a minute: the notice is as long as in the cloud
-def test_fault_34_a_notice_of_google_cloud_becomes_a_checkpoint_by_the_watch(
+def test_fault_34_the_watch_turns_a_google_cloud_notice_into_a_checkpoint(
     cluster: Any, tmp_path: Path
 ) -> None:
     check_taken_away(cluster, tmp_path, 30.0, drain_by_the_watch)
@@ -216,7 +218,7 @@ def check_taken_away(
     last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
     assert len(saved) == 1  # at the notice
     assert saved[0] < last_step
-    # The last lines may not have left rank 0 when it was lost: they are in the log.
+    # Rank 0 may have been lost before it sent its last lines: they are in the log.
     (unheard,) = [e["start_step"] - last_step for e in ears.of("plan")[1:]]
     assert 0 <= unheard <= 3, "no step was repeated"
     assert planned - removed < 30
@@ -224,16 +226,18 @@ def check_taken_away(
     assert steps == [*range(1, steps[-1] + 1)]
 
 
-def test_fault_28_workers_join_when_a_node_comes_and_any_may_die_and_nothing_is_restarted(
+def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart(
     cluster: Any, tmp_path: Path
 ) -> None:
-    """A run begins with two of at most three workers. A node comes, and its worker joins; that is
-    killed, and joins once more; then one of the first two. With exact, the bits are those of one
-    process."""
+    """A run starts with two of at most three workers.
+
+    A node is added, and its worker joins; it is killed and joins again; then one of the first two
+    is killed. With exact, the bits are those of one process.
+    """
     options = {"exact": True, "epochs": 8}
     reference = paced(tmp_path, "reference", **options)
     torch.set_num_threads(1)
-    fit_locally(reference, display=Ears())
+    fit_locally(reference, display=RecordingDisplay())
     nodes = [cluster.add_node(num_cpus=1)]
     (tmp_path / "slow").touch()
     run = Running(paced(tmp_path, "grown", **options))
@@ -266,12 +270,12 @@ def test_fault_28_workers_join_when_a_node_comes_and_any_may_die_and_nothing_is_
 
 @pytest.mark.slow  # two minutes on two cores
 @pytest.mark.timeout(600)
-def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
+def test_fault_28_one_run_continues_with_three_two_one_and_three_workers(
     cluster: Any, tmp_path: Path
 ) -> None:
     reference = paced(tmp_path, "reference")
     torch.set_num_threads(1)
-    fit_locally(reference, display=Ears())
+    fit_locally(reference, display=RecordingDisplay())
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
 
     (tmp_path / "slow").touch()
@@ -281,7 +285,7 @@ def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         lost = time.monotonic()
         again = run.ears.wait(any_step, run.ears.wait(at_size(size), lost))
-        assert again - lost < 60  # Ray by itself waits a minute for what is gone
+        assert again - lost < 60  # by default, Ray waits a minute for lost nodes
         run.ears.wait(any_step, time.monotonic() + 0.5)
     for _ in range(2):
         cluster.add_node(num_cpus=1)
@@ -290,7 +294,10 @@ def test_fault_28_three_workers_two_one_and_three_again_in_one_run(
     result = run.end()
     assert result.status == "finished"
     sizes = [event["world_size"] for event in run.ears.of("plan")]
-    assert (sizes[:3], sizes[-1]) == ([3, 2, 1], 3)  # perhaps by way of 2: nodes come one by one
+    assert (sizes[:3], sizes[-1]) == (
+        [3, 2, 1],
+        3,
+    )  # possibly after 2: nodes are added one by one
     for kind, values in (("audit", ("step", "sha256")), ("train", ("step",))):
         theirs, ours = (
             [[r[v] for v in values] for r in read_history(run_storage(c)) if r["kind"] == kind]

@@ -1,4 +1,4 @@
-"""Ray that starts slowly, or not at all; a Ray that is another one. No real Ray is started."""
+"""A Ray that starts slowly or not at all, and an unexpected Ray. No real Ray is started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW = Exception("The current node timed out during startup. This could happen b
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in its first item; sleeping takes none."""
+    """A fake clock: its first item is the time; sleeping only advances it."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module in Ray's place, which is not connected."""
+    """A fake Ray module that is not connected."""
     fake: Any = ModuleType("ray")
     fake.calls, fake.ended, fake.to_raise = [], 0, []
     fake.is_initialized = lambda: False
@@ -72,19 +72,17 @@ class OfSomeLibrary(Exception): ...
 
 
 @pytest.mark.parametrize("kind", [Exception, RuntimeError, TimeoutError, OSError, OfSomeLibrary])
-def test_fault_53_a_ray_that_starts_slowly_is_started_again_whatever_it_raises(
-    ray: Any, kind: Any
-) -> None:
+def test_fault_53_a_slow_ray_start_is_retried_whatever_it_raises(ray: Any, kind: Any) -> None:
     ray.to_raise = [kind("The current node timed out during startup.")] * 3
     reported: list[str] = []
     join(reported.append)
     assert len(ray.calls) == 4
     assert ray.calls[0] == ray.calls[-1]
     assert sum("timed out during startup" in line and "again" in line for line in reported) == 3
-    assert ray.ended == 4  # after each failed try, and at the end
+    assert ray.ended == 4  # after each failed attempt, and at the end
 
 
-def test_fault_53_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_with_status_3(
+def test_fault_53_a_ray_that_never_starts_exits_with_status_3_at_its_time_limit(
     ray: Any, clock: list[float]
 ) -> None:
     def slow(**_: Any) -> None:
@@ -112,14 +110,14 @@ def test_fault_53_a_ray_that_never_starts_ends_at_its_time_limit_in_one_line_wit
         type("AuthenticationError", (Exception,), {})("no token"),
     ],
 )
-def test_what_does_not_pass_is_not_tried_again(ray: Any, error: Exception) -> None:
+def test_a_permanent_start_error_is_not_retried(ray: Any, error: Exception) -> None:
     ray.to_raise = [error] * 9
     with pytest.raises(PreflightError, match="no Ray at this machine"):
         join()
     assert len(ray.calls) == 1
 
 
-def test_ctrl_c_ends_the_tries(ray: Any) -> None:
+def test_ctrl_c_ends_the_retries(ray: Any) -> None:
     ray.to_raise = [SLOW, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         join()
@@ -129,7 +127,7 @@ def test_ctrl_c_ends_the_tries(ray: Any) -> None:
 @pytest.mark.parametrize(
     "error", [TypeError("start_x()"), ValueError("2 values"), AttributeError()]
 )
-def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(
+def test_a_newer_ray_that_cannot_start_quickly_starts_as_usual(
     ray: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private: Any = ModuleType("ray._private")
@@ -154,7 +152,7 @@ def test_a_later_ray_that_cannot_start_quickly_starts_as_usual(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path) -> None:
+def test_only_processes_started_by_a_failed_attempt_are_ended(tmp_path: Path) -> None:
     started: list[subprocess.Popen[bytes]] = []
     mine = subprocess.Popen(["sleep", "60"])
     below = tmp_path / "below"
@@ -162,7 +160,7 @@ def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path)
     def init() -> None:
         if started:
             return
-        # A raylet, which starts an agent, and what the user's own thread starts at that moment.
+        # A raylet, which starts an agent, and a process that the user's own thread starts.
         script = f"sleep 60 & echo $! > {below}.new; mv {below}.new {below}; wait"
         started.append(subprocess.Popen(["bash", "-c", script, "--session-name=session_2026"]))
         started.append(subprocess.Popen(["sleep", "60"]))
@@ -174,7 +172,7 @@ def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path)
         start_with_retries(init, lambda: None, "this machine", 10.0, lambda _: None)
         agent = Path("/proc") / below.read_text().strip() / "cmdline"
         deadline = time.monotonic() + 20
-        while agent.exists() and agent.read_bytes():  # one that is dead has no command any more
+        while agent.exists() and agent.read_bytes():  # a dead process has no command line
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert started[0].poll() is not None
@@ -186,8 +184,8 @@ def test_what_a_failed_try_has_started_is_ended_and_nothing_else(tmp_path: Path)
             process.wait()
 
 
-def test_fault_55_a_hangup_does_not_reach_the_processes_of_ray_and_is_not_lost() -> None:
-    """A terminal that closes sends it to each process of its group."""
+def test_fault_55_sighup_does_not_reach_ray_processes_and_is_not_lost() -> None:
+    """A closing terminal sends it to every process in its group."""
     hung_up: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _: hung_up.append(number))
     child: list[subprocess.Popen[bytes]] = []
@@ -222,7 +220,7 @@ def test_an_address_in_a_process_that_is_connected_to_another_ray_is_refused(ray
     assert not ray.calls
 
 
-def test_two_names_of_one_machine_are_one_address() -> None:
+def test_two_host_names_of_one_machine_are_the_same_address() -> None:
     require_same("localhost:6379", "127.0.0.1:6379")
     require_same("127.0.0.5:6379", "127.0.0.1:6379")
     for other in ("192.0.2.7:6379", "127.0.0.1:6380"):
@@ -230,10 +228,11 @@ def test_two_names_of_one_machine_are_one_address() -> None:
             require_same(other, "127.0.0.1:6379")
 
 
-def test_auto_is_the_newest_ray_of_this_machine_while_it_listens(
+def test_auto_connects_to_the_newest_local_ray_that_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The workers get it; otherwise, Ray Train's clean-up would ask the Ray that is newest then."""
+    """The workers get its address; otherwise, Ray Train's cleanup would ask the newest Ray of that
+    moment."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     assert explicit_address("auto") == "auto"
     assert explicit_address("10.0.0.1:6379") == "10.0.0.1:6379"
@@ -243,6 +242,6 @@ def test_auto_is_the_newest_ray_of_this_machine_while_it_listens(
         address = f"127.0.0.1:{server.getsockname()[1]}"
         newest.write_text(address)
         assert explicit_address("auto") == address
-    assert explicit_address("auto") == "auto"  # it was killed, and the file remained
+    assert explicit_address("auto") == "auto"  # it was killed, and its file remains
     newest.write_text("no address")
     assert explicit_address("auto") == "auto"

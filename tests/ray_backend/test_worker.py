@@ -63,11 +63,13 @@ def because(error: Exception, cause: Exception) -> Exception:
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of Ray's import
-def test_a_failure_is_the_tasks_own_a_peers_or_from_outside(error: BaseException, cause: str):
+def test_a_failure_is_attributed_to_the_task_a_peer_or_an_outside_cause(
+    error: BaseException, cause: str
+):
     assert cause_of(error) == cause
 
 
-def test_an_exit_by_the_users_code_would_happen_again():
+def test_an_exit_in_user_code_is_not_retried():
     with pytest.raises(SystemExit) as caught:
         sys.exit(5)
     assert cause_of(caught.value) == "error"
@@ -77,7 +79,7 @@ def users_code() -> None:
     raise ValueError("mine")
 
 
-def test_the_users_traceback_has_the_users_frames_and_the_error():
+def test_a_users_traceback_has_only_user_frames_and_the_error():
     try:
         users_code()
     except ValueError as error:
@@ -87,8 +89,8 @@ def test_the_users_traceback_has_the_users_frames_and_the_error():
     assert text.rstrip().endswith("ValueError: mine")
 
 
-class FakeBoard:
-    """Takes what a worker pushes, as the actor's handle would."""
+class FakeMailbox:
+    """Receives what a worker pushes, as the mailbox actor's handle would."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, object]] = []
@@ -99,19 +101,19 @@ class FakeBoard:
 
 
 @pytest.fixture
-def mailbox(monkeypatch: pytest.MonkeyPatch) -> FakeBoard:
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> FakeMailbox:
     import ray
 
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
-    return FakeBoard()
+    return FakeMailbox()
 
 
-def given(mailbox: FakeBoard) -> WorkerSettings:
+def given(mailbox: FakeMailbox) -> WorkerSettings:
     return WorkerSettings({"micro_batch": 16, "batch_size": 64}, ".", (), None, mailbox)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeBoard):
+def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeMailbox):
     report_failure(given(mailbox), 2, 5, DataError("x.parquet: damaged"))
     error = as_error(mailbox.events[0])
     assert type(error) is DataError
@@ -121,7 +123,7 @@ def test_a_workers_error_reaches_the_driver_as_the_same_exception(mailbox: FakeB
 
 
 class OfTheUser(DataError):
-    """With a status of its own, and more than a message."""
+    """An error with its own exit status and more than a message."""
 
     exit_status = 42
 
@@ -146,8 +148,8 @@ def users(status: object, base: type[RaytrainError] = DataError) -> RaytrainErro
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
-    error: RaytrainError, status: int, text: str, mailbox: FakeBoard
+def test_a_user_defined_error_keeps_its_message_and_exit_status(
+    error: RaytrainError, status: int, text: str, mailbox: FakeMailbox
 ):
     assert status_of(error) == status
     report_failure(given(mailbox), 0, 3, error)
@@ -165,20 +167,20 @@ def test_a_users_own_kind_of_error_keeps_its_text_and_its_status(
     ids=["host", "device", "torch on the host"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_fault_26_too_little_memory_ends_the_run_with_the_knob_that_helps(
-    error: Exception, mailbox: FakeBoard
+def test_fault_26_out_of_memory_ends_the_run_and_names_the_setting_that_helps(
+    error: Exception, mailbox: FakeMailbox
 ):
     report_failure(given(mailbox), 1, 5, error)
     reported = as_error(mailbox.events[0])
     assert type(reported) is RetriesExhausted
     assert reported.exit_status == 7
-    assert mailbox.events[0].cause == "error"  # ends the run at once: it would happen again
+    assert mailbox.events[0].cause == "error"  # ends the run at once: a retry would fail again
     for words in ("rank 1", "at step 5", "GiB", "--micro-batch (now 16)", "batch of 64 stays"):
         assert words in str(reported)
     assert "\n" not in str(reported)
 
 
-def test_without_ray_the_end_of_another_worker_is_not_reported_as_this_ones_fault():
+def test_without_ray_a_peers_exit_is_not_reported_as_this_workers_error():
     reported = failure_event(RuntimeError("[gloo] Connection closed by peer [10.0.0.2]"))
     assert reported.message.startswith("another worker has ended")
     assert reported.rank is None
@@ -190,7 +192,7 @@ def test_without_ray_the_end_of_another_worker_is_not_reported_as_this_ones_faul
     assert (reported.rank, reported.error) == (0, "ValueError")
 
 
-def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
+def test_joining_workers_wait_for_one_commit_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ):
     session: Any = RaySession.__new__(RaySession)
@@ -206,7 +208,7 @@ def test_newcomers_wait_for_a_commit_but_not_for_one_after_another(
     session._newcomer = False
     assert not session.requests().look
     session._newcomer = True
-    assert not session.requests().look  # another one
+    assert not session.requests().look  # another commit
     committer.is_busy = lambda: False
     assert session.requests().look
     committer.fails = True  # a new generation reads the storage

@@ -1,5 +1,5 @@
-"""The arguments of the sources of the recipes, by their own names, with the values there, and what
-each would have to be to say what a recipe says."""
+"""The arguments of the recipes' sources, by their own names and values, and the values that each
+would need to match the recipe."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _eval_size(c: TrainConfig) -> int:
 
 
 def _used(is_used: Here, value: Here, otherwise: Any) -> Here:
-    """The value, or the default of the source where the recipe does not use it."""
+    """The value, or the source's default if the recipe does not use it."""
     return lambda c: value(c) if is_used(c) else otherwise
 
 

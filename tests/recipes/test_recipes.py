@@ -1,4 +1,4 @@
-"""The recipes: each is what it says of itself, as its source but for what it says, and it runs."""
+"""The recipes: each equals its source except for listed differences, and runs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from raytrain_ddp.training.optimizer.param_groups import param_groups
 NAMES = [*shipped_recipes()]
 CLASSES = ("ants", "bees", "cats")
 
-# ------------------------------------------------------------------ what they say
+# ------------------------------------------------------------------ descriptions
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_says_where_it_comes_from_and_what_to_expect(name: str):
+def test_a_recipe_states_its_source_and_expected_result(name: str):
     info = load_with_info(name)[1]
     assert min(map(len, (info.about, info.source, info.expected, info.gpu_hours))) >= 4
     for text in (info.about, info.source, info.expected, info.reached, *info.differs.values()):
@@ -86,7 +86,7 @@ def test_your_own_recipe_may_describe_itself(tmp_path: Path):
         ),
     ],
 )
-def test_a_wrong_description_is_refused(table: str, reported: str, tmp_path: Path):
+def test_an_invalid_description_is_refused(table: str, reported: str, tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(table)
     with pytest.raises(ConfigError, match=reported):
@@ -94,16 +94,16 @@ def test_a_wrong_description_is_refused(table: str, reported: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("line", ["digits --describe --epochs 3", "--describe --dry-run"])
-def test_a_description_takes_no_other_flags(line: str):
+def test_describing_a_recipe_accepts_no_other_flags(line: str):
     with pytest.raises(ConfigError, match="has no effect with --describe: remove it"):
         parse_fit(line.split())
 
 
-# ------------------------------------------------------------------ as the source
+# ------------------------------------------------------------------ comparison with the sources
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "digits"])
-def test_a_recipe_is_as_its_source_but_for_what_it_says(name: str):
+def test_a_recipe_equals_its_source_except_for_listed_differences(name: str):
     config, info = load_with_info(name)
     source = REFERENCES[name]
     assert {*source.here} == {*source.arguments}
@@ -127,7 +127,7 @@ OUTSIDE |= {"checkpoint.every_epochs", "micro_batch", "ema.warmup"}
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "digits"])
-def test_all_that_a_recipe_sets_is_compared_with_its_source(name: str):
+def test_every_setting_of_a_recipe_is_compared_with_its_source(name: str):
     config = load(name)
     reads: set[str] = {*idle(config)}
     for here in REFERENCES[name].here.values():
@@ -141,20 +141,20 @@ def test_all_that_a_recipe_sets_is_compared_with_its_source(name: str):
     assert set_here - reads <= OUTSIDE
 
 
-def test_a_difference_that_is_not_listed_is_found():
+def test_an_unlisted_difference_is_detected():
     source, config = REFERENCES["imagenet-resnet50-v2"], load("imagenet-resnet50-v2")
     changed = replace(config, optim=replace(config.optim, lr=0.4))
     assert source.here["lr"](config) == source.arguments["lr"] != source.here["lr"](changed)
 
 
-def test_the_defaults_of_scikit_learn_are_those_of_the_table():
+def test_the_scikit_learn_defaults_in_the_table_are_current():
     networks = pytest.importorskip("sklearn.neural_network")
     defaults = inspect.signature(networks.MLPClassifier).parameters
     for name, value in SCIKIT.items():
         assert defaults[name].default == ("auto" if name == "batch_size" else value)
 
 
-def test_the_second_resnet_decays_what_torchvision_decays():
+def test_the_second_resnet_applies_weight_decay_to_the_same_parameters_as_torchvision():
     config = load("imagenet-resnet50-v2")
     model = build(config.model, 1000)
     norms, others = split_normalization_params(model)  # of train.py with --norm-weight-decay
@@ -168,8 +168,8 @@ def test_the_second_resnet_decays_what_torchvision_decays():
 
 
 @pytest.mark.parametrize("name", ["imagenet-resnet50", "imagenet-resnet50-v2"])
-def test_the_learning_rate_is_that_of_torchvisions_schedulers(name: str):
-    """In the middle of an epoch, here it is between theirs of the epoch and of the next one."""
+def test_the_learning_rate_follows_torchvisions_schedulers(name: str):
+    """In the middle of an epoch, it is between theirs for that epoch and the next one."""
     config, steps = load(name), 100
     schedule, warmup = config.schedule, int(config.schedule.warmup_epochs)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], config.optim.lr)
@@ -205,7 +205,7 @@ def test_the_learning_rate_is_that_of_torchvisions_schedulers(name: str):
         ("mnist", 1_199_882 + 2 * 32 * 9),  # Keras prints 1,199,882; here, images have 3 channels
     ],
 )
-def test_a_model_has_the_size_of_the_source(name: str, parameters: int):
+def test_a_recipes_model_has_the_parameter_count_of_its_source(name: str, parameters: int):
     classes = 10 if name == "mnist" else 1000
     model = build(load(name).model, classes)
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -214,7 +214,7 @@ def test_a_model_has_the_size_of_the_source(name: str, parameters: int):
         assert all(torch.all(p == CONVNEXT["layer_scale_init_value"]) for p in scales)
 
 
-def test_a_resnet_for_small_images_keeps_their_size_at_first():
+def test_a_resnet_for_small_images_does_not_downsample_in_its_stem():
     model = build(load("cifar10").model, 10).eval()
     assert sum(p.numel() for p in model.parameters()) == 11_173_962  # Cutout's ResNet18
     seen = {}
@@ -279,7 +279,8 @@ def table(path: Path) -> Path:
 
 
 def small(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
-    """A recipe on made-up data of its form, with all that it switches on, and two small steps."""
+    """A recipe on generated data of its kind, with all its features enabled, for two small
+    steps."""
     config = load(name)
     data, model, options = config.data, config.model, dict(config.task_options)
     if data.source.startswith("torchvision:"):
@@ -370,7 +371,7 @@ def test_a_recipe_resumed_after_its_first_step_ends_with_the_same_bits(
         ({"dropout": "1"}, "dropout = 1.0: must be 0 or more and below 1"),
     ],
 )
-def test_sizes_that_make_no_gpt_are_refused(options: dict[str, str], reported: str):
+def test_invalid_gpt_sizes_are_refused(options: dict[str, str], reported: str):
     config = TrainConfig(task="raytrain_ddp.tasks.char_lm:CharLM", task_options=options)
     with pytest.raises(ConfigError, match=rf"task_options\.{reported}"):
         load_task(config)

@@ -1,4 +1,4 @@
-"""The report: one file that tells of a run what its folder holds, whatever that is."""
+"""The report: one HTML file about a run, whatever its folder contains."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def history_at(run: Path) -> RunHistory:
 
 @pytest.fixture
 def troubled(tmp_path: Path) -> Path:
-    """Two workers, of which one is killed at step 57 of 46 saved; a night later three go on."""
+    """Two workers, one of them killed at step 57 after a checkpoint at 46; a night later, three
+    resume."""
     killed = "crashed, or was killed, on n2 at step 57; resuming from step 46"
     rank = {"compute": 0.03, "data": 0.01}
     events = [
@@ -112,7 +113,7 @@ def troubled(tmp_path: Path) -> Path:
 
 
 class _Seen(HTMLParser):
-    """Tags and attributes, and whether they are closed as they were opened."""
+    """Tags and attributes, and whether all tags are closed in order."""
 
     EMPTY = ("meta", "img", "br")
 
@@ -146,7 +147,7 @@ def hovers(page: str) -> Iterator[tuple[float, str]]:
 # ------------------------------------------------------------------ the file
 
 
-def test_it_is_one_file_that_asks_for_nothing_else(troubled: Path):
+def test_the_report_is_one_file_that_loads_no_other_resource(troubled: Path):
     page = page_of(troubled)
     seen = _Seen(page)
     assert not {"link", "iframe", "object", "base", "form"} & set(seen.tags)
@@ -158,7 +159,7 @@ def test_it_is_one_file_that_asks_for_nothing_else(troubled: Path):
     assert len(page) < 200_000
 
 
-def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path: Path):
+def test_content_from_a_run_is_escaped_as_text(tmp_path: Path):
     folder = tmp_path / "<b>run<img src=x onerror=alert(1)>"
     failed = {"kind": "failed", "time": "2026-11-20T20:00:57Z", "rank": 0, "step": 2}
     events = [
@@ -181,7 +182,7 @@ def test_what_comes_from_a_run_is_text_and_nothing_else(tmp_path: Path):
         assert any(NASTY in text for _, text in hovers(page))
 
 
-def test_a_report_goes_into_the_run_or_here_or_where_the_flag_says(
+def test_a_report_is_written_to_the_run_the_working_folder_or_the_given_path(
     troubled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -195,10 +196,10 @@ def test_a_report_goes_into_the_run_or_here_or_where_the_flag_says(
         write_report([one], "a.html/b.html", False, "auto")
 
 
-# ------------------------------------------------------------------ what it tells
+# ------------------------------------------------------------------ content
 
 
-def test_a_run_that_was_killed_and_resized(troubled: Path):
+def test_the_report_shows_a_killed_and_resized_run(troubled: Path):
     history, page = history_at(troubled), page_of(troubled)
     texts = [one.text for one in history.happenings]
     assert texts[1].startswith("Rank 1 crashed, or was killed, on n2 at step 57")
@@ -208,13 +209,13 @@ def test_a_run_that_was_killed_and_resized(troubled: Path):
     for text in (*texts, "Finished at step 115 of 230", "✂ 11h58m", "2→3", "a (2 workers)"):
         assert text in page
     assert "torch 9.9" in page
-    assert "top1 80.67 %, " not in page  # a metric of a checkpoint that is gone
+    assert "top1 80.67 %, " not in page  # a metric of a removed checkpoint
     assert "80.67" in page  # the best
     assert 'class="mark failure"' in page
     assert 'class="band down"' in page
 
 
-def test_a_worker_that_was_replaced_has_repeated_nothing(tmp_path: Path):
+def test_the_report_counts_no_repeated_steps_for_a_replaced_worker(tmp_path: Path):
     events = [
         plan("2026-11-20T20:00:00Z", 0, 2),
         {"kind": "failed", "time": "2026-11-20T20:00:57Z", "rank": 1, "step": 57}
@@ -237,7 +238,7 @@ def test_a_worker_that_was_replaced_has_repeated_nothing(tmp_path: Path):
     assert text == "Continuing with 1 worker; the others kept their state of step 56"
 
 
-def test_time_goes_on_over_restarts_and_long_pauses_are_cut_out(troubled: Path):
+def test_the_time_axis_continues_across_restarts_without_long_pauses(troubled: Path):
     files = read_run(str(troubled))
     line = timeline_of(files, is_running=False)
     assert [(attempt.start_step, attempt.world_size) for attempt in line.attempts] == [
@@ -265,7 +266,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path):
     assert "ValueError: no &lt;data&gt;" in page
 
 
-def test_one_record_is_a_report_and_so_is_none(tmp_path: Path):
+def test_a_log_with_one_or_no_record_gives_a_report(tmp_path: Path):
     one = page_of(write(tmp_path / "one", [train(1, 0.5)], [plan("2026-11-20T20:00:00Z", 0, 2)]))
     none = page_of(write(tmp_path / "none"))
     assert "<svg" in one
@@ -282,14 +283,14 @@ def test_a_loss_that_is_not_finite_is_marked(tmp_path: Path):
     assert "nan" not in re.sub(r"<style>.*?</style>|<script>.*?</script>", "", page)
 
 
-def test_a_log_without_times_or_events_is_drawn_as_far_as_it_goes(tmp_path: Path):
+def test_a_log_without_times_or_events_is_still_drawn(tmp_path: Path):
     bare = [{"kind": "train", "step": n, "loss": 1.0, "lr": 0.1, "epoch": 0} for n in (1, 2, 3)]
     page = page_of(write(tmp_path / "r", bare))
     assert "Loss" in page
     assert "Throughput" not in page
 
 
-def test_a_long_log_is_thinned_and_says_so_and_keeps_its_outliers(tmp_path: Path):
+def test_a_long_log_is_thinned_with_a_note_and_keeps_its_outliers(tmp_path: Path):
     records = [train(n, n / 20, loss=1.0 + (n == 12345)) for n in range(1, 20_001)]
     page = page_of(write(tmp_path / "r", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
     assert len(page) < 500_000
@@ -301,7 +302,7 @@ def test_a_long_log_is_thinned_and_says_so_and_keeps_its_outliers(tmp_path: Path
     assert few == sorted(few)
 
 
-def test_many_restarts_make_no_large_page(tmp_path: Path):
+def test_many_restarts_do_not_make_the_page_large(tmp_path: Path):
     records, events = [], []
     for start in range(0, 20_000, 50):
         at = f"2026-11-20T{20 + start // 7200:02d}:{start // 120 % 60:02d}:{start // 2 % 60:02d}Z"
@@ -313,13 +314,13 @@ def test_many_restarts_make_no_large_page(tmp_path: Path):
 
 
 @pytest.mark.parametrize("apart", [1e-12, 1e-9, 3e-16])
-def test_figures_that_differ_in_their_last_bits_only_have_an_axis(tmp_path: Path, apart: float):
+def test_nearly_equal_values_still_get_an_axis(tmp_path: Path, apart: float):
     records = [train(n, float(n), loss=0.7 + n * apart) for n in range(1, 9)]
     records.append(evaluation(8, 0.5 + apart, True))
     assert "<svg" in page_of(write(tmp_path / "r", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
 
 
-def test_a_run_that_goes_on_is_distinguished_from_one_that_is_gone(tmp_path: Path):
+def test_a_running_run_is_distinguished_from_a_dead_one(tmp_path: Path):
     records, events = [train(10, 5.0)], [plan("2026-11-20T20:00:00Z", 0, 2)]
     run = write(tmp_path / "r", records, events)
     assert history_at(run).state == "gone"
@@ -353,7 +354,7 @@ def test_the_command_of_a_page_names_the_same_runs(tmp_path: Path):
     assert shlex.split(unescape(command)) == [str(run) for run in runs]
 
 
-def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_path: Path):
+def test_a_run_without_a_config_is_not_compared_with_the_defaults(troubled: Path, tmp_path: Path):
     events = [plan("2026-11-20T20:00:00Z", 0, 4)]
     other = write(tmp_path / "other", [train(1, 1.0)], events, TrainConfig(name="other", seed=7))
     (other / "config.toml").unlink()
@@ -363,7 +364,7 @@ def test_a_run_without_a_config_is_not_compared_by_defaults(troubled: Path, tmp_
 
 
 @pytest.mark.parametrize("out", [".", "", "new", "new/", "{run}", "{run}/config.toml"])
-def test_a_report_replaces_nothing_but_a_page(out: str, troubled: Path):
+def test_a_report_overwrites_only_an_html_page(out: str, troubled: Path):
     before = (troubled / "config.toml").read_text()
     with pytest.raises(ConfigError, match="set --out to"):
         write_report([str(troubled)], out.format(run=troubled), False, "auto")
@@ -389,12 +390,12 @@ def test_the_config_shows_what_differs_from_its_defaults_first(troubled: Path):
     assert re.search(r"<code>epochs</code></td><td><code>5</code></td><td>.*?<code>12</code>", page)
 
 
-# ------------------------------------------------------------------ what a checkpoint gets wrong
+# ------------------------------------------------------------------ mispredicted samples
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint of weights as they begin, which are wrong about most digits."""
+    """A run whose checkpoint has untrained weights, which are wrong about most digits."""
     config = TrainConfig(name="untrained", micro_batch=64, batch_size=64)
     run = write(tmp_path_factory.mktemp("runs") / "untrained", config=config)
     from tiny import commit_untrained_digits
@@ -414,7 +415,9 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ((3, 8, 8), "float32", False),
     ],
 )
-def test_what_is_no_picture_is_left_out(shape: tuple[int, ...], dtype: str, is_shown: bool):
+def test_a_tensor_that_is_not_an_image_is_left_out(
+    shape: tuple[int, ...], dtype: str, is_shown: bool
+):
     import torch
 
     from raytrain_ddp.report.mistakes import picture
@@ -423,7 +426,7 @@ def test_what_is_no_picture_is_left_out(shape: tuple[int, ...], dtype: str, is_s
     assert drawn.startswith("data:image/") == is_shown
 
 
-def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp_path: Path):
+def test_the_worst_mistakes_are_shown_with_metrics_by_class(untrained: Path, tmp_path: Path):
     from raytrain_ddp.report.mistakes import predict
 
     found = predict(read_run(str(untrained)), "cpu", is_running=False)
@@ -440,7 +443,7 @@ def test_the_worst_mistakes_are_shown_with_figures_by_class(untrained: Path, tmp
     _Seen(page)
 
 
-def test_predictions_that_cannot_be_made_are_no_reason_to_fail(untrained: Path, tmp_path: Path):
+def test_failed_predictions_do_not_fail_the_report(untrained: Path, tmp_path: Path):
     run = shutil.copytree(untrained, tmp_path / "moved")
     store = CheckpointStore(open_storage(str(run)).join(CHECKPOINTS))
     config = TrainConfig(name="moved", data=DataConfig(source="torchvision:CIFAR10", root="none"))
@@ -449,7 +452,7 @@ def test_predictions_that_cannot_be_made_are_no_reason_to_fail(untrained: Path, 
     assert "None: torchvision:CIFAR10 is not in none/ here." in page
 
 
-def test_of_many_classes_those_that_are_confused_most_are_shown():
+def test_with_many_classes_the_most_confused_ones_are_shown():
     from raytrain_ddp.report.class_tables import classes
     from raytrain_ddp.report.mistakes import Predictions
 
@@ -491,7 +494,7 @@ def test_ticks_are_round(made: axes.Scale, names: list[str]):
     assert all(-1e-9 <= made.at(value) <= 1 + 1e-9 for value, _ in made.ticks)
 
 
-def test_all_phases_of_a_step_have_a_name_and_a_colour():
+def test_every_step_phase_has_a_name_and_a_color():
     from raytrain_ddp.training.monitoring.phase_clock import PHASES
 
     css = (Path(step_phases.__file__).parent / "style.css").read_text()
@@ -518,7 +521,9 @@ def test_help_answers_without_torch(tmp_path: Path):
         (("digit",), r"digit: no run there .* Did you mean 'digits'\?"),
     ],
 )
-def test_what_is_no_run_is_refused_in_a_line(argv: tuple[str, ...], line: str, tmp_path: Path):
+def test_an_argument_that_is_not_a_run_is_refused_in_one_line(
+    argv: tuple[str, ...], line: str, tmp_path: Path
+):
     write(tmp_path / "runs" / "digits")
     answer = run_cli("report", *argv, cwd=tmp_path)
     assert (answer.status, answer.heavy) == (2, [])
@@ -529,7 +534,7 @@ def test_what_is_no_run_is_refused_in_a_line(argv: tuple[str, ...], line: str, t
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_a_complaint(
+def test_a_browser_shows_the_report_without_errors(
     untrained: Path, troubled: Path, tmp_path: Path, width: int, scheme: str
 ):
     api = pytest.importorskip("playwright.sync_api")
@@ -560,7 +565,7 @@ def test_a_browser_shows_it_without_a_complaint(
     assert not left
 
 
-def test_the_axis_of_an_accuracy_has_its_first_point_too():
+def test_the_accuracy_axis_includes_the_first_point():
     from raytrain_ddp.display.curves import _room
 
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
@@ -568,10 +573,10 @@ def test_the_axis_of_an_accuracy_has_its_first_point_too():
     assert axis.high == 1
 
 
-def test_scalars_beside_the_loss_have_a_panel_each(tmp_path: Path):
+def test_each_additional_scalar_has_its_own_panel(tmp_path: Path):
     values = [{"kl": 1.0 / step, NASTY: math.nan if step == 3 else 2.0} for step in range(1, 9)]
     records = [train(n, float(n), scalars=each) for n, each in enumerate(values, 1)]
-    records.append(train(9, 9.0))  # of a version without scalars
+    records.append(train(9, 9.0))  # written by a version without scalars
     page = page_of(write(tmp_path / "scalars", records, [plan("2026-11-20T20:00:00Z", 0, 2)]))
     assert "kl (training)" in page
     assert "kl (training) 0.125" in "\n".join(text for _, text in hovers(page))

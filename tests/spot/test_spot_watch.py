@@ -1,4 +1,4 @@
-"""Notices that a machine goes, from metadata services on loopback; `ray` is a stand-in."""
+"""Notices that a machine will end, from metadata services on loopback; `ray` is a stand-in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server() -> Iterator[Server]:
 
 
 def ends(cloud: Cloud) -> list[float]:
-    """When the machine ends, in whole seconds, of the notices with an end."""
+    """The end times of the notices that have one, in whole seconds."""
     return [round(left) for _, left in cloud.look() if left is not None]
 
 
@@ -50,12 +50,12 @@ def texts(cloud: Cloud) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CLOUDS)
-def test_without_a_notice_there_is_none(server: Server, name: str):
+def test_without_a_notice_none_is_reported(server: Server, name: str):
     cloud = CLOUDS[name](Metadata(server.url))
     assert cloud.look() == cloud.look() == []
 
 
-def test_aws_announces_an_end_behind_a_session_token(server: Server):
+def test_aws_announces_an_end_to_requests_with_a_session_token(server: Server):
     cloud = Aws(Metadata(server.url))
     assert cloud.look() == []
     assert server.asked[:2] == ["PUT /latest/api/token", f"GET {ACTION}"]
@@ -67,7 +67,7 @@ def test_aws_announces_an_end_behind_a_session_token(server: Server):
     assert server.asked.count("PUT /latest/api/token") == 1
 
 
-def test_a_token_of_aws_that_has_expired_is_replaced(server: Server):
+def test_an_expired_aws_token_is_replaced(server: Server):
     cloud = Aws(Metadata(server.url))
     cloud.look()
     server.tokens.clear()
@@ -76,14 +76,14 @@ def test_a_token_of_aws_that_has_expired_is_replaced(server: Server):
 
 
 @pytest.mark.parametrize(("in_s", "left_s"), [(-7200, 1), (7200, 120)])
-def test_fault_60_a_clock_that_is_wrong_does_not_move_the_end_far(
+def test_fault_60_a_wrong_clock_does_not_shift_the_end_far(
     server: Server, in_s: float, left_s: float
 ):
     server.texts[ACTION] = aws_action(in_s=in_s)
     assert ends(Aws(Metadata(server.url))) == [left_s]
 
 
-def test_a_rebalance_recommendation_of_aws_is_no_end(server: Server):
+def test_an_aws_rebalance_recommendation_is_ignored(server: Server):
     server.texts[REBALANCE] = '{"noticeTime": "2026-10-27T08:22:00Z"}'
     cloud = Aws(Metadata(server.url))
     assert ends(cloud) == []
@@ -99,7 +99,7 @@ def test_azure_announces_the_end_of_this_machine(server: Server, kind: str, most
     assert ends(cloud) == [1]
 
 
-def test_azures_events_of_other_machines_and_of_other_kinds_are_no_end(server: Server):
+def test_azure_events_for_other_machines_and_of_other_kinds_are_ignored(server: Server):
     cloud = Azure(Metadata(server.url))
     server.texts[EVENTS] = azure_events("Preempt", machine="worker_01")
     assert cloud.look() == []
@@ -109,7 +109,7 @@ def test_azures_events_of_other_machines_and_of_other_kinds_are_no_end(server: S
         assert texts(cloud)[0].startswith(f"Azure: {kind} of this machine")
 
 
-def test_google_cloud_says_that_a_machine_is_preempted(server: Server):
+def test_google_cloud_announces_a_preemption(server: Server):
     cloud = Gcp(Metadata(server.url))
     assert cloud.look() == []
     server.texts[PREEMPTED] = "TRUE"
@@ -117,20 +117,20 @@ def test_google_cloud_says_that_a_machine_is_preempted(server: Server):
 
 
 @pytest.mark.parametrize(("gpu", "left_s"), [(True, 3600), (False, 60)])
-def test_google_clouds_maintenance_ends_a_machine_with_a_gpu_in_an_hour(
+def test_google_cloud_maintenance_ends_a_gpu_machine_within_an_hour(
     server: Server, gpu: bool, left_s: float
 ):
     cloud = Gcp(Metadata(server.url), has_gpu=gpu)
     assert cloud.look() == []
     server.texts[MAINTENANCE] = "TERMINATE_ON_HOST_MAINTENANCE"
     assert ends(cloud) == [left_s]
-    assert ends(Gcp(Metadata(server.url), has_gpu=gpu)) == [60]  # it may be as old as it can be
+    assert ends(Gcp(Metadata(server.url), has_gpu=gpu)) == [60]  # at its maximum age
     server.texts[MAINTENANCE] = "MIGRATE_ON_HOST_MAINTENANCE"
     assert ends(cloud) == []
     assert texts(cloud) == ["Google Cloud: MIGRATE_ON_HOST_MAINTENANCE"]
 
 
-# What looks like a notice to somebody who does not read it: none of these may drain a node.
+# Responses that resemble a notice: none of these may drain a node.
 GARBLED = [
     *(("aws", ACTION, text) for text in ("", "{", "[]", "null", "TRUE", '{"action": "terminate"}')),
     ("aws", ACTION, '{"action": "nothing", "time": "2026-11-23T08:22:00Z"}'),
@@ -151,7 +151,7 @@ GARBLED = [
 
 
 @pytest.mark.parametrize(("name", "path", "text"), GARBLED)
-def test_an_answer_that_cannot_be_read_is_an_error_and_no_notice(
+def test_an_unreadable_response_is_an_error_and_not_a_notice(
     server: Server, name: str, path: str, text: str
 ):
     server.texts[path] = text
@@ -161,7 +161,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_no_notice(
 
 @pytest.mark.parametrize("fault", ["500", "hangs", "breaks off"])
 @pytest.mark.parametrize("name", CLOUDS)
-def test_a_service_that_fails_is_an_error_within_its_time(
+def test_a_failing_service_is_an_error_within_the_time_limit(
     server: Server, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(cloud_notices, "ANSWER_S", 0.2)
@@ -173,13 +173,13 @@ def test_a_service_that_fails_is_an_error_within_its_time(
     assert time.monotonic() - begun < 10
 
 
-def test_a_page_of_another_server_is_not_googles(server: Server):
+def test_a_response_without_googles_header_is_rejected(server: Server):
     server.texts[PREEMPTED], server.flavor = "TRUE", "nginx"
     with pytest.raises(ValueError, match="not Google's metadata service"):
         Gcp(Metadata(server.url)).look()
 
 
-def test_no_proxy_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_proxies_are_not_used(server: Server, monkeypatch: pytest.MonkeyPatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server.texts[PREEMPTED] = "TRUE"
@@ -190,7 +190,7 @@ def test_no_proxy_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch):
 
 
 class Script:
-    """A cloud that gives these in order: notices, or raises."""
+    """A cloud that returns these notices, or raises these errors, in order."""
 
     def __init__(self, *looks: list[Notice] | Exception) -> None:
         self._looks = [*looks]
@@ -202,7 +202,7 @@ class Script:
         return look
 
 
-def test_the_watch_says_each_thing_once_and_returns_with_the_first_end(
+def test_the_watch_reports_each_event_once_and_returns_at_the_first_end(
     capsys: pytest.CaptureFixture[str],
 ):
     risk, end = Notice("a risk", None), Notice("an end", 30.0)
@@ -238,7 +238,7 @@ exit 1
 
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a `ray` that notes what it is asked."""
+    """The folder of a fake `ray` that records its calls."""
     program = tmp_path / "ray"
     program.write_text(RAY)
     program.chmod(0o755)
@@ -254,7 +254,7 @@ def asked(ray: Path) -> list[list[str]]:
     )
 
 
-def test_a_node_is_drained_as_preempted_by_rays_command(ray: Path):
+def test_a_node_is_drained_as_preempted_with_rays_command(ray: Path):
     assert drain(Notice("AWS: terminate", 120.0), "head:6379", None)
     ((address, *words),) = asked(ray)
     assert address == "head:6379"
@@ -268,7 +268,7 @@ def test_a_node_is_drained_as_preempted_by_rays_command(ray: Path):
     assert asked(ray)[-1][-4:-2] == ["--node-id", "0af5"]
 
 
-def test_fault_60_a_drain_that_fails_is_tried_again_until_the_machine_has_ended(
+def test_fault_60_a_failed_drain_is_retried_until_the_machine_ends(
     ray: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("FAKE_FAILURES", "1")
@@ -284,7 +284,7 @@ def test_fault_60_a_drain_that_fails_is_tried_again_until_the_machine_has_ended(
     assert time.monotonic() - begun < 10
 
 
-def test_now_holds_a_pod_until_its_end_but_not_without_a_head(
+def test_now_drains_and_waits_for_the_pods_end_unless_the_head_is_unreachable(
     ray: Path, monkeypatch: pytest.MonkeyPatch
 ):
     begun = time.monotonic()
@@ -297,7 +297,7 @@ def test_now_holds_a_pod_until_its_end_but_not_without_a_head(
 
 
 def watcher(*words: str) -> subprocess.Popen[str]:
-    """As a file of clusters/ starts it."""
+    """The watch, started as a file of clusters/ starts it."""
     command = [sys.executable, "-m", "raytrain_ddp.spot", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -354,7 +354,7 @@ def test_ctrl_c_ends_the_watch_without_a_traceback(ray: Path, server: Server):
         *((["aws", "--address", "a:1", f"--every-s={word}"], word) for word in NO_SECONDS),
     ],
 )
-def test_a_watch_that_could_not_work_is_refused_at_once(
+def test_a_watch_with_invalid_arguments_is_refused_at_once(
     ray: Path, words: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:

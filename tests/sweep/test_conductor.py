@@ -1,4 +1,4 @@
-"""A sweep goes on where it was killed, whatever the cluster did: a model of processes, no Ray."""
+"""A sweep continues where it was killed, whatever the cluster did: simulated processes, no Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPACE = parse_space(["optim.lr=log:1e-3:1", "augment.policy=none,trivial"])
 
 @pytest.fixture(autouse=True)
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here dies but by its own model."""
+    """Skips fsync: nothing here dies except in the simulation."""
     monkeypatch.setattr("raytrain_ddp.checkpoint.storage.fsync", lambda path: None)
 
 
@@ -46,13 +46,13 @@ def settings(trials: int = 8, **changes: Any) -> Settings:
 
 
 def value_of(trial: Trial, epoch: int) -> float:
-    """What a trial reaches: a function of its config, as in an exact run."""
+    """The result of a trial: a function of its config, as in an exact run."""
     numbers = random.Random(f"{sorted(trial.point.items())} {trial.seed} {epoch}")
     return numbers.random() * (0.5 + epoch / EPOCHS)
 
 
 class Cluster:
-    """Processes that train trials; what a trial has committed outlives them.
+    """Processes that train trials; what a trial has committed survives them.
 
     Attributes:
         trained: how often each epoch of each run was trained.
@@ -67,7 +67,7 @@ class Cluster:
         self.origins: dict[str, tuple[str, int]] = {}
 
     def command(self, parallel: int, kill_after: int = 10**6, most_dead: int = 0) -> Sweep:
-        """Runs the command until its end, or for so many events, and then kills all."""
+        """Runs the command to its end, or for this many events before it kills everything."""
         folder = self.storage
         folder.mkdir()
         sweep = found(folder, self.wanted) or Sweep(self.wanted)
@@ -95,14 +95,14 @@ class Cluster:
         return saved
 
     def branch(self, config: TrainConfig, origin: str, changed: Any) -> None:
-        """A copy of what the other trial has committed; once, as a run begins once."""
+        """Copies what the other trial has committed; once, as a run begins once."""
         del changed
         assert config.name is not None
         self.committed.setdefault(config.name, self.committed[origin])
         self.origins.setdefault(config.name, (origin, self.committed[origin]))
 
     def goes_on(self, conductor: Conductor, trial: Trial) -> bool:
-        """Trains the next epoch of a trial; whether it has ended then."""
+        """Trains the next epoch of a trial; returns whether the trial has then ended."""
         epoch = self.committed.get(trial.name, 0) + 1
         if epoch <= EPOCHS:
             self.trained[trial.name, epoch] += 1
@@ -160,7 +160,7 @@ def test_the_trials_do_not_depend_on_parallelism_kills_or_deaths(tmp_path: Path,
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
-def test_asha_loses_no_trial_when_it_is_killed(tmp_path: Path, parallel: int):
+def test_a_killed_asha_sweep_loses_no_trial(tmp_path: Path, parallel: int):
     cluster = Cluster(tmp_path, scheduler="asha", trials=12)
     for _ in range(100):
         sweep = cluster.command(parallel, cluster.order.randint(1, 20))
@@ -172,7 +172,7 @@ def test_asha_loses_no_trial_when_it_is_killed(tmp_path: Path, parallel: int):
     assert sweep.count("stopped") > 3
 
 
-def test_seeds_repeat_a_point_and_more_trials_continue_a_sweep(tmp_path: Path):
+def test_seeds_repeat_a_point_and_a_sweep_can_be_extended(tmp_path: Path):
     cluster = Cluster(tmp_path, trials=2, seeds=3)
     sweep = cluster.command(2)
     assert [t.name for t in sweep.trials[:4]] == [
@@ -188,7 +188,7 @@ def test_seeds_repeat_a_point_and_more_trials_continue_a_sweep(tmp_path: Path):
     assert {key: cluster.trained[key] for key in trained} == trained
 
 
-def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path: Path):
+def test_a_repeatedly_dying_trial_fails_and_the_others_continue(tmp_path: Path):
     sweep = Sweep(settings(2))
     reported: list[str] = []
     conductor = Conductor(
@@ -211,7 +211,7 @@ def test_a_trial_that_dies_each_time_fails_at_last_and_the_others_go_on(tmp_path
 @pytest.mark.parametrize("scheduler", ["halving", "pbt", "asha"])
 @pytest.mark.parametrize("there", [True, False])
 @pytest.mark.parametrize("way", ["lost", "killed"])
-def test_a_trial_has_paused_only_with_a_checkpoint_after_its_evaluation(
+def test_a_trial_is_paused_only_once_a_checkpoint_follows_its_evaluation(
     tmp_path: Path, scheduler: Any, there: bool, way: str
 ):
     folder = open_storage(str(tmp_path))
@@ -238,7 +238,7 @@ def test_a_trial_has_paused_only_with_a_checkpoint_after_its_evaluation(
 
 
 def test_asha_decides_once_at_a_rung(tmp_path: Path):
-    """What is reported again after a resumption is not compared with those that came later."""
+    """Values reported again after a resumption are not compared with later ones."""
     sweep = Sweep(settings(3, scheduler="asha"))
     conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
     conductor.take_up()
@@ -252,7 +252,7 @@ def test_asha_decides_once_at_a_rung(tmp_path: Path):
     assert conductor.evaluated(0, first) == ""
 
 
-def test_a_signal_leaves_trials_to_the_next_command(tmp_path: Path):
+def test_a_signal_leaves_trials_waiting_for_the_next_command(tmp_path: Path):
     sweep = Sweep(settings(3))
     conductor = Conductor(sweep, BASE, open_storage(str(tmp_path)))
     conductor.take_up()
@@ -266,11 +266,11 @@ def test_a_signal_leaves_trials_to_the_next_command(tmp_path: Path):
     assert conductor.next(2) is None
     assert conductor.is_over
     assert [t.status for t in sweep.trials] == ["waiting"] * 3
-    assert second.deaths == 0  # the signal's doing
+    assert second.deaths == 0  # caused by the signal
 
 
 def test_points_are_ranked_by_the_mean_of_their_seeds():
-    """Not by one lucky seed; a point that lacks a seed's result comes after those with all."""
+    """Not by one lucky seed; a point that lacks a seed's result ranks below those with all."""
     sweep = Sweep(settings(3, seeds=2))
     for number, value in enumerate((0.99, 0.5, 0.8, 0.9, 0.95, None)):
         log = [] if value is None else [Evaluated(10, 1.0, value)]
@@ -279,7 +279,7 @@ def test_points_are_ranked_by_the_mean_of_their_seeds():
     assert [trial.number for trial in sweep.ranked()] == [3, 2, 0, 1, 4]
 
 
-def test_the_file_keeps_all_of_a_sweep(tmp_path: Path):
+def test_the_sweep_file_preserves_the_whole_sweep(tmp_path: Path):
     folder = open_storage(str(tmp_path))
     sweep = Sweep(settings(2, scheduler="asha"), monitor="loss", goal="min")
     point = {"optim.lr": 0.1234567890123, "augment.policy": "none", "epochs": 3, "flip": True}
@@ -295,7 +295,7 @@ def test_the_file_keeps_all_of_a_sweep(tmp_path: Path):
     assert load_sweep(folder.join("nothing")) is None
 
 
-def test_another_sweep_or_a_run_in_the_folder_is_refused(tmp_path: Path):
+def test_a_folder_with_another_sweep_or_a_run_is_refused(tmp_path: Path):
     folder = open_storage(str(tmp_path / "s"))
     Cluster(tmp_path / "s", trials=4).command(1)
     assert found(folder, settings(4)) is not None
@@ -351,7 +351,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str):
         ('"low": ', '"low": -', "trial-0000"),
     ],
 )
-def test_a_file_that_contradicts_itself_is_damaged(tmp_path: Path, old: str, new: str, named: str):
+def test_an_inconsistent_sweep_file_counts_as_damaged(
+    tmp_path: Path, old: str, new: str, named: str
+):
     point: Point = {"optim.lr": 0.01, "augment.policy": "none"}
     sweep = Sweep(settings(1), trials=[Trial(0, "trial-0000", point, 0)])
     save(sweep, open_storage(str(tmp_path)))
@@ -392,7 +394,7 @@ optuna = pytest.mark.skipif(
 
 
 @optuna
-def test_optuna_suggests_the_same_after_a_kill_and_learns(tmp_path: Path):
+def test_optuna_learns_and_suggests_the_same_points_after_a_kill(tmp_path: Path):
     """With one trial at a time: its points are a function of the seed and of what has ended."""
 
     class Bowl(Cluster):
@@ -413,7 +415,7 @@ def test_optuna_suggests_the_same_after_a_kill_and_learns(tmp_path: Path):
 
 
 @optuna
-def test_a_suggestion_that_the_config_refuses_fails_and_the_next_one_is_drawn(tmp_path: Path):
+def test_a_suggestion_refused_by_the_config_fails_and_another_is_drawn(tmp_path: Path):
     space = parse_space(["batch_size=32:40"])
     wanted = settings_of(BASE, space=space, trials=10, search="optuna")
     sweep = Sweep(wanted)

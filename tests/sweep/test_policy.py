@@ -1,4 +1,5 @@
-"""Who stops and who goes on: asynchronous halving beside Ray Tune's, synchronous by hand."""
+"""Which trials stop and which continue: asynchronous halving compared with Ray Tune, synchronous by
+hand."""
 
 from __future__ import annotations
 
@@ -35,14 +36,16 @@ def evaluate(sweep: Sweep, trial: Trial, value: float) -> str:
     ("epochs", "first", "factor", "expected"),
     [(12, 1, 3, [1, 3, 9]), (9, 1, 3, [1, 3]), (10, 2, 2, [2, 4, 8]), (2, 1, 4, [1])],
 )
-def test_rungs_are_each_factor_times_as_late(epochs: int, first: int, factor: int, expected: Any):
+def test_each_rung_is_factor_times_as_late_as_the_previous_one(
+    epochs: int, first: int, factor: int, expected: Any
+):
     sweep = sweep_of(1, epochs, scheduler="asha", first_rung=first, factor=factor)
     assert policy.rungs(sweep.settings) == expected
     assert policy.rungs(sweep_of(1, epochs).settings) == []
 
 
 class TuneTrial:
-    """What Ray Tune's scheduler reads of a trial."""
+    """The attributes of a trial that Ray Tune's scheduler reads."""
 
     def __init__(self, number: int) -> None:
         self.trial_id, self.status = str(number), "RUNNING"
@@ -50,7 +53,7 @@ class TuneTrial:
 
 @pytest.mark.parametrize("goal", ["min", "max"])
 @pytest.mark.parametrize("factor", [2, 3, 4])
-def test_asha_decides_as_ray_tunes_scheduler(goal: Any, factor: int):
+def test_asha_decides_like_ray_tunes_scheduler(goal: Any, factor: int):
     """The reference: AsyncHyperBandScheduler with one bracket, over the same order of results."""
     from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
@@ -84,12 +87,12 @@ def test_asha_decides_as_ray_tunes_scheduler(goal: Any, factor: int):
     assert 10 < stopped < 40
 
 
-def test_asha_stops_what_is_not_finite_and_nobody_between_rungs():
+def test_asha_stops_trials_with_nan_and_none_between_rungs():
     sweep = sweep_of(3, scheduler="asha")
     first, second, third = sweep.trials
     assert evaluate(sweep, first, 0.5) == ""
     assert "not among the best 1/3 of 2" in evaluate(sweep, second, 0.1)
-    assert evaluate(sweep, first, 0.0) == ""  # epoch 2 is no rung
+    assert evaluate(sweep, first, 0.0) == ""  # epoch 2 is not a rung
     assert evaluate(sweep, third, float("nan")) != ""
     alone = sweep_of(1, scheduler="asha")
     assert evaluate(alone, alone.trials[0], float("nan")) != ""
@@ -110,7 +113,7 @@ def test_asha_compares_the_first_evaluation_after_a_rung():
     assert "after epoch 8" in policy.stop_reason(sweep, second)
 
 
-def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
+def test_halving_pauses_all_trials_at_a_rung_and_continues_the_best():
     sweep = sweep_of(9, epochs=9, scheduler="halving")
     values = [0.1, 0.9, 0.3, 0.9, 0.5, 0.8, 0.2, 0.4, float("nan")]
     for trial, value in zip(sweep.trials, values, strict=True):
@@ -136,7 +139,7 @@ def test_halving_pauses_all_at_a_rung_and_goes_on_with_the_best():
     assert [evaluate(sweep, last, 0.1) for _ in range(6)] == [""] * 6  # to its end
 
 
-def test_halving_counts_those_that_failed_and_keeps_one_at_least():
+def test_halving_counts_failed_trials_and_keeps_at_least_one():
     sweep = sweep_of(4, epochs=9, scheduler="halving", factor=4)
     for trial in sweep.trials:
         evaluate(sweep, trial, trial.number / 10)
@@ -146,7 +149,7 @@ def test_halving_counts_those_that_failed_and_keeps_one_at_least():
     assert [t.status for t in sweep.trials] == ["stopped", "stopped", "waiting", "failed"]
 
 
-def test_of_a_population_the_worst_are_replaced_by_copies_of_the_best_with_near_values():
+def test_population_based_training_replaces_the_worst_by_perturbed_copies_of_the_best():
     space = parse_space(["optim.lr=log:1e-3:1", "augment.policy=none,trivial,augmix"])
     config = to_dict(TrainConfig(epochs=7))
     settings = Settings(
@@ -188,7 +191,7 @@ def test_of_a_population_the_worst_are_replaced_by_copies_of_the_best_with_near_
         ("augment.policy=none,trivial,augmix", "trivial"),
     ],
 )
-def test_near_values_are_in_the_space_and_mostly_near(word: str, value: Any):
+def test_perturbed_values_are_in_the_space_and_mostly_close(word: str, value: Any):
     (dimension,) = parse_space([word])
     found = [dimension.near(value, random.Random(n)) for n in range(400)]
     if dimension.kind == "choice":
@@ -199,4 +202,4 @@ def test_near_values_are_in_the_space_and_mostly_near(word: str, value: Any):
     reach = 2 if dimension.kind == "int" else 0.2 * value
     low, high = value - 1.001 * reach, value + 1.001 * reach
     near = [each for each in found if low <= each <= high]  # type: ignore[operator]
-    assert 0.7 < len(near) / len(found) < 0.95  # and a quarter is drawn anew
+    assert 0.7 < len(near) / len(found) < 0.95  # and a quarter is redrawn

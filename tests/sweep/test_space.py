@@ -1,4 +1,4 @@
-"""The space of a sweep: what it accepts, and that its points depend on the seed alone."""
+"""The search space of a sweep: what it accepts, and that its points depend only on the seed."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_each_form_of_values_becomes_a_dimension_of_its_field():
         ("log.wandb=true,false", "does not change the result"),
     ],
 )
-def test_a_space_that_cannot_be_searched_is_refused(word: str, message: str):
+def test_an_invalid_search_space_is_refused(word: str, message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_space([word])
     assert "\n" not in str(caught.value)
 
 
-def test_entries_of_tables_vary_as_fields_do():
+def test_entries_of_tables_can_be_searched_like_fields():
     words = ["task-options.width=log:4:64", "task_options.rate=0:0.5", "model.args.act=relu,gelu"]
     width, rate, act = parse_space(words)
     assert width == Dimension("task_options.width", "int", 4, 64, log=True)
@@ -89,14 +89,14 @@ def test_entries_of_tables_vary_as_fields_do():
         parse_space(["task-options.width=1,2", "task_options.width=3,4"])
 
 
-def test_a_field_cannot_be_given_twice_and_a_space_not_be_empty():
+def test_a_duplicate_field_and_an_empty_space_are_refused():
     with pytest.raises(ConfigError, match=r"optim\.lr is given twice"):
         parse_space(["optim.lr=1:2", "optim.lr=2:3"])
     with pytest.raises(ConfigError, match="give the space"):
         parse_space([])
 
 
-def test_a_point_depends_on_its_number_and_the_seed_alone():
+def test_a_point_depends_only_on_its_number_and_the_seed():
     space = parse_space(WORDS)
     forty = random_points(space, 7, 40)
     assert forty[:5] == random_points(space, 7, 5)
@@ -108,7 +108,7 @@ def test_a_point_depends_on_its_number_and_the_seed_alone():
     ]
 
 
-def test_no_point_is_drawn_twice_and_a_small_space_has_an_end():
+def test_no_point_is_drawn_twice_and_a_small_space_is_exhausted():
     space = parse_space(["optim.name=sgd,adamw", "epochs=1:3"])
     points = random_points(space, 0, 6)
     assert len({tuple(point.values()) for point in points}) == 6
@@ -154,14 +154,14 @@ def test_numbers_are_uniform_in_the_range_or_in_its_logarithm():
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1.001, 1e4), st.booleans(), st.integers(0, 2**40))
-def test_a_drawn_number_lies_in_its_range(low: float, ratio: float, log: bool, seed: int):
+def test_a_drawn_number_is_in_its_range(low: float, ratio: float, log: bool, seed: int):
     dimension = Dimension("optim.lr", "float", low, low * ratio, log)
     (point,) = random_points([dimension], seed, 1)
     assert low <= point["optim.lr"] <= low * ratio
     assert 0 <= dimension.share(point["optim.lr"]) <= 1
 
 
-def test_a_grid_has_all_combinations_and_takes_no_range():
+def test_a_grid_has_all_combinations_and_refuses_ranges():
     space = parse_space(["optim.lr=0.1,0.2,0.3", "augment.flip=true,false"])
     points = grid(space)
     assert len(points) == 6

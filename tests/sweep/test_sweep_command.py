@@ -1,4 +1,4 @@
-"""The command: what it refuses before anything starts, what it shows, and its report."""
+"""The command: what it refuses before anything starts, what it displays, and its report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_small_space_is_tried_whole(capsys: pytest.CaptureFixture[str]):
+def test_all_points_of_a_small_space_are_tried(capsys: pytest.CaptureFixture[str]):
     assert main(["digits", "--space", "optim.nesterov=true,false", "--dry-run"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
@@ -131,7 +131,7 @@ def test_a_small_space_is_tried_whole(capsys: pytest.CaptureFixture[str]):
         (["--space", LR, "--data.eval-split", "none"], ConfigError, "no trial would be evaluated"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_an_invalid_sweep_is_refused_before_anything_starts(
     words: list[str], kind: type[RaytrainError], message: str, tmp_path: Path
 ):
     with pytest.raises(kind, match=message):
@@ -152,7 +152,7 @@ def test_a_field_that_has_an_effect_in_some_trials_is_accepted():
         require_valid(adamw, parse_space(["optim.momentum=0.5,0.9"]), [{"optim.momentum": 0.5}])
 
 
-def test_optuna_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_optuna_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PreflightError, match=r"pip install 'raytrain_ddp\[sweep\]'"):
         main(["digits", "--space", LR, "--search", "optuna"])
@@ -174,7 +174,7 @@ def test_a_dry_run_prints_the_trials_and_writes_nothing(
         main(words)
 
 
-def test_a_sweep_has_the_name_of_its_task():
+def test_a_sweep_is_named_after_its_task():
     Path("runs/TinyTask-sweep").mkdir(parents=True)
     save(made(Path("another")), open_storage("runs").join("TinyTask-sweep"))
     task = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
@@ -182,7 +182,7 @@ def test_a_sweep_has_the_name_of_its_task():
         main(["--task", task, "--space", LR, "--trials", "2", "--dry-run"])
 
 
-def test_the_resources_of_a_trial_become_its_scaling():
+def test_per_trial_resources_set_the_scaling_of_a_trial():
     base = TrainConfig().scaling
     alone = scaling_of_trial(base, {})
     assert (alone.num_workers, alone.cpus_per_worker, alone.use_gpu) == (1, "auto", "auto")
@@ -192,7 +192,7 @@ def test_the_resources_of_a_trial_become_its_scaling():
 
 
 @pytest.mark.parametrize("resources", ["cpus=999", "gpus=1"])
-def test_a_trial_that_fits_nowhere_is_refused_before_ray_starts(
+def test_a_trial_that_fits_on_no_node_is_refused_before_ray_starts(
     resources: str, monkeypatch: pytest.MonkeyPatch
 ):
     have = {"CPU": 2.0, "GPU": 0.0}
@@ -204,7 +204,7 @@ def test_a_trial_that_fits_nowhere_is_refused_before_ray_starts(
     assert str(caught.value).endswith("\nAsk for less with --per-trial cpus=N gpus=N.")
 
 
-def test_the_issues_command_is_accepted():
+def test_a_command_with_all_main_flags_is_accepted():
     words = (
         "--space optim.lr=log:1e-3:1 model.dropout=0:0.5 augment.policy=none,trivial --trials 40 "
         "--scheduler asha --search optuna --per-trial gpus=0.5"
@@ -218,7 +218,7 @@ def test_the_issues_command_is_accepted():
 
 
 def made(folder: Path, trials: int = 12, **settings: Any) -> Sweep:
-    """A sweep that has ended: the learning rate decides, the dropout does nothing."""
+    """A finished sweep: the learning rate determines the result, the dropout has no effect."""
     space = parse_space([LR, "model.dropout=0:0.5", "augment.policy=none,trivial"])
     base = TrainConfig(epochs=9)
     sweep = Sweep(settings_of(base, space=space, trials=trials, **settings))
@@ -281,7 +281,7 @@ def test_the_commands_of_a_report_open_the_store_of_the_sweep(tmp_path: Path):
         assert f"python -m raytrain_ddp.report {command}" in page
 
 
-def test_a_best_run_that_was_deleted_is_called_so(tmp_path: Path):
+def test_a_deleted_best_run_is_reported_as_deleted(tmp_path: Path):
     sweep, folder = made(tmp_path / "s", 3), open_storage(str(tmp_path / "s"))
     best = sweep.ranked()[0]
     best.status = "stopped"
@@ -311,7 +311,7 @@ def test_importance_finds_the_field_that_decides(tmp_path: Path):
     assert importance(made(tmp_path / "few", 5)) == []
 
 
-def test_a_report_before_the_first_evaluation_and_of_seeds(tmp_path: Path):
+def test_a_report_works_before_the_first_evaluation_and_with_several_seeds(tmp_path: Path):
     save(
         Sweep(settings_of(TrainConfig(), space=parse_space([LR]), trials=2)),
         open_storage(str(tmp_path)),
@@ -323,7 +323,7 @@ def test_a_report_before_the_first_evaluation_and_of_seeds(tmp_path: Path):
     assert spread("top1", [0.9, 0.92, 0.94]) == "92.00 % ± 2.000 %"
 
 
-def test_a_sweep_has_a_report_of_its_own(tmp_path: Path):
+def test_a_sweep_has_its_own_report(tmp_path: Path):
     made(tmp_path / "a", 2)
     with pytest.raises(ConfigError, match="is a sweep: it has a report of its own"):
         write_report([str(tmp_path / "a"), str(tmp_path / "a")], None, True, "auto")
@@ -331,7 +331,7 @@ def test_a_sweep_has_a_report_of_its_own(tmp_path: Path):
         write_report([str(tmp_path / "a")], None, True, "cpu")
 
 
-def test_the_table_fits_into_the_terminal_and_shows_who_is_best(tmp_path: Path):
+def test_the_table_fits_the_terminal_and_marks_the_best_trial(tmp_path: Path):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     display = SweepDisplay(console, live=True)
@@ -347,7 +347,7 @@ def test_the_table_fits_into_the_terminal_and_shows_who_is_best(tmp_path: Path):
     assert lines[-1].startswith("running  trial-0005  epoch 9  top1 ")
 
 
-def test_lines_say_what_became_of_each_trial(tmp_path: Path):
+def test_lines_report_the_outcome_of_each_trial(tmp_path: Path):
     out = io.StringIO()
     display = SweepDisplay(Console(file=out, width=80), live=False)
     sweep = made(tmp_path / "s", 4)
@@ -363,7 +363,7 @@ def test_lines_say_what_became_of_each_trial(tmp_path: Path):
     assert "paused" not in text
 
 
-def test_a_sweep_whose_trials_all_failed_has_their_status(tmp_path: Path):
+def test_a_sweep_whose_trials_all_failed_exits_with_their_status(tmp_path: Path):
     space, base = parse_space([LR]), TrainConfig(name="s", storage=str(tmp_path))
     settings = settings_of(base, space=space, trials=2)
     sweep = Sweep(settings)
@@ -393,7 +393,7 @@ def command(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.ray
 def test_a_killed_sweep_continues_on_ray_and_its_trials_are_runs(tmp_path: Path):
-    """SIGKILL of the driver in the middle; the same command; then fit, report and watch."""
+    """SIGKILL of the driver in the middle, then the same command, then fit, report, and watch."""
     words = ["--space", LR, "--trials", "4", "--epochs", "3", "--scheduler", "halving"]
     folder = open_storage(str(tmp_path / "runs" / "digits-sweep"))
     with command(tmp_path, *words) as driver:

@@ -1,4 +1,4 @@
-"""A trial is an ordinary run: the same bits, stopped at a commit, and continued from there."""
+"""A trial is an ordinary run: the same bits, stopped at a commit and continued from there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def free(_: Evaluation) -> None:
     return None
 
 
-def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: Path):
+def test_a_stopped_and_continued_trial_has_the_same_bits_as_a_run(tmp_path: Path):
     plain = config_of(tmp_path, "plain")
     fit_locally(plain, display=Display(Console(quiet=True), live=False))
 
@@ -56,7 +56,7 @@ def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: P
     end = train_trial(trial, Ties(tell, lambda: None))
     assert end.status == "finished"
     assert [e.epochs for e in end.evaluations] == [1.0, 2.0, 3.0]
-    # Also what was evaluated before is said again: the driver may have died in between.
+    # Earlier evaluations are reported again: the driver may have died in between.
     assert [len(each.evaluations) for each in said] == [1, 1, 2, 3]
     assert (said[0].monitor, said[0].goal) == ("loss", "min")
     assert bits(trial) == bits(plain)
@@ -65,7 +65,7 @@ def test_a_trial_that_is_stopped_and_continued_has_the_bits_of_a_run(tmp_path: P
     assert (again.status, again.evaluations) == ("finished", end.evaluations)
 
 
-def test_epochs_of_a_trial_that_stops_within_its_first_one_are_parts_of_it(tmp_path: Path):
+def test_a_trial_stopped_within_its_first_epoch_reports_fractional_epochs(tmp_path: Path):
     config = config_of(tmp_path, "trial")
     config = replace(config, eval=replace(config.eval, every_steps=4))
     end = train_trial(config, Ties(lambda _: StopOrder(15, "enough"), lambda: None))
@@ -73,13 +73,13 @@ def test_epochs_of_a_trial_that_stops_within_its_first_one_are_parts_of_it(tmp_p
 
 
 def test_a_trial_killed_at_its_pause_makes_the_same_step_before_it_stops(tmp_path: Path):
-    """So a copy of it starts from the same state as without the kill."""
+    """A copy of it therefore starts from the same state as without the kill."""
     config = config_of(tmp_path, "trial")
     save = replace(config, checkpoint=replace(config.checkpoint, every_epochs=1))
     steps = iter(range(100))
 
     def killed() -> StopOrder | None:
-        """Between the commit after the evaluation and the next one."""
+        """Killed between the commit after the evaluation and the next one."""
         done = next(steps)
         if done > STEPS_PER_EPOCH and checkpoint_store(run_storage(save)).names():
             raise KeyboardInterrupt
@@ -95,7 +95,7 @@ def test_a_trial_killed_at_its_pause_makes_the_same_step_before_it_stops(tmp_pat
     assert [e.step for e in end.evaluations] == [STEPS_PER_EPOCH]
 
 
-def test_a_run_that_a_trial_began_is_resumed_by_fit(tmp_path: Path):
+def test_fit_resumes_a_run_begun_by_a_trial(tmp_path: Path):
     trial = config_of(tmp_path, "trial")
     steps = iter(range(100))
     asked = lambda: StopOrder(2, "Ctrl-C") if next(steps) == 4 else None  # noqa: E731
@@ -105,7 +105,7 @@ def test_a_run_that_a_trial_began_is_resumed_by_fit(tmp_path: Path):
     assert (result.status, result.step) == ("finished", 30)
 
 
-def test_failures_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kinds_of_failures_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = config_of(tmp_path, "diverges")
     diverges = replace(config, optim=OptimConfig(lr=1e30))
     end = train_trial(diverges, Ties(free, lambda: None))
@@ -139,8 +139,8 @@ def test_failures_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "is driven by another process" in end.message
 
 
-def test_a_clone_goes_on_from_the_others_checkpoint_with_its_own_values(tmp_path: Path):
-    """As population based training wants it: the samples and the log are the other's."""
+def test_a_clone_continues_from_another_trials_checkpoint_with_its_own_values(tmp_path: Path):
+    """As in population based training: the samples and the log are those of the other trial."""
     base = config_of(tmp_path, "sweep")
     trials = [
         Trial(0, "trial-0000", {"optim.lr": 0.05}, 0),
@@ -161,7 +161,7 @@ def test_a_clone_goes_on_from_the_others_checkpoint_with_its_own_values(tmp_path
     rates = {r.step: r.lr for r in read_log(run_storage(second)) if isinstance(r, Train)}
     known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
     assert rates[paused] == known[paused]
-    train_trial(first, Ties(free, lambda: None))  # nothing was taken away from it
+    train_trial(first, Ties(free, lambda: None))  # the other trial is unchanged
     known = {r.step: r.lr for r in read_log(run_storage(first)) if isinstance(r, Train)}
     assert sorted(known) == sorted(rates)
     later = [step for step in rates if step > paused]

@@ -1,4 +1,4 @@
-"""What stands between Ray Tune and the conductor, without starting Ray."""
+"""The layer between Ray Tune and the conductor, without starting Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def conductor_of(folder: Path, trials: int = 2) -> Conductor:
     return conductor
 
 
-def test_a_stop_reaches_the_start_of_the_trial_that_it_is_for():
+def test_a_stop_reaches_only_the_intended_start_of_a_trial():
     async def scenario() -> None:
         stops = engine.StopRequests()
         first, again = (asyncio.ensure_future(stops.wait(7, start)) for start in (1, 2))
@@ -51,10 +51,10 @@ def test_a_stop_reaches_the_start_of_the_trial_that_it_is_for():
     asyncio.run(scenario())
 
 
-def test_an_evaluation_is_answered_with_the_order_that_followed_it(
+def test_reporting_an_evaluation_returns_the_resulting_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Not a step later, when a poll has noticed it: others start from the state of that step."""
+    """Not a step later, when a poll notices it: other trials start from the state of that step."""
     stops, loop = engine.StopRequests(), asyncio.new_event_loop()
 
     def remote(method: Any) -> Any:
@@ -92,7 +92,7 @@ def test_an_evaluation_is_answered_with_the_order_that_followed_it(
     assert answers == [None, StopOrder(15, "waits"), None]
 
 
-def test_tune_gets_each_trial_once_and_an_end(tmp_path: Path):
+def test_ray_tune_gets_each_trial_once_and_then_the_end(tmp_path: Path):
     conductor, raised = conductor_of(tmp_path), list[BaseException]()
     points = engine._Points(conductor, 1, raised)
     first = points.suggest("a")
@@ -114,7 +114,7 @@ def test_tune_gets_each_trial_once_and_an_end(tmp_path: Path):
     pickle.loads(pickle.dumps([points, results]))  # Ray Tune keeps copies of both
 
 
-def test_a_storage_that_fails_ends_the_sweep_with_that_error(
+def test_a_storage_failure_ends_the_sweep_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     conductor, raised = conductor_of(tmp_path), list[BaseException]()
@@ -129,7 +129,7 @@ def test_a_storage_that_fails_ends_the_sweep_with_that_error(
     assert "Nothing is lost" in str(error)
 
 
-def test_a_node_that_does_not_see_the_sweep_says_so(
+def test_a_node_that_does_not_see_the_sweep_folder_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The metrics of the built-in tasks have torchmetrics' values, and make no host wait."""
+"""The metrics of the built-in tasks equal torchmetrics' and do not make the host wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CLASSES = 11
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Unequal ones, in one of which outputs are tied, and one class never occurs."""
+    """Unequal batches; one has tied outputs, and one class never occurs."""
     made = torch.Generator().manual_seed(0)
     found = []
     for n in (7, 1, 32, 5):
@@ -54,7 +54,7 @@ def of(name: str, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("name", "ours", "theirs"), PAIRS)
-def test_values_are_torchmetrics_to_the_last_bit(name: str, ours: Metric, theirs: Metric):
+def test_values_equal_torchmetrics_bitwise(name: str, ours: Metric, theirs: Metric):
     for outputs, labels in batches():
         for metric in (ours, theirs):
             metric.update(*of(name, outputs, labels))
@@ -63,7 +63,8 @@ def test_values_are_torchmetrics_to_the_last_bit(name: str, ours: Metric, theirs
 
 
 class Waits(TorchDispatchMode):
-    """Operations for which the host of a GPU waits: they read a value, or have a size that does."""
+    """Records operations for which a GPU's host waits: they read a value, or their size depends on
+    one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,10 +85,10 @@ def test_an_update_reads_no_value_on_the_host(name: str, ours: Metric, theirs: M
             metric.update(*of(name, *batches()[0]))
         found.append(waits.found)
     assert found[0] == []
-    assert name != "mean" or found[1] != []  # torchmetrics' own does: this test can see it
+    assert name != "mean" or found[1] != []  # torchmetrics' own does: the test can detect it
 
 
-def test_counts_of_many_classes_take_memory_for_the_classes_only():
+def test_memory_is_linear_in_the_number_of_classes():
     """A table of all pairs would take 3.5 GB."""
     counts = ClassCounts(21_000)
     outputs, labels = torch.randn(4, 21_000), torch.tensor([0, 20_999, 5, 5])
@@ -97,7 +98,7 @@ def test_counts_of_many_classes_take_memory_for_the_classes_only():
     assert counts.compute()[:, :4].sum(1).unique().tolist() == [4]
 
 
-def test_a_mean_with_a_value_that_is_no_number_is_none():
+def test_a_mean_that_includes_nan_is_none():
     mean = Mean()
     mean.update(torch.tensor([1.0, float("nan")]))
     assert mean.compute().isnan()
@@ -124,7 +125,7 @@ def test_states_are_merged_over_chunks():
 
 
 @pytest.mark.filterwarnings("ignore:No ")
-def test_a_class_that_no_row_has_does_not_count():
+def test_a_class_without_rows_is_excluded_from_averages():
     """torchmetrics counts it as 0."""
     scores = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1], [0.3, 0.6, 0.1]])
     labels = torch.tensor([0, 1, 0, 1])

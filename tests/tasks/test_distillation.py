@@ -1,4 +1,4 @@
-"""The distillation of docs/tutorials/own-task.md: what is tested is the code of the page."""
+"""The distillation example of docs/tutorials/own-task.md, tested with the code on the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEACHER = "shufflenet_v2_x0_5"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the code of the page, and a teacher."""
+    """A folder with the code on the page, and a teacher."""
     (code,) = re.findall(r"```python\n# distilled.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
     folder = tmp_path_factory.mktemp("distilled")
@@ -57,7 +57,7 @@ def config_of(folder: Path, name: str) -> TrainConfig:
     )
 
 
-def test_the_loss_is_that_of_the_labels_and_of_the_teacher(folder: Path):
+def test_the_loss_combines_the_labels_and_the_teacher(folder: Path):
     config = config_of(folder, "loss")
     task: Any = load_task(config)
     torch.manual_seed(1)
@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_the_labels_and_of_the_teacher(folder: Path):
 
 
 class Stopped(LocalSession):
-    """Is asked to stop in its first step."""
+    """A session that asks to stop in its first step."""
 
     def requests(self) -> Requests:
         return Requests(stop=15)
@@ -92,7 +92,7 @@ def run(rank: int, size: int, plain_config: Mapping[str, Any], stops: bool) -> N
         train(config, load_task(config), session)
 
 
-def test_a_distillation_is_resumed_with_equal_bits_and_keeps_no_teacher(
+def test_a_distillation_resumes_with_equal_bits_and_does_not_save_the_teacher(
     folder: Path, workers: Group
 ):
     whole, stopped = config_of(folder, "whole"), config_of(folder, "stopped")

@@ -1,4 +1,4 @@
-"""The losses of image classification, beside torch's, torchvision's and timm's."""
+"""The losses of image classification, compared with torch's, torchvision's, and timm's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def criterion(sizes: Tensor | None = None, smoothing: float = 0.0, **loss: Any) 
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_binary_cross_entropy_is_that_of_timm_also_of_mixed_images(smoothing: float):
+def test_binary_cross_entropy_equals_timms_also_for_mixed_images(smoothing: float):
     from timm.data.mixup import mixup_target
     from timm.loss import BinaryCrossEntropy
 
@@ -45,7 +45,7 @@ def test_binary_cross_entropy_is_that_of_timm_also_of_mixed_images(smoothing: fl
 
 
 @pytest.mark.parametrize("gamma", [1.0, 2.0, 3.5])
-def test_the_focal_loss_of_two_classes_is_that_of_torchvision(gamma: float):
+def test_the_two_class_focal_loss_equals_torchvisions(gamma: float):
     from torchvision.ops import sigmoid_focal_loss
 
     score = torch.linspace(-8, 8, 33, requires_grad=True)
@@ -59,20 +59,20 @@ def test_the_focal_loss_of_two_classes_is_that_of_torchvision(gamma: float):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_a_focal_loss_that_is_certain_has_a_finite_gradient():
+def test_the_focal_loss_of_a_certain_prediction_has_a_finite_gradient():
     logits = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
     criterion(name="focal", gamma=1.0)(logits, torch.tensor([0, 0])).backward()
     assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
 
-def test_cross_entropy_is_that_of_torch_to_the_last_bit():
+def test_cross_entropy_equals_torchs_bitwise():
     for smoothing in (0.0, 0.1):
         expected = cross_entropy(LOGITS, LABELS, label_smoothing=smoothing)
         assert torch.equal(criterion(smoothing=smoothing)(LOGITS, LABELS), expected)
 
 
-def test_balanced_weights_are_those_of_scikit_learn_and_do_not_depend_on_the_cut():
+def test_balanced_weights_equal_scikit_learns_and_do_not_depend_on_batching():
     sizes = torch.tensor([4, 2, 0, 1, 13])
     balanced = criterion(sizes, class_weights="balanced")
     weights = np.array([20 / (5 * n) if n else 4 for n in sizes.tolist()], np.float32)
@@ -99,7 +99,7 @@ def test_a_mixed_image_has_the_weights_of_both_classes():
     torch.testing.assert_close(mixed, expected)
 
 
-def test_the_weights_are_counted_in_the_training_set():
+def test_class_weights_are_computed_from_the_training_set():
     loss = LossConfig(class_weights="balanced")
     task = ImageClassification(TrainConfig(loss=loss, optim=OptimConfig(label_smoothing=0.0)))
     labels = task.splits.train.labels()
@@ -115,7 +115,7 @@ def test_the_weights_are_counted_in_the_training_set():
 
 
 @pytest.mark.parametrize("name", ["bce", "focal"])
-def test_a_run_learns_by_each_loss(name: str, tmp_path: Path):
+def test_training_with_each_loss_learns(name: str, tmp_path: Path):
     config = TrainConfig(
         name=name,
         storage=str(tmp_path),

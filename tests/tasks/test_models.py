@@ -1,5 +1,4 @@
-"""Models by name, their arguments, and the weights that they start from; beside torchvision and
-timm."""
+"""Models by name, their arguments, and initial weights, compared with torchvision and timm."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
 # ------------------------------------------------------------------ names
 
 
-def test_the_names_are_those_of_timm_and_its_tags():
+def test_the_model_names_are_timms_with_tags():
     import timm
 
     assert set(timm_models()) == set(timm.list_models())
@@ -87,12 +86,12 @@ def test_the_names_are_those_of_timm_and_its_tags():
         ("nowhere.py:make", "there is no file nowhere.py"),
     ],
 )
-def test_an_unknown_model_is_refused_with_close_names(name: str, reported: str):
+def test_an_unknown_model_is_refused_with_similar_names(name: str, reported: str):
     with pytest.raises(ConfigError, match=reported):
         check_model(name)
 
 
-def test_the_names_of_weights_are_those_of_torchvision():
+def test_the_names_of_weights_are_torchvisions():
     from torchvision.models import get_model_weights
 
     for name in known_models()[1:]:
@@ -113,12 +112,12 @@ def test_the_names_of_weights_are_those_of_torchvision():
         ("timm:convnext_tiny.in12k", "fb_in1k", "already names its weights. Set --model.name timm"),
     ],
 )
-def test_weights_that_are_none_are_refused(model: str, weights: str, reported: str, tmp_path: Path):
+def test_unknown_weights_are_refused(model: str, weights: str, reported: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=reported):
         check_weights(ModelConfig(name=model, weights=weights), str(tmp_path))
 
 
-def test_wrong_names_and_weights_are_reported_without_torch(tmp_path: Path):
+def test_invalid_names_and_weights_are_reported_without_torch(tmp_path: Path):
     config = f'[model]\nname = "{SMALL}"\nweights = "r16"\n'
     (tmp_path / "mine.toml").write_text(config)
     for words in (["mine.toml"], ["--model.name", "timm:convnext_tny"]):
@@ -142,7 +141,7 @@ def test_the_head_is_the_last_layer_of_each_model():
 # ------------------------------------------------------------------ arguments
 
 
-def test_a_model_of_timm_or_torchvision_is_that_of_the_library():
+def test_a_timm_or_torchvision_model_equals_the_librarys():
     import timm
     import torchvision.models
 
@@ -159,7 +158,7 @@ def test_a_model_of_timm_or_torchvision_is_that_of_the_library():
     assert ours.layer1[0].bn2.weight.abs().sum() == 0
 
 
-def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
+def test_model_arguments_are_the_same_from_flags_toml_and_python(tmp_path: Path):
     wanted = {"img_size": 96, "drop_path_rate": 0.2, "flag": True, "act_layer": "gelu", "n": "None"}
     pairs = "img_size 96 drop_path_rate 0.2 flag true act_layer gelu n None"
     equals = " ".join(f"{k}={v}" for k, v in zip(*[iter(pairs.split())] * 2, strict=True))
@@ -181,7 +180,7 @@ def test_arguments_are_the_same_from_words_toml_and_python(tmp_path: Path):
 @pytest.mark.parametrize(
     "text", ["{[]: 1}", "{{}}", "-" * 100_000 + "1", "[" * 1000, "1 +", "gelu"]
 )
-def test_an_argument_that_is_no_python_value_stays_text(text: str):
+def test_an_argument_that_is_not_a_python_literal_stays_text(text: str):
     assert arguments(ModelConfig(name="resnet18", args={"x": text})) == {"x": text}
 
 
@@ -195,7 +194,7 @@ def test_an_argument_that_is_no_python_value_stays_text(text: str):
         (SMALL, {"pretrained": True}, "has pretrained: remove it; set model.weights"),
     ],
 )
-def test_arguments_that_a_model_does_not_take_are_one_line_before_workers_are_taken(
+def test_unknown_model_arguments_are_refused_in_one_line_before_workers_start(
     name: str, args: dict[str, Any], reported: str
 ):
     config = TrainConfig(model=ModelConfig(name=name, args=args))
@@ -210,7 +209,7 @@ def test_arguments_that_a_model_does_not_take_are_one_line_before_workers_are_ta
         (lambda: VisionTransformer(32, 16, 1, 1, 8, 8, num_classes=10), "image_size=8"),
     ],
 )
-def test_images_of_another_size_than_the_model_takes_are_one_line(
+def test_images_of_a_size_the_model_does_not_accept_are_refused_in_one_line(
     make: Callable[[], nn.Module], argument: str
 ):
     task, model = ImageClassification(TrainConfig()), make()
@@ -220,7 +219,7 @@ def test_images_of_another_size_than_the_model_takes_are_one_line(
             use()
 
 
-# ------------------------------------------------------------------ a model of one's own
+# ------------------------------------------------------------------ user-defined models
 
 OWN = """
 from torch import nn
@@ -243,7 +242,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
+def test_a_users_model_function_gets_the_classes_and_arguments(own: Path):
     for name in (f"{own.name}:make", f"{own.stem}:make"):
         model = build(ModelConfig(name=name, args={"width": 6}), 5)
         assert model[3].weight.shape == (5, 6)
@@ -264,7 +263,7 @@ def test_a_function_of_ones_own_gets_the_classes_and_arguments(own: Path):
         ("wrong", {}, "it returned a int; expected a torch.nn.Module"),
     ],
 )
-def test_a_wrong_function_is_one_line(
+def test_an_invalid_model_function_is_refused_in_one_line(
     own: Path, function: str, args: dict[str, Any], reported: str
 ):
     config = ModelConfig(name=f"{own.name}:{function}", args=args)
@@ -282,7 +281,7 @@ def test_a_wrong_function_is_one_line(
         (lambda x: (x.new_zeros(2, 10),), "returns a tuple instead"),
     ],
 )
-def test_a_model_with_outputs_for_other_classes_is_one_line(
+def test_a_model_with_the_wrong_number_of_outputs_is_refused_in_one_line(
     returns: Callable[[torch.Tensor], Any], reported: str
 ):
     class Wrong(nn.Module):
@@ -304,7 +303,7 @@ def test_a_model_with_outputs_for_other_classes_is_one_line(
 
 @pytest.fixture
 def no_download(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Weights that torchvision's builders get instead of a download, by a seed."""
+    """Replaces the downloads of torchvision's builders with seeded weights."""
     from torchvision.models import WeightsEnum, get_model
 
     asked: dict[str, Any] = {}
@@ -326,7 +325,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1", {"image_size": 384}),
     ],
 )
-def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
+def test_pretrained_models_equal_torchvisions_except_for_the_head(
     name: str, weights: str, options: dict[str, Any], no_download: dict[str, Any]
 ):
     from torchvision.models import get_model
@@ -348,7 +347,7 @@ def test_pretrained_models_are_those_of_torchvision_but_for_the_head(
 
 @pytest.fixture
 def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """timm's downloads give a seeded model of that name."""
+    """Replaces timm's downloads with a seeded model of that name."""
     import timm
     from timm.models import _builder
 
@@ -372,7 +371,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("timm:test_vit.r160_in1k", "DEFAULT"),
     ],
 )
-def test_pretrained_models_are_those_of_timm_but_for_the_head(
+def test_pretrained_models_equal_timms_except_for_the_head(
     name: str, weights: str | None, no_hub: list[Any]
 ):
     import timm
@@ -387,7 +386,7 @@ def test_pretrained_models_are_those_of_timm_but_for_the_head(
     assert full in str(no_hub[0])
 
 
-def test_an_image_size_of_ones_own_resizes_the_positional_embedding_as_timm_does(
+def test_a_custom_image_size_resizes_the_positional_embedding_as_in_timm(
     no_hub: list[Any],
 ):
     import timm
@@ -399,7 +398,7 @@ def test_an_image_size_of_ones_own_resizes_the_positional_embedding_as_timm_does
     assert ours.pos_embed.shape == theirs.pos_embed.shape != (1, 101, 64)
 
 
-def test_other_means_than_those_of_the_weights_are_reported(no_hub: list[Any]):
+def test_a_normalization_that_differs_from_the_weights_is_reported(no_hub: list[Any]):
     task = ImageClassification(TrainConfig(model=ModelConfig(name="timm:test_vit.r160_in1k")))
     task.model()
     flags = "--data.mean 0.5 0.5 0.5 --data.std 0.5 0.5 0.5"
@@ -411,12 +410,12 @@ def test_other_means_than_those_of_the_weights_are_reported(no_hub: list[Any]):
     assert same.notes[1:] == []
 
 
-def test_a_name_without_a_tag_starts_anew(no_hub: list[Any]):
+def test_a_model_name_without_a_tag_loads_no_weights(no_hub: list[Any]):
     assert begun_model(ModelConfig(name=SMALL), 7)[1] == ""
     assert no_hub == []
 
 
-def test_weights_may_be_a_repository_of_the_hub(monkeypatch: pytest.MonkeyPatch):
+def test_weights_can_come_from_a_hub_repository(monkeypatch: pytest.MonkeyPatch):
     theirs = create_model("test_resnet", num_classes=1000).state_dict()
     asked: list[Any] = []
 
@@ -436,7 +435,7 @@ def test_weights_may_be_a_repository_of_the_hub(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
 
 
-def test_weights_that_cannot_be_downloaded_are_one_line_with_status_3(
+def test_a_failed_weight_download_is_one_line_with_status_3(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     from urllib.error import URLError
@@ -477,7 +476,7 @@ def _downloading(rank: int, size: int, folder: str) -> str:
     return str(model.state_dict()["features.0.weight"].sum().item())
 
 
-def test_the_ranks_of_a_node_download_once(workers: Group, tmp_path: Path):
+def test_the_ranks_of_a_node_download_weights_once(workers: Group, tmp_path: Path):
     sums = workers(3, _downloading, str(tmp_path))
     assert len(set(sums)) == 1
     assert len((tmp_path / "log").read_text().split()) == 1
@@ -488,7 +487,9 @@ def test_the_ranks_of_a_node_download_once(workers: Group, tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_weights_of_a_file_are_loaded_and_what_is_new_is_reported(suffix: str, tmp_path: Path):
+def test_weights_are_loaded_from_a_file_and_new_parameters_are_reported(
+    suffix: str, tmp_path: Path
+):
     from safetensors.torch import save_file
 
     begun = seeded(lambda: build(ModelConfig(name=SMALL), 9))
@@ -512,7 +513,7 @@ class _Code:
         return os.system, ("touch ran",)
 
 
-def test_no_file_runs_code_and_what_cannot_be_used_is_one_line(
+def test_a_weights_file_runs_no_code_and_an_unusable_one_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -561,7 +562,7 @@ def begun_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_starts_from_a_run_by_its_name_folder_or_checkpoint(
+def test_a_model_can_start_from_a_run_given_by_name_folder_or_checkpoint(
     begun_run: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""Tasks that Python code gives, from a script, a cell and a test; by value to workers."""
+"""Tasks defined in Python, in a script, a cell, or a test; sent by value to workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.ray_backend.task_transfer import pickled_task
 from raytrain_ddp.tasks.task_loading import check_task_name, load_task, task_of
 
-# A cell: no guard, no file to be imported from, and where it is read from a pipe no source either.
+# A cell: no guard, no file to import, and no source if it is read from a pipe.
 CELL = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -82,7 +82,7 @@ def test_commands_run_the_package_of_this_tree(tmp_path: Path, monkeypatch: pyte
         ("Mine(TrainConfig())", False),
     ],
 )
-def test_a_task_of_a_script_or_a_cell_is_trained_and_its_run_resumed(
+def test_a_task_defined_in_a_script_or_a_cell_is_trained_and_resumed(
     task: str, from_pipe: bool, tmp_path: Path
 ):
     for epochs in (1, 2):
@@ -117,7 +117,7 @@ def local_class() -> type[TinyTask]:
     return Local
 
 
-def test_a_class_of_a_test_is_trained_and_resumed(tmp_path: Path):
+def test_a_task_class_defined_in_a_test_is_trained_and_resumed(tmp_path: Path):
     config = tiny_config(tmp_path, "local", task=local_class(), epochs=1)
     assert fit_locally(config).step == 10
     assert fit_locally(config).status == "already complete"
@@ -132,7 +132,7 @@ def test_each_config_keeps_its_own_class_of_the_same_name():
     assert task_of(check(one)) is task_of(one)
 
 
-def test_a_given_task_is_a_plain_name_in_files_and_other_processes():
+def test_a_task_object_is_a_plain_name_in_files_and_other_processes():
     config = TrainConfig(task=TinyTask)
     assert config.task == "tiny:TinyTask"
     assert isinstance(config.task, TaskName)
@@ -155,8 +155,8 @@ class Holder(TinyTask):
 LOAD = "import pickle, sys; print(pickle.load(sys.stdin.buffer).unit)"
 
 
-def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
-    """As to Ray's workers: nothing of this folder can be imported there but `tiny`, its base."""
+def test_a_task_class_is_sent_by_value_where_its_module_is_missing(tmp_path: Path):
+    """As to Ray's workers: nothing in this folder can be imported there except `tiny`, its base."""
     pickled = pickled_task(TrainConfig(task=local_class()))
     assert pickled is not None
     there = tmp_path / "there"
@@ -174,10 +174,10 @@ def test_a_class_travels_by_value_to_where_its_module_is_not(tmp_path: Path):
     assert pickled_task(TrainConfig()) is None
     with pytest.raises(TaskError, match="cannot be sent to the workers: TypeError"):
         pickled_task(TrainConfig(task=Holder(TrainConfig())))
-    assert pickled_task(TrainConfig(task=Holder)) is not None  # each worker makes its own lock
+    assert pickled_task(TrainConfig(task=Holder)) is not None  # each worker creates its own lock
 
 
-def test_a_function_that_makes_a_task_is_taken():
+def test_a_task_factory_is_accepted():
     def make(config: TrainConfig, rows: str) -> Any:
         return TinyTask(config, rows=int(rows))
 

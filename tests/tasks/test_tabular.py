@@ -21,7 +21,8 @@ from raytrain_ddp.tasks.tabular import Tabular
 
 
 def frame(rows: int = 120) -> pd.DataFrame:
-    """Two columns of which the first decides, on other scales, and a constant one."""
+    """Two columns on different scales, the first of which determines the label, and a constant
+    one."""
     random = np.random.default_rng(0)
     x = random.normal(size=(rows, 2))
     label = np.where(x[:, 0] > 0, "yes", "no")
@@ -43,7 +44,7 @@ def written(path: Path, table: pd.DataFrame) -> Path:
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
 @pytest.mark.parametrize("kind", ["text", "number", "boolean"])
-def test_a_table_is_read_as_pandas_reads_it(suffix: str, kind: str, tmp_path: Path):
+def test_a_table_is_read_as_by_pandas(suffix: str, kind: str, tmp_path: Path):
     table = frame()
     if kind != "text":
         table["label"] = (table["label"] == "yes").astype(bool if kind == "boolean" else int)
@@ -88,7 +89,7 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
         (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),
     ],
 )
-def test_a_table_that_does_not_fit_is_one_line(
+def test_an_unsuitable_table_is_refused_in_one_line(
     change: Any, data: dict[str, Any], reported: str, tmp_path: Path
 ):
     config = config_of(written(tmp_path / "t.parquet", change(frame())), **data)
@@ -104,7 +105,7 @@ def test_a_table_that_does_not_fit_is_one_line(
         (frame().replace("yes", "maybe"), r"e\.csv: labels \['maybe'\]; the classes of .*'yes'"),
     ],
 )
-def test_rows_to_evaluate_that_do_not_fit_are_one_line(
+def test_unsuitable_evaluation_rows_are_refused_in_one_line(
     other: pd.DataFrame, reported: str, tmp_path: Path
 ):
     source = written(tmp_path / "t.csv", frame())
@@ -113,7 +114,7 @@ def test_rows_to_evaluate_that_do_not_fit_are_one_line(
         Tabular(config_of(source, holdout=0.0, eval_source=rest))
 
 
-def test_a_missing_label_is_no_class(tmp_path: Path):
+def test_a_missing_label_is_not_a_class(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,label\n1,x\n3,\n4,y\n")
     with pytest.raises(DataError, match=r"t\.csv, row 1: column 'label' is an empty string: fill"):
         Tabular(config_of(tmp_path / "t.csv"))
@@ -131,20 +132,20 @@ def test_both_unicode_forms_of_a_label_are_one_class(tmp_path: Path):
     assert task.eval_data().source.read(np.arange(4))["y"].tolist() == [0, 0, 1, 1]
 
 
-def test_columns_of_one_name_are_refused(tmp_path: Path):
+def test_duplicate_column_names_are_refused(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,a,label\n1,2,x\n3,4,y\n")
     with pytest.raises(DataError, match="several columns 'a': rename or remove some"):
         Tabular(config_of(tmp_path / "t.csv"))
 
 
 @pytest.mark.parametrize("hidden", ["a,b", "-5", "0", "8,", ""])
-def test_sizes_that_are_no_numbers_of_units_are_refused(hidden: str, tmp_path: Path):
+def test_invalid_layer_sizes_are_refused(hidden: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"task_options\.hidden = .*numbers above 0"):
         Tabular(config_of(written(tmp_path / "t.csv", frame())), hidden)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"a,b\n1\n", b"PAR1"])
-def test_what_is_no_table_is_one_line(content: bytes | None, tmp_path: Path):
+def test_a_source_that_is_not_a_table_is_refused_in_one_line(content: bytes | None, tmp_path: Path):
     path = tmp_path / ("t.parquet" if content == b"PAR1" else "t.csv")
     if content is not None:
         path.write_bytes(content)

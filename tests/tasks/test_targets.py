@@ -1,4 +1,5 @@
-"""Several labels of a row, and numbers, beside torch, torchmetrics, pandas and a plain loop."""
+"""Several labels per row, and numbers, compared with torch, torchmetrics, pandas, and a plain
+loop."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ KINDS = {
 
 
 def channels(rows: int, seed: int) -> dict[str, list[Any]]:
-    """Noise in which each channel is bright or not; how bright the first is; names in a list."""
+    """Noise with each channel bright or not; the brightness of the first; names in a list."""
     random = np.random.Generator(np.random.Philox(seed))
     bright = random.random((rows, 3)) < 0.5
     level = random.random(rows) * 100
@@ -106,7 +107,7 @@ def config_of(folder: Path, files: Path, name: str, kind: str, **changes: Any) -
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_of_targets_is_that_of_torch_however_it_is_cut(name: str):
+def test_the_loss_of_targets_equals_torchs_for_any_batching(name: str):
     config = TrainConfig(
         loss=LossConfig(name=name), data=DataConfig(target_columns=("a", "b", "c"))  # type: ignore[arg-type]
     )  # fmt: skip
@@ -122,7 +123,7 @@ def test_the_loss_of_targets_is_that_of_torch_however_it_is_cut(name: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_a_plain_loop_with_the_metrics_of_torchmetrics(
+def test_a_run_equals_a_plain_loop_with_the_metrics_of_torchmetrics(
     kind: str, files: Path, tmp_path: Path
 ):
     """All rows are one batch, so that their order does not matter."""
@@ -178,7 +179,7 @@ def test_a_run_is_a_plain_loop_with_the_metrics_of_torchmetrics(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_on_three_workers_has_the_bits_and_metrics_of_one(
+def test_a_run_on_three_workers_has_the_same_bits_and_metrics_as_on_one(
     kind: str, files: Path, tmp_path: Path, workers: Group
 ):
     found = []
@@ -211,7 +212,7 @@ def test_labels_are_learned_counted_and_reported(
     assert state["data"]["classes"] == ["b", "g", "r"]
 
 
-def test_numbers_have_no_classes_to_count(files: Path, tmp_path: Path):
+def test_numeric_targets_have_no_class_metrics(files: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="are numbers, which have no classes"):
         Criterion(config_of(tmp_path, files, "run", "mse"), list).counts(2)  # type: ignore[arg-type]
 
@@ -236,7 +237,7 @@ TARGETS = [
 
 
 def written(folder: Path, form: str, table: dict[str, list[Any]]) -> Path:
-    """In one of the forms that have columns; lists of images name files beside them."""
+    """Written in one of the formats with columns; lists of images name files next to them."""
     if form == "parquet":
         parquet.write_table(pa.table(table), folder / "rows.parquet", row_group_size=4)
         return folder / "rows.parquet"
@@ -256,7 +257,7 @@ def written(folder: Path, form: str, table: dict[str, list[Any]]) -> Path:
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow", "csv", "jsonl"])
-def test_targets_are_those_that_pandas_reads(form: str, tmp_path: Path):
+def test_targets_equal_those_read_by_pandas(form: str, tmp_path: Path):
     table = channels(13, seed=3)
     source, frame = written(tmp_path, form, table), pd.DataFrame(table)
     for columns, binary in TARGETS:
@@ -281,7 +282,7 @@ def test_targets_are_those_that_pandas_reads(form: str, tmp_path: Path):
         assert records[0][0] == table["image"][order[0]]["bytes"]
 
 
-def test_rows_with_targets_are_held_out_and_told(files: Path):
+def test_rows_with_targets_are_held_out_and_reported(files: Path):
     config = DataConfig(source=str(files / "train.parquet"), target_columns=("tags",), holdout=0.3)
     labels, numbers = (
         open_splits(replace(config, target_columns=columns), None, binary=binary)
@@ -323,7 +324,7 @@ def test_rows_with_targets_are_held_out_and_told(files: Path):
         ),
     ],
 )
-def test_targets_that_do_not_fit_are_one_line(
+def test_unsuitable_targets_are_refused_in_one_line(
     change: dict[str, Any], columns: str, loss: str, reported: str, tmp_path: Path
 ):
     table = {**channels(13, seed=3), **change}
@@ -334,7 +335,7 @@ def test_targets_that_do_not_fit_are_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_label_that_only_the_evaluation_set_has_is_named(files: Path, tmp_path: Path):
+def test_a_label_found_only_in_the_evaluation_set_is_named(files: Path, tmp_path: Path):
     table = channels(5, seed=4)
     table["tags"][3] = ["r", "x"]
     other = written(tmp_path, "parquet", table)
@@ -371,12 +372,12 @@ def test_folders_and_names_of_targets_are_refused_early(files: Path, tmp_path: P
         ),
     ],
 )
-def test_a_loss_and_targets_that_do_not_fit_are_refused(line: str, reported: str):
+def test_a_loss_that_does_not_match_the_targets_is_refused(line: str, reported: str):
     with pytest.raises(ConfigError, match=reported):
         parse_fit(line.split())
 
 
-def test_a_task_of_ones_own_may_use_columns_and_loss_as_it_likes():
+def test_a_users_task_may_use_columns_and_loss_freely():
     for data, loss in (((), "mse"), (("a", "b"), "cross-entropy")):
         config = TrainConfig(
             task="here:Mine", data=DataConfig(target_columns=data), loss=LossConfig(name=loss)  # type: ignore[arg-type]
@@ -385,7 +386,7 @@ def test_a_task_of_ones_own_may_use_columns_and_loss_as_it_likes():
             Criterion(config, list)  # type: ignore[arg-type]
 
 
-def test_a_dry_run_tells_the_targets(files: Path, tmp_path: Path):
+def test_a_dry_run_lists_the_targets(files: Path, tmp_path: Path):
     mixed = AugmentConfig(crop="none", mixup=0.2)
     reported = dry_run(config_of(tmp_path, files, "run", "bce", augment=mixed))
     assert "56 images of 3 labels: r, g, b" in reported
@@ -426,7 +427,7 @@ def test_a_table_of_numbers_is_learned_with_the_metrics_of_numpy(tmp_path: Path)
     assert fit_locally(quick).best["r2"] > 0.9
 
 
-def test_labels_of_a_table_are_learned_and_refused_if_they_are_none(tmp_path: Path):
+def test_labels_of_a_table_are_learned_and_invalid_ones_are_refused(tmp_path: Path):
     random = np.random.default_rng(0)
     frame = pd.DataFrame(random.normal(size=(120, 2)), columns=["a", "b"])
     frame = frame.assign(left=frame.a > 0, high=(frame.b > 0).astype(int), more=[[1]] * 120)

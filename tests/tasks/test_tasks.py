@@ -1,4 +1,5 @@
-"""What a task returns, lacks or has too much of: named before the first step, with its place."""
+"""Invalid return values, missing methods, and unused ones of a task are named before the first
+step."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def _torchmetrics() -> Any:
 
 
 class _NoMerge:
-    """A metric of old, whose states cannot be merged."""
+    """A legacy metric whose states cannot be merged."""
 
     metric_state: Mapping[str, Tensor] = {}
 
@@ -74,7 +75,7 @@ class _NoMerge:
 
 
 def forgetful() -> Any:
-    """A metric that computes from what is no state of it."""
+    """A metric that computes from attributes that are not states."""
 
     class Forgetful(_torchmetrics().Metric):  # type: ignore[misc]
         full_state_update = False
@@ -112,7 +113,7 @@ class NoSource:
 SET = TensorDataset(torch.zeros(8, 1, 4, 4), torch.zeros(8))
 EMPTY = Data(ArraySource({"x": tiny_arrays(1, 0)["x"][:0]}), lambda r, _: r)
 
-# What is wrong, the method that has it, what the message says, status.
+# The mistake, its method, the expected message, the exit status.
 WRONG: list[tuple[str, dict[str, Any], str, int]] = [
     ("float", {"loss": loss_of(lambda x: x.item())}, "in .*loss: returned a float, 1", 1),
     ("vector", {"loss": loss_of(lambda x: x.expand(3))}, r"shape \(3,\), float32.*mean over", 1),
@@ -226,10 +227,10 @@ WRONG: list[tuple[str, dict[str, Any], str, int]] = [
 @pytest.mark.parametrize(
     ("methods", "reported", "status"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG]
 )
-def test_what_a_task_returns_wrong_is_named_with_its_place_before_the_first_step(
+def test_an_invalid_return_value_of_a_task_is_named_with_its_location_before_the_first_step(
     methods: dict[str, Any], reported: str, status: int, tmp_path: Path
 ):
-    """Also by --dry-run, in the same words; nothing is begun."""
+    """Also by --dry-run, with the same message; no run is started."""
     config = tiny_config(tmp_path, "wrong", task=own(**methods))
     texts = []
     for run in (dry_run, fit_locally):
@@ -257,7 +258,7 @@ class NoSuchMonitor(TinyTask):
 
 @pytest.mark.parametrize("kind", [VectorOnRanks, NoSuchMonitor])
 @pytest.mark.parametrize("exact", [False, True])
-def test_all_ranks_refuse_what_a_task_returns_alike(
+def test_all_ranks_refuse_an_invalid_return_value_with_the_same_error(
     kind: type[TinyTask], exact: bool, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "wrong", exact=exact)
@@ -267,7 +268,7 @@ def test_all_ranks_refuse_what_a_task_returns_alike(
     assert kept_steps(config) == []
 
 
-def test_a_resumed_run_is_tried_as_well(workers: Group, tmp_path: Path):
+def test_a_resumed_run_is_checked_as_well(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "resumed")
     workers(3, run_tiny, plain(config), None, 4)
     ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, NoSuchMonitor)
@@ -275,11 +276,11 @@ def test_a_resumed_run_is_tried_as_well(workers: Group, tmp_path: Path):
     assert kept_steps(config) == [4]
 
 
-# ------------------------------------------------------------------ without a trace
+# ------------------------------------------------------------------ no side effects
 
 
 class Drawing(TinyTask):
-    """Its evaluation draws from the global generators and moves buffers of the model."""
+    """Its evaluation draws from the global generators and changes buffers of the model."""
 
     def evaluate(self, model: nn.Module, batch: Any, metrics: Mapping[str, Any]) -> None:
         torch.rand(3)
@@ -297,8 +298,8 @@ def tried(session: Any) -> None:
     preparing.try_evaluation = try_evaluation
 
 
-def test_the_trial_leaves_no_trace_in_the_weights(workers: Group, tmp_path: Path):
-    """The same bits with and without it, on three ranks, also of a run that is resumed."""
+def test_the_initial_check_does_not_change_the_weights(workers: Group, tmp_path: Path):
+    """The same bits with and without it, on three ranks, and for a resumed run."""
     found = []
     for name, meddle in (("without", untried), ("with", tried)):
         config = tiny_config(tmp_path, name, epochs=2)
@@ -309,7 +310,7 @@ def test_the_trial_leaves_no_trace_in_the_weights(workers: Group, tmp_path: Path
     assert found[0] == found[1]
 
 
-def test_the_trial_leaves_the_generators_as_they_were(tmp_path: Path):
+def test_the_initial_check_does_not_change_the_generators(tmp_path: Path):
     import random
 
     import numpy as np
@@ -332,7 +333,7 @@ def test_the_trial_leaves_the_generators_as_they_were(tmp_path: Path):
     assert all(module.training for module in model.modules())
 
 
-def test_a_metric_that_evaluate_leaves_alone_is_noted(tmp_path: Path):
+def test_a_metric_that_evaluate_never_updates_is_noted(tmp_path: Path):
     def metrics(self: TinyTask) -> Any:
         tm = _torchmetrics()
         return {name: tm.MeanMetric() for name in ("loss", "top1", "extra")}
@@ -345,7 +346,7 @@ def test_a_metric_that_evaluate_leaves_alone_is_noted(tmp_path: Path):
 
 
 class Bare(Task):
-    """The least that a task can be."""
+    """The minimal task."""
 
     def model(self) -> nn.Module:
         return TinyNet()
@@ -395,7 +396,7 @@ def with_method(name: str) -> type:
     return type("Mine", (Bare,), {"__module__": __name__, name: lambda self, *_: None})
 
 
-def test_a_method_left_out_is_named_before_anything_is_built():
+def test_a_missing_method_is_named_before_anything_is_built():
     with pytest.raises(TaskError) as raised:
         task_of(TrainConfig(task=Lacking))
     reported = str(raised.value)
@@ -418,7 +419,7 @@ def test_a_method_left_out_is_named_before_anything_is_built():
         (None, "NoneType has no model"),
     ],
 )
-def test_a_class_that_is_no_task_is_refused(kind: Any, reported: str):
+def test_a_class_that_is_not_a_task_is_refused(kind: Any, reported: str):
     with pytest.raises(TaskError, match=reported):
         task_of(TrainConfig(task=kind))
 
@@ -446,14 +447,14 @@ def test_a_class_that_is_no_task_is_refused(kind: Any, reported: str):
         ("max_epochs", "--epochs"),
     ],
 )
-def test_a_method_that_nothing_calls_is_refused(name: str, reported: str):
+def test_a_method_that_is_never_called_is_refused(name: str, reported: str):
     with pytest.raises(TaskError) as raised:
         task_of(TrainConfig(task=with_method(name)))
     assert f"nothing uses Mine.{name}: " in str(raised.value)
     assert reported in str(raised.value)
 
 
-def test_helpers_are_nobodys_business():
+def test_helper_methods_and_attributes_are_accepted():
     class Helped(Bare):
         widths = (3, 4)
 
@@ -481,7 +482,7 @@ def test_helpers_are_nobodys_business():
     assert isinstance(load_task(TrainConfig(task=Helped)), Helped)
 
 
-def test_an_attribute_of_an_object_that_nothing_reads_is_refused():
+def test_an_attribute_that_nothing_reads_is_refused():
     class Late(Bare):
         def __init__(self, config: TrainConfig) -> None:
             self.moniter = "top1"
@@ -524,7 +525,7 @@ class WithoutConfig(Bare):
         (Bare(), {"rows": "5"}, ConfigError, "the task is already an instance"),
     ],
 )
-def test_task_options_are_taken_or_refused(
+def test_task_options_are_passed_or_refused(
     kind: Any, options: dict[str, str], error: type[Exception], reported: str
 ):
     with pytest.raises(error, match=reported):
@@ -546,7 +547,8 @@ def test_an_evaluation_set_without_rows_is_refused_before_training(tmp_path: Pat
 
 
 class Backbone(nn.Module):
-    """Batch norm and dropout; `rest` stays in evaluation mode, and so by its own `train` `kept`."""
+    """Batch norm and dropout; `rest` is put in evaluation mode, and `kept` is by its own
+    `train`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -598,22 +600,22 @@ def train_resting(rank: int, size: int, config: Mapping[str, Any]) -> dict[str, 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
-def test_modules_that_rest_stay_in_evaluation_mode(
+def test_modules_put_in_evaluation_mode_stay_in_it(
     size: int, exact: bool, workers: Group, tmp_path: Path
 ):
-    """In training, after evaluations, in a slot without samples, of which the last step has one."""
+    """In training, after evaluations, and in a slot without samples, which the last step has."""
     config = tiny_config(tmp_path, "resting", epochs=2, exact=exact)
     for found in workers(size, train_resting, plain(config)):
         expected = {"": True, "rest": False, "kept": False, "norm": True, "head": True}
         assert found["modes"] == expected
-        for name in ("rest", "kept"):  # as they were made
+        for name in ("rest", "kept"):  # unchanged
             assert found["buffers"][f"{name}.running_mean"] == [0.0]
             assert found["buffers"][f"{name}.num_batches_tracked"] == 0
         assert found["buffers"]["norm.num_batches_tracked"] == 4
         assert all(modes == found["seen"][0] for modes in found["seen"])
 
 
-def test_a_model_that_rests_as_a_whole_is_noted(tmp_path: Path):
+def test_a_model_entirely_in_evaluation_mode_is_noted(tmp_path: Path):
     def model(self: TinyTask) -> nn.Module:
         return TinyNet().eval()
 
@@ -634,7 +636,7 @@ def test_a_model_that_rests_as_a_whole_is_noted(tmp_path: Path):
     assert any("model() returned the whole model in evaluation mode" in text for text in shown)
 
 
-def test_a_file_with_relative_imports_is_named_as_a_module(
+def test_a_file_with_relative_imports_is_refused_with_its_module_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "package").mkdir()

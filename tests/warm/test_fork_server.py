@@ -1,4 +1,4 @@
-"""The fork server, without Ray: a forked process is as one that Python itself has started."""
+"""The fork server without Ray: a forked process behaves like one that Python started."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ sys.exit(3)
 
 
 class Place:
-    """A copy of the fork server that loads little, for workers of a made-up Ray.
+    """A copy of the fork server that imports little, for workers of a fake Ray.
 
     Args:
-        spares: how many are kept; they load a small module in place of Ray.
-        **changes: words of these files, and what takes their place.
+        spares: number of spare processes; they load a small module instead of Ray.
+        **changes: replacements in the text of these files.
     """
 
     def __init__(self, folder: Path, owner: int, spares: int = 0, **changes: str) -> None:
@@ -94,11 +94,11 @@ class Place:
         self.command += [str(owner), "1", str(spares), str(self.workers / "probe.py")]
 
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
-        """What the probe has said, and whether it was forked."""
+        """The probe's output, and whether the process was forked."""
         with self.start(*arguments, **options) as client:
-            said = reported(client)
-            self.started.add(said["pid"])
-            return said
+            report = reported(client)
+            self.started.add(report["pid"])
+            return report
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
@@ -106,7 +106,7 @@ class Place:
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
 
     def spares(self, number: int) -> list[psutil.Process]:
-        """Those that wait, once there are so many that are ready."""
+        """The waiting spare processes, as soon as this number is ready."""
         [server] = self.servers()
         deadline = time.monotonic() + 20
         while len(found := self.waiting(server)) != number:
@@ -119,7 +119,7 @@ class Place:
         return [p for p in server.children() if p.pid in ready - self.started]
 
     def servers(self) -> list[psutil.Process]:
-        """Those that run from this folder."""
+        """The servers that run from this folder."""
         server = str(self.folder / "fork_server.py")
         found = psutil.process_iter(["cmdline", "ppid"])
         from_it = {p.pid: p for p in found if server in (p.info["cmdline"] or ())}
@@ -128,13 +128,13 @@ class Place:
 
 def reported(client: subprocess.Popen[str]) -> dict[str, Any]:
     assert client.stdout is not None
-    said: dict[str, Any] = json.loads(client.stdout.readline())
-    return {**said, "forked": said["pid"] != client.pid}
+    report: dict[str, Any] = json.loads(client.stdout.readline())
+    return {**report, "forked": report["pid"] != client.pid}
 
 
 @pytest.fixture
 def owner() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for the raylet: its end ends the server."""
+    """Stands in for the raylet: when it ends, the server ends."""
     with subprocess.Popen(["sleep", "300"]) as process:
         yield process
         process.kill()
@@ -157,14 +157,14 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
-def test_a_forked_process_is_as_one_started_by_python(
+def test_a_forked_process_behaves_like_one_started_by_python(
     tmp_path: Path, owner: subprocess.Popen[bytes], spares: int
 ):
     place = Place(tmp_path, owner.pid, spares)
     folder = tmp_path / "work"
     folder.mkdir()
 
-    def differ() -> None:  # from the server in all that a process inherits
+    def differ() -> None:  # from the server in everything a process inherits
         os.umask(0o027)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -211,15 +211,15 @@ def test_processes_have_different_random_numbers(tmp_path: Path, owner: subproce
     assert len({*first["random"], *second["random"]}) == 6
 
 
-def test_clients_that_come_at_once_share_one_server(place: Place):
+def test_simultaneous_clients_share_one_server(place: Place):
     clients = [place.start() for _ in range(6)]
     answers = [reported(client) for client in clients]
     for client in clients:
-        assert client.wait(20) == 0  # the client itself ends well
+        assert client.wait(20) == 0  # the client itself succeeds
         client.stdout.close()  # type: ignore[union-attr]
     assert all(answer["forked"] for answer in answers)
     assert len({answer["parent"] for answer in answers}) == 1
-    wait_until(lambda: len(place.servers()) == 1)  # those that found one there end
+    wait_until(lambda: len(place.servers()) == 1)  # servers that found another one exit
 
 
 def test_a_server_outlives_its_processes_and_ends_with_its_owner(
@@ -234,10 +234,12 @@ def test_a_server_outlives_its_processes_and_ends_with_its_owner(
     assert not ended(waiting[1]["pid"])
     owner.kill()
     wait_until(lambda: not server.is_running())
-    assert all(ended(each["pid"]) for each in waiting)  # Ray's would have ended by themselves
+    assert all(
+        ended(each["pid"]) for each in waiting
+    )  # Ray's own processes would have ended by themselves
 
 
-def test_each_process_takes_a_spare_and_is_followed_by_another(
+def test_each_process_takes_a_spare_which_is_then_replaced(
     tmp_path: Path, owner: subprocess.Popen[bytes]
 ):
     place = Place(tmp_path, owner.pid, 2)
@@ -272,9 +274,9 @@ def test_processes_of_an_announced_job_are_prepared(
     monkeypatch.setenv("RAY_RAYLET_PID", str(owner.pid))
 
     def loaded(job: str) -> bool:
-        said = place.run(env={**os.environ, "RAY_JOB_ID": job})
-        assert said["same"]["environment"]["RAY_JOB_ID"] == job
-        return bool(said["loaded"])
+        report = place.run(env={**os.environ, "RAY_JOB_ID": job})
+        assert report["same"]["environment"]["RAY_JOB_ID"] == job
+        return bool(report["loaded"])
 
     fork_client.expect_job(3, "")  # no server yet
     assert not loaded("ff000000")
@@ -284,14 +286,14 @@ def test_processes_of_an_announced_job_are_prepared(
     assert [loaded("00010000"), loaded("00010000")] == [True, True]
     wait_until(lambda: ended(old[0].pid))
     place.spares(1)
-    fork_client.expect_job(2, "07000000")  # one that has connected
+    fork_client.expect_job(2, "07000000")  # a process that has connected
     place.spares(3)
     assert [loaded("07000000"), loaded("07000000"), loaded("08000000")] == [True, True, False]
     place.spares(1)
-    fork_client.expect_job(3, "")  # does not come
+    fork_client.expect_job(3, "")  # does not connect
     place.spares(4)
     place.spares(1)
-    own = Place(tmp_path / "own", owner.pid, 1)  # of an embedded Ray
+    own = Place(tmp_path / "own", owner.pid, 1)  # from an embedded Ray
     own.run()
     own.spares(1)
     fork_client.expect_job(2, "")
@@ -299,7 +301,7 @@ def test_processes_of_an_announced_job_are_prepared(
     assert len(own.spares(1)) == 1
 
 
-def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the_others(
+def test_a_raylets_server_starts_before_its_first_process_and_prepares_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     program = tmp_path / "raylet"
@@ -324,7 +326,7 @@ def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the
         monkeypatch.setattr("importlib.util.find_spec", lambda _: ray)
         announce_job("always", 1, 1, cluster="auto")
         announce_job("always", 1, 1, cluster="auto")
-        wait_until(lambda: fork_client.expect_job(1, ""))  # it listens
+        wait_until(lambda: fork_client.expect_job(1, ""))  # the server listens
         [server] = place.servers()
         env = {**environment, "RAY_RAYLET_PID": str(raylet.pid)}
         first = place.run(env=env)
@@ -334,7 +336,7 @@ def test_the_server_of_a_raylet_starts_before_its_first_process_and_prepares_the
         raylet.kill()
 
 
-def test_a_spare_that_still_loads_is_taken(tmp_path: Path, owner: subprocess.Popen[bytes]):
+def test_a_spare_that_is_still_loading_is_used(tmp_path: Path, owner: subprocess.Popen[bytes]):
     counted = tmp_path / "counted"
     change = {"for name in _RAY:": f"open({str(counted)!r}, 'a').write('x')\n        time.sleep(1)"}
     change["            importlib.import_module(name)\n        sys.path[:]"] = "        sys.path[:]"
@@ -346,25 +348,25 @@ def test_a_spare_that_still_loads_is_taken(tmp_path: Path, owner: subprocess.Pop
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_its_spare_a_server_forks(
+def test_a_server_without_a_spare_forks_itself(
     tmp_path: Path, owner: subprocess.Popen[bytes], number: int
 ):
     place = Place(tmp_path, owner.pid, 1, **{"_TAKEN_WITHIN_S = 2.0": "_TAKEN_WITHIN_S = 0.2"})
     place.run()
     [spare] = place.spares(1)
     spare.send_signal(number)
-    said = place.run()
-    assert said["forked"]
-    assert not said["loaded"]
+    report = place.run()
+    assert report["forked"]
+    assert not report["loaded"]
     assert ended(spare.pid)
     place.spares(1)  # another one
     [server] = place.servers()
     wait_until(
         lambda: server.num_fds() == 6
-    )  # the first three, the owner's, the socket, the spare's
+    )  # the first three, the owner's, the socket's, the spare's
 
 
-def test_a_spare_that_cannot_load_ray_is_not_started_again_and_again(
+def test_a_spare_that_cannot_load_ray_is_not_restarted_endlessly(
     tmp_path: Path, owner: subprocess.Popen[bytes]
 ):
     counted = tmp_path / "counted"
@@ -379,7 +381,7 @@ def test_a_spare_that_cannot_load_ray_is_not_started_again_and_again(
     assert place.run()["forked"]
 
 
-def test_fault_59_processes_outlive_a_server_that_is_killed(
+def test_fault_59_forked_processes_survive_a_killed_server(
     place: Place, owner: subprocess.Popen[bytes]
 ):
     waiting = place.run("wait")
@@ -393,7 +395,7 @@ def test_fault_59_processes_outlive_a_server_that_is_killed(
     os.kill(waiting["pid"], signal.SIGKILL)
 
 
-def test_a_client_that_dies_half_way_leaves_nothing_behind(place: Place):
+def test_a_client_that_dies_midway_leaves_no_process_or_open_file(place: Place):
     place.run()
     [server] = place.servers()
     address = fork_client.address_of(place.owner, 1, place.command[-1])
@@ -405,11 +407,11 @@ def test_a_client_that_dies_half_way_leaves_nothing_behind(place: Place):
             if sent:
                 socket.send_fds(connection, [sent], [0, 1, 2])
     assert place.run()["parent"] == server.pid
-    wait_until(lambda: server.children() == [])  # the one that has just answered ends
-    wait_until(lambda: server.num_fds() == 5)  # the first three, the owner's, the socket
+    wait_until(lambda: server.children() == [])  # the one that has just responded exits
+    wait_until(lambda: server.num_fds() == 5)  # the first three, the owner's, the socket's
 
 
-def test_a_process_whose_client_has_gone_ends_with_its_owner(
+def test_a_process_whose_client_died_ends_with_its_owner(
     place: Place, owner: subprocess.Popen[bytes]
 ):
     place.run()
@@ -429,7 +431,7 @@ def test_a_process_whose_client_has_gone_ends_with_its_owner(
     wait_until(lambda: ended(server.pid) and ended(child.pid))
 
 
-def test_fault_59_with_another_python_or_modules_python_itself_is_started(
+def test_fault_59_another_python_or_module_path_starts_python_instead_of_forking(
     place: Place, tmp_path: Path
 ):
     assert place.run()["forked"]
@@ -447,7 +449,7 @@ def np_folder() -> str:
     return str(Path(numpy.__file__).parent)
 
 
-def test_after_an_installation_or_with_other_variables_another_server_is_started(place: Place):
+def test_a_new_installation_or_environment_starts_another_server(place: Place):
     first = place.run()["parent"]
     (place.workers.parents[2] / "new-package").mkdir()
     second = place.run()["parent"]
@@ -466,15 +468,15 @@ def test_after_an_installation_or_with_other_variables_another_server_is_started
         ("_BOUND_WITHIN_S = 10.0", "_BOUND_WITHIN_S = 0.0"),  # or is slow
     ],
 )
-def test_fault_59_python_itself_is_started_where_a_fork_is_not_possible(
+def test_fault_59_python_is_started_when_forking_is_impossible(
     tmp_path: Path, owner: subprocess.Popen[bytes], word: str, instead: str
 ):
-    said = Place(tmp_path, owner.pid, **{word: instead}).run("x")
-    assert not said["forked"]
-    assert said["same"]["argv"][1:] == ["x"]
+    report = Place(tmp_path, owner.pid, **{word: instead}).run("x")
+    assert not report["forked"]
+    assert report["same"]["argv"][1:] == ["x"]
 
 
-def test_a_server_that_nobody_asks_ends(tmp_path: Path, owner: subprocess.Popen[bytes]):
+def test_an_idle_server_exits(tmp_path: Path, owner: subprocess.Popen[bytes]):
     place = Place(
         tmp_path,
         owner.pid,
@@ -488,14 +490,14 @@ def test_a_server_that_nobody_asks_ends(tmp_path: Path, owner: subprocess.Popen[
     wait_until(lambda: not server.is_running())
 
 
-def test_on_a_machine_with_a_gpu_auto_stands_aside(monkeypatch: pytest.MonkeyPatch):
+def test_auto_does_not_fork_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
     assert fork_client.suits("always")
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     assert not fork_client.suits("auto")
     assert fork_client.suits("always")
 
 
-def test_ray_runs_the_command_also_where_python_lies_elsewhere(
+def test_ray_runs_the_command_with_python_installed_elsewhere(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     client = str(tmp_path / "fork_client.py")
@@ -504,9 +506,9 @@ def test_ray_runs_the_command_also_where_python_lies_elsewhere(
     def as_ray(command: str) -> dict[str, Any]:  # see RuntimeEnvContext.exec_worker
         line = f"exec {command} {place.command[-1]} 'two words'"
         with subprocess.Popen(["bash", "-c", line], stdout=subprocess.PIPE, text=True) as worker:
-            said = reported(worker)
-        assert said["same"]["argv"][1:] == ["two words"]
-        return said
+            report = reported(worker)
+        assert report["same"]["argv"][1:] == ["two words"]
+        return report
 
     assert as_ray(py_executable("always", place.owner, 1, 0))["forked"]
     real, used = sys.executable, tmp_path / "used"
@@ -520,7 +522,7 @@ def test_ray_runs_the_command_also_where_python_lies_elsewhere(
     assert used.exists()
 
 
-def test_processes_of_a_job_with_a_python_of_its_own_are_not_forked(
+def test_processes_of_a_job_with_its_own_python_are_not_forked(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config = TrainConfig()
@@ -535,7 +537,7 @@ def test_processes_of_a_job_with_a_python_of_its_own_are_not_forked(
     assert _warm(replace(config, scaling=ScalingConfig(warm_processes=False)), 0) == {}
 
 
-def test_a_server_ends_at_once_if_its_owner_has(tmp_path: Path):
+def test_a_server_exits_at_once_when_its_owner_is_dead(tmp_path: Path):
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     place = Place(tmp_path, gone.pid)
@@ -543,7 +545,7 @@ def test_a_server_ends_at_once_if_its_owner_has(tmp_path: Path):
     assert place.servers() == []
 
 
-def test_a_worker_ends_with_a_raylet_that_is_not_its_parent():
+def test_a_worker_exits_when_its_raylet_dies_although_it_is_not_its_parent():
     code = (
         "import os; from raytrain_ddp.ray_backend.worker_process import end_with_raylet\n"
         "end_with_raylet(); print(flush=True); import time; time.sleep(60)"

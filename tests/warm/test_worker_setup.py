@@ -42,7 +42,9 @@ def shown(script: Path, context: str, worker: Path, language: str = "PYTHON") ->
         ({"py_executable": f'sh -c \'SET="$0" exec {sys.executable} "$@"\' 7'}, True),
     ],
 )
-def test_a_worker_gets_what_it_gets_from_ray(given: Any, is_simple: bool, tmp_path: Path) -> None:
+def test_a_worker_gets_the_same_command_as_from_ray(
+    given: Any, is_simple: bool, tmp_path: Path
+) -> None:
     (tmp_path / "setup_worker.py").symlink_to(RAYS)  # as beside Ray's default_worker.py
     context, worker = RuntimeEnvContext(**given).serialize(), tmp_path / "default_worker.py"
     answers = [
@@ -55,14 +57,14 @@ def test_a_worker_gets_what_it_gets_from_ray(given: Any, is_simple: bool, tmp_pa
 
 
 @pytest.mark.parametrize("context", ["", "{", "[]", "{}", '{"env_vars": 3, "py_executable": "x"}'])
-def test_what_is_not_understood_is_left_to_ray(context: str) -> None:
+def test_unrecognized_options_are_left_to_ray(context: str) -> None:
     argv = ["/r/default_worker.py", f"--serialized-runtime-env-context={context}", "-l"]
     command = [sys.executable, "/r/setup_worker.py", *argv]
     for options in (argv, [*argv, "--language=JAVA"], [*argv, "--language=PYTHON"]):
         assert worker_setup.usual_worker(options) == ([*command, *options[3:]], {})
 
 
-def test_only_a_ray_that_is_started_meanwhile_uses_it() -> None:
+def test_only_a_ray_started_within_quick_start_uses_the_setup_script() -> None:
     with quick_start(is_warm=True, has_dashboard=True):
         assert Path(ray_constants.SETUP_WORKER_FILENAME).samefile(str(worker_setup.__file__))
     assert RAYS.name == ray_constants.SETUP_WORKER_FILENAME

@@ -1,4 +1,4 @@
-"""The live page: what runs write appears, what they say is text, and only its reader may act."""
+"""The live page: it shows what runs write as text, and only its reader may act."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def place(tmp_path: Path) -> Path:
 
 
 class Site:
-    """A server, and the requests of a browser."""
+    """A server, and a browser's requests to it."""
 
     def __init__(self, place: Path, host: str = "127.0.0.1") -> None:
         self.runs = WatchedRuns(str(place))
         self.runs.look()
-        self.runs.every_s = 0.0  # each request reads what is new
+        self.runs.every_s = 0.0  # each request reads new content
         self.server = WatchServer(self.runs, host, 0, [("Grafana", "http://g/?a=1&b=2")])
         self.port = int(self.server.server_address[1])
         self.cookie = {"Cookie": f"{self.server.cookie}={self.server.token}"}
@@ -141,7 +141,7 @@ def wait_for(is_done: Callable[[], bool], seconds: float) -> None:
 
 
 class Parsed(HTMLParser):
-    """Complains of scripts that are not ours, and of tags that are not closed as they opened."""
+    """Fails on scripts that are not ours, and on tags that are not closed in order."""
 
     EMPTY = ("meta", "img", "br", "link", "input")
 
@@ -171,7 +171,7 @@ def site(place: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def driver(place: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of ours that holds the lease of the run "live" and does nothing."""
+    """A process that holds the lease of the run "live" and does nothing."""
     code = "import sys, time; sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     here = Owner.here()
@@ -186,7 +186,7 @@ def driver(place: Path) -> Iterator[subprocess.Popen[bytes]]:
 # ------------------------------------------------------------------ pages
 
 
-def test_the_list_has_each_run_with_its_state_the_running_first(site: Site, driver: object):
+def test_the_list_shows_each_run_with_its_state_running_ones_first(site: Site, driver: object):
     site.runs.look()
     page = site.page("/")
     assert re.findall(r'<a href="/run/(\w+)">', page) == ["live", "done", "failed"]
@@ -200,9 +200,7 @@ def test_the_list_has_each_run_with_its_state_the_running_first(site: Site, driv
     assert '<a href="http://g/?a=1&amp;b=2">Grafana</a>' in page
 
 
-def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(
-    site: Site, place: Path
-):
+def test_a_run_page_has_the_sections_of_the_report_and_valid_commands(site: Site, place: Path):
     page = site.page("/run/live")
     titles = re.findall("<h2>([^<]+)</h2>", page)
     expected = ["Curves", "Speed", "What happened", "Checkpoints", "Config", "Environment"]
@@ -215,7 +213,7 @@ def test_a_run_has_the_sections_of_the_report_and_commands_that_are_accepted(
     assert commands[1][1].endswith("live/config.toml")
 
 
-def test_several_runs_are_drawn_over_each_other(site: Site):
+def test_several_runs_are_overlaid(site: Site):
     page = site.page("/compare?run=live&run=done&run=nothing")
     assert "Where their configs differ" in page
     assert "Loss, smoothed" in page or "Loss (logarithmic), smoothed" in page
@@ -223,7 +221,7 @@ def test_several_runs_are_drawn_over_each_other(site: Site):
     assert "Tick two runs or more" in site.page("/compare?run=live")
 
 
-def test_runs_that_are_not_compared_are_named(tmp_path: Path):
+def test_runs_beyond_the_comparison_limit_are_reported(tmp_path: Path):
     for n in range(14):
         write(tmp_path / f"r{n:02}", [train(1)], [plan()])
     many = Site(tmp_path)
@@ -233,11 +231,11 @@ def test_runs_that_are_not_compared_are_named(tmp_path: Path):
     assert ("What happened: r11" in page, "What happened: r12" in page) == (True, False)
 
 
-def test_an_address_that_is_none_is_answered(site: Site):
+def test_an_invalid_address_gets_status_400(site: Site):
     assert site.ask("x://[")[0] == 400
 
 
-def test_an_update_has_only_what_changed(site: Site, place: Path):
+def test_an_update_contains_only_changes(site: Site, place: Path):
     for path in ("/", "/run/live", "/compare?run=live&run=done"):
         mark = "&" if "?" in path else "?"
         version = re.search(r'data-version="([^"]+)"', site.page(path))
@@ -252,7 +250,7 @@ def test_an_update_has_only_what_changed(site: Site, place: Path):
         assert content not in before
 
 
-def test_an_empty_storage_waits_for_its_first_run_and_a_run_can_be_shown_alone(tmp_path: Path):
+def test_an_empty_storage_waits_for_its_first_run_and_a_single_run_can_be_watched(tmp_path: Path):
     (tmp_path / "none").mkdir()
     site = Site(tmp_path / "none")
     assert "There is no run here yet" in site.page("/")
@@ -268,7 +266,7 @@ def test_an_empty_storage_waits_for_its_first_run_and_a_run_can_be_shown_alone(t
     assert [*alone.runs] == ["alone"]
 
 
-def test_a_storage_out_of_order_is_named_and_the_list_stays(
+def test_a_failing_storage_is_named_and_the_list_remains(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
     def broken(self: Storage) -> list[str]:
@@ -284,9 +282,7 @@ def test_a_storage_out_of_order_is_named_and_the_list_stays(
     assert "can be read" not in site.page("/")
 
 
-def test_a_run_that_cannot_be_read_does_not_hide_the_others(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_unreadable_run_does_not_hide_the_others(place: Path, monkeypatch: pytest.MonkeyPatch):
     once: Callable[[WatchedRun], None] = WatchedRun.read
 
     def read(run: WatchedRun) -> None:
@@ -303,10 +299,10 @@ def test_a_run_that_cannot_be_read_does_not_hide_the_others(
     assert (runs.is_complete, runs.trouble) == (True, "done: done is private (and 1 more)")
 
 
-# ------------------------------------------------------------------ who may ask
+# ------------------------------------------------------------------ access
 
 
-def test_what_runs_say_is_text_and_no_script_of_theirs_runs(site: Site):
+def test_content_of_runs_is_escaped_and_no_script_of_theirs_runs(site: Site):
     """`page` checks each answer for tags and handlers."""
     for path in ("/", "/run/failed", "/compare?run=failed&run=live"):
         assert "&lt;script&gt;alert(1)" in site.page(path)
@@ -324,7 +320,7 @@ def test_what_runs_say_is_text_and_no_script_of_theirs_runs(site: Site):
         *("/style.css/../../__main__.py", "/stop/live", f"/run/{'x' * 5000}", "/run/%ff%fe"),
     ],
 )
-def test_no_path_leads_out(site: Site, path: str):
+def test_no_request_path_leaves_the_storage(site: Site, path: str):
     status, text, _ = site.ask(path)
     assert status == 404
     assert "secret" not in text.replace(path, "")
@@ -342,7 +338,7 @@ def test_a_request_must_name_this_machine(site: Site, host: str, status: int):
     assert site.ask("/run/live", Host=host)[0] == status
 
 
-def test_from_other_machines_the_token_is_needed_and_a_link_brings_it(place: Path):
+def test_other_machines_need_the_token_which_the_link_contains(place: Path):
     site = Site(place, "0.0.0.0")
     for path in ("/", "/run/live", "/watch.js", "/?token=wrong"):
         status, text, _ = site.ask(path)
@@ -357,7 +353,7 @@ def test_from_other_machines_the_token_is_needed_and_a_link_brings_it(place: Pat
     site.close()
 
 
-def test_trials_of_sweeps_in_a_storage_are_runs_of_it(site: Site, place: Path):
+def test_trials_of_sweeps_in_a_storage_are_listed_as_runs(site: Site, place: Path):
     steps = [train(step) for step in range(1, 4)]
     write(place / "tried" / "trial-0001", steps, [plan(), end(0, step=3)])
     (place / "tried" / "sweep.json").write_text("{}")
@@ -369,7 +365,7 @@ def test_trials_of_sweeps_in_a_storage_are_runs_of_it(site: Site, place: Path):
     assert site.stop("tried/trial-0002") == 404
 
 
-def test_a_trial_that_its_sweep_has_stopped_does_not_blame_a_signal(site: Site, place: Path):
+def test_a_trial_stopped_by_its_sweep_does_not_mention_a_signal(site: Site, place: Path):
     note = {"kind": "note", "time": "2026-11-20T20:04:00Z", "text": f"{STOP_NOTE}rung 3"}
     append(place / "done", plan(), note, end(143, step=30), file="events.jsonl")
     page = site.page("/run/done")
@@ -403,8 +399,10 @@ def test_the_button_stops_the_process_that_drives_the_run(
 
 
 @pytest.mark.parametrize("field", ["host", "machine", "born"])
-def test_no_other_process_is_stopped(place: Path, driver: subprocess.Popen[bytes], field: str):
-    """Of another machine, or one that has the number of one that has ended."""
+def test_only_the_driver_of_the_run_is_stopped(
+    place: Path, driver: subprocess.Popen[bytes], field: str
+):
+    """Not a process of another machine, or one with a reused PID."""
     owner = Owner.parse((place / "live" / LEASE_FILE).read_bytes())
     assert owner is not None
     assert can_stop(owner)
@@ -416,10 +414,10 @@ def test_no_other_process_is_stopped(place: Path, driver: subprocess.Popen[bytes
     assert driver.poll() is None
 
 
-# ------------------------------------------------------------------ wrong samples
+# ------------------------------------------------------------------ mispredicted samples
 
 
-def test_wrong_samples_are_shown_when_a_reader_asks_for_them(site: Site, place: Path):
+def test_mispredicted_samples_are_shown_on_request(site: Site, place: Path):
     from tiny import commit_untrained_digits
 
     config = TrainConfig(name="done", micro_batch=64, batch_size=64)
@@ -452,10 +450,10 @@ def test_wrong_samples_are_shown_when_a_reader_asks_for_them(site: Site, place: 
         ("import time; time.sleep(60)", "it took over 1 s."),
     ],
 )
-def test_a_process_that_finds_nothing_says_why(
+def test_a_sample_process_without_a_result_reports_the_reason(
     place: Path, monkeypatch: pytest.MonkeyPatch, code: str, shown: str | None
 ):
-    """What it says is text; what a task prints is not shown."""
+    """Its message is escaped as text; what a task prints is not shown."""
     predictor, made = Predictor(), subprocess.Popen
     child = [sys.executable, "-c", code]
     monkeypatch.setattr(predictions, "_MOST_S", 1.0 if "sleep" in code else 60.0)
@@ -468,7 +466,7 @@ def test_a_process_that_finds_nothing_says_why(
     )
 
 
-def test_the_process_ends_with_the_server(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_sample_process_ends_with_the_server(place: Path, monkeypatch: pytest.MonkeyPatch):
     started = []
 
     def start(command: Sequence[str], **given: Any) -> Any:
@@ -486,9 +484,7 @@ def test_the_process_ends_with_the_server(place: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------ reading
 
 
-def test_a_file_is_read_from_where_it_was_read_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_is_read_incrementally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(growing_file, "PIECE_BYTES", 8)
     path, file = tmp_path / "a", GrowingFile(open_storage(str(tmp_path)), "a")
 
@@ -505,7 +501,7 @@ def test_a_file_is_read_from_where_it_was_read_before(
     put("one\ntwo\nthr")
     assert new() == (True, [b"one", b"two"])
     assert new() == (False, [])
-    put("one\ntwo\nthree\nfour\n")  # replaced by the same and more, as on an object store
+    put("one\ntwo\nthree\nfour\n")  # replaced by the same content and more, as on an object store
     assert new() == (True, [b"three", b"four"])
     put("one\ntwo\nthree\nsix\n")
     assert new() == (True, [b"one", b"two", b"three", b"six"])
@@ -515,7 +511,7 @@ def test_a_file_is_read_from_where_it_was_read_before(
     assert new() == (True, [])
 
 
-def test_of_a_long_log_the_extremes_and_the_last_are_kept(tmp_path: Path):
+def test_a_long_log_keeps_the_extremes_and_the_last_records(tmp_path: Path):
     run = write(tmp_path / "long", [], [plan(), *({"kind": "checkpoint"} | plan() for _ in "ab")])
     losses = {500: 99.0, 1700: None, 2500: -5.0}
     records = [train(n, 1.0 + n / 1e4) for n in range(1, 3001)]
@@ -542,7 +538,7 @@ def test_of_a_long_log_the_extremes_and_the_last_are_kept(tmp_path: Path):
     assert not log.read()
 
 
-def test_what_is_kept_does_not_depend_on_how_often_it_was_read():
+def test_the_kept_records_do_not_depend_on_the_number_of_reads():
     records = [Train(step=n, loss=float(n * 7919 % 1000)) for n in range(1, 400)]
     kept = picked(records, lambda record: record.loss, 40)
     assert len(kept) <= 41
@@ -551,7 +547,7 @@ def test_what_is_kept_does_not_depend_on_how_often_it_was_read():
     assert picked(records[:40], lambda record: record.loss, 40) == records[:40]
 
 
-def test_a_run_that_was_resumed_has_no_step_twice(place: Path):
+def test_a_resumed_run_has_no_duplicate_steps(place: Path):
     log = LiveLog(open_storage(str(place / "live")), 100)
     log.read()
     rest = [train(step) for step in range(1, 21)] + [train(21, 7.0)]
@@ -570,7 +566,7 @@ def test_a_lease_that_is_taken_and_released_changes_the_state(site: Site, place:
     assert "running" not in site.page("/").partition("<table")[0]
 
 
-def test_a_store_of_fsspec_is_watched_too(place: Path):
+def test_an_fsspec_store_can_be_watched(place: Path):
     """Without times of its files, and by ranges."""
     fsspec = pytest.importorskip("fsspec")
     memory = fsspec.filesystem("memory")
@@ -588,7 +584,7 @@ def test_a_store_of_fsspec_is_watched_too(place: Path):
     memory.rm("/watched", recursive=True)
 
 
-def test_in_a_bucket_the_runs_that_have_ended_are_read_less_often(
+def test_ended_runs_in_a_bucket_are_read_less_often(
     place: Path, driver: object, monkeypatch: pytest.MonkeyPatch
 ):
     read: list[str] = []
@@ -622,7 +618,7 @@ def test_help_answers_at_once(tmp_path: Path):
         (("runs", "--grafana", "http://"), "grafana = 'http://': must be an http"),
     ],
 )
-def test_what_cannot_be_watched_is_refused_in_a_line(
+def test_an_invalid_argument_is_refused_in_one_line(
     argv: tuple[str, ...], line: str, tmp_path: Path
 ):
     write(tmp_path / "runs" / "digits")
@@ -631,7 +627,7 @@ def test_what_cannot_be_watched_is_refused_in_a_line(
     assert re.match(f"error: {line}", answer.err)
 
 
-def test_a_port_that_is_taken_is_named(site: Site):
+def test_a_port_in_use_is_named(site: Site):
     with pytest.raises(ConfigError, match=rf"port {site.port}: Address already in use: give an"):
         WatchServer(site.runs, "127.0.0.1", site.port, [])
 
@@ -661,7 +657,7 @@ def test_the_command_serves_until_it_is_interrupted(place: Path):
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_and_updates_it_without_a_complaint(
+def test_a_browser_shows_and_updates_the_page_without_errors(
     site: Site, driver: object, place: Path, width: int, scheme: str
 ):
     api = pytest.importorskip("playwright.sync_api")

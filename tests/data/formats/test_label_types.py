@@ -1,4 +1,4 @@
-"""What the labels of files without types are, and which class each one is."""
+"""The type of labels in files without types, and the class of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytrain_ddp.errors import DataError
 
 
 def write_list(path: Path, labels: Sequence[str]) -> None:
-    """A CSV of images in the folder above."""
+    """A CSV of images in the parent folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for row in range(len(labels)):
         (path.parents[1] / f"{row}.png").write_bytes(png(row))
@@ -59,7 +59,7 @@ def test_each_distinct_text_is_a_class_and_an_evaluation_set_is_mapped_by_name(
     assert found.class_names == (classes or sorted({*train}))
 
 
-def test_numbers_with_a_point_and_booleans_have_one_spelling(tmp_path: Path):
+def test_decimal_numbers_and_booleans_have_one_spelling(tmp_path: Path):
     write_list(tmp_path / "lists/train.csv", ["1.0", "2.0", "3"])
     write_list(tmp_path / "lists/val.csv", ["3.0", "1"])
     assert named(splits(tmp_path / "lists")) == (["1", "2", "3"], ["3", "1"])
@@ -71,13 +71,13 @@ def test_numbers_with_a_point_and_booleans_have_one_spelling(tmp_path: Path):
         splits(tmp_path / "lists")
 
 
-def test_files_of_one_list_decide_together(tmp_path: Path):
+def test_the_label_type_is_determined_by_all_files_of_a_list(tmp_path: Path):
     write_list(tmp_path / "lists/train-0.csv", ["0", "1", "2"])
     write_list(tmp_path / "lists/train-1.csv", ["0", "x"])
     assert named(splits(tmp_path / "lists"))[0] == ["0", "1", "2", "0", "x"]
 
 
-def test_numbers_are_the_classes_that_are_named_explicitly(tmp_path: Path):
+def test_integers_index_explicitly_named_classes(tmp_path: Path):
     write_list(tmp_path / "lists/train.csv", ["0", "1", "2"])
     assert named(splits(tmp_path / "lists", classes=("cat", "dog", "emu")))[0] == [
         *("cat", "dog", "emu")
@@ -105,7 +105,7 @@ def test_a_quotation_mark_that_is_not_closed_is_refused(tmp_path: Path):
     assert named(splits(tmp_path / "lists"))[0] == ['5" disk', "b"]
 
 
-def test_labels_that_a_float_cannot_hold_are_refused(tmp_path: Path):
+def test_labels_that_a_float_cannot_represent_are_refused(tmp_path: Path):
     lines = [json.dumps({"image": "0.png", "label": 2**64 + n}) for n in range(2)]
     (tmp_path / "0.png").write_bytes(png(0))
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
@@ -113,7 +113,7 @@ def test_labels_that_a_float_cannot_hold_are_refused(tmp_path: Path):
         splits(tmp_path / "train.jsonl")
 
 
-def test_the_format_follows_from_the_name_of_the_file_only(tmp_path: Path):
+def test_the_format_follows_from_the_file_name_only(tmp_path: Path):
     for folder in ("x.tsv_files", "x.jsonl.files"):
         write_list(tmp_path / folder / "train.csv", ["a", "b"])
         assert named(splits(tmp_path / folder))[0] == ["a", "b"]
@@ -123,11 +123,11 @@ def test_the_format_follows_from_the_name_of_the_file_only(tmp_path: Path):
     assert named(splits(tmp_path / "packed"))[0] == ["a", "b"]
 
 
-# ------------------------------------------------------------------ files with types
+# ------------------------------------------------------------------ typed files
 
 
 def write_named(path: Path, column: str, rows: Sequence[Any], feature: Any) -> None:
-    """A Parquet file with a feature of Hugging Face; None: without."""
+    """A Parquet file with a Hugging Face feature, or without one for None."""
     path.parent.mkdir(parents=True, exist_ok=True)
     table = pa.table({"image": [png(row) for row in range(len(rows))], column: rows})
     if feature is not None:
@@ -136,7 +136,7 @@ def write_named(path: Path, column: str, rows: Sequence[Any], feature: Any) -> N
     pq.write_table(table, path)
 
 
-def test_a_file_without_names_has_those_of_the_other_files_of_its_split(tmp_path: Path):
+def test_a_file_without_class_names_uses_those_of_its_split(tmp_path: Path):
     names = sorted(map(str, range(12)))
     feature = {"names": names, "_type": "ClassLabel"}
     write_named(tmp_path / "train-00000-of-00002.parquet", "label", [0, 1, 2, 3], feature)
@@ -157,13 +157,13 @@ def test_lists_of_named_labels_are_mapped_by_name(notation: str, tmp_path: Path)
     assert found.eval.labels().tolist() == [[0, 1, 0], [1, 0, 1], [0, 0, 0]]
 
 
-def test_null_in_a_list_is_not_the_label_none(tmp_path: Path):
+def test_null_in_a_list_is_not_the_class_none(tmp_path: Path):
     write_named(tmp_path / "train.parquet", "tags", [["None", "a"], [None], ["a"]], None)
     with pytest.raises(DataError, match=r"row 1: tags: None is not one of"):
         splits(tmp_path, target_columns=("tags",)).train.labels()
 
 
-def test_equal_names_of_one_letter_are_noticed(tmp_path: Path):
+def test_duplicate_one_letter_class_names_are_refused(tmp_path: Path):
     feature = {"names": ["a", "a", "b"], "_type": "ClassLabel"}
     write_named(tmp_path / "train.parquet", "label", [0, 1], feature)
     with pytest.raises(DataError, match="the class 'a' exists twice"):
@@ -182,7 +182,7 @@ def test_equal_names_of_one_letter_are_noticed(tmp_path: Path):
         pa.array([-1, -1]),
     ],
 )
-def test_a_test_split_without_labels_of_any_type_is_no_obstacle(empty: Any, tmp_path: Path):
+def test_an_unlabeled_test_split_of_any_type_is_ignored(empty: Any, tmp_path: Path):
     write_named(tmp_path / "train.parquet", "label", ["x", "y"], None)
     table = pa.table({"image": [png(0), png(1)], "label": empty})
     pq.write_table(table, tmp_path / "test.parquet", write_statistics=False)
@@ -191,14 +191,14 @@ def test_a_test_split_without_labels_of_any_type_is_no_obstacle(empty: Any, tmp_
     assert any("no row has a label" in note for note in found.notes)
 
 
-def test_an_arrow_file_is_read_as_an_arrow_stream_is(tmp_path: Path):
+def test_an_arrow_file_is_read_like_an_arrow_stream(tmp_path: Path):
     table = pa.table({"image": [png(row) for row in range(4)], "label": [0, 1, 2, 1]})
     with pa.ipc.new_file(str(tmp_path / "train.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=3)
     assert splits(tmp_path).train.labels().tolist() == [0, 1, 2, 1]
 
 
-def test_a_card_may_name_a_list_beside_other_tables(tmp_path: Path):
+def test_a_readme_can_name_a_list_next_to_other_tables(tmp_path: Path):
     write_list(tmp_path / "set/train.csv", ["a", "b"])
     pq.write_table(pa.table({"x": [1]}), tmp_path / "set/stats.parquet")
     (tmp_path / "set/README.md").write_text(

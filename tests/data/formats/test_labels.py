@@ -1,4 +1,4 @@
-"""From the labels of Parquet files, folders and torchvision's sets to classes; what is reported."""
+"""From labels in Parquet files, folders, and torchvision sets to classes, and what is reported."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_labels_of_any_kind_are_classes_in_sorted_order(
     assert labels_of(other) == [len(names) - 1 - number for number in numbers]
 
 
-def test_a_number_is_the_class_of_that_name_also_beside_one_with_zeros(tmp_path: Path):
+def test_an_integer_label_is_the_class_of_that_name_despite_zero_padded_names(tmp_path: Path):
     path = written(tmp_path / "x.parquet", [1, 2, 1])
     for names, numbers in (
         (["1", "01", "2"], [0, 2, 0]),
@@ -105,7 +105,7 @@ WRONG: Mapping[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_fault_21_a_value_that_is_no_label_is_named_with_its_row(kind: str, tmp_path: Path):
+def test_fault_21_an_invalid_label_is_named_with_its_row(kind: str, tmp_path: Path):
     path = written(tmp_path / "x.parquet", WRONG[kind][0])
     with pytest.raises(DataError, match=f"row group 0, {WRONG[kind][1]}"):
         opened(path)
@@ -121,7 +121,7 @@ def test_fault_21_a_value_that_is_no_label_is_named_with_its_row(kind: str, tmp_
     ],
     ids=str,
 )
-def test_a_split_without_any_label_says_so(labels: Any, tmp_path: Path):
+def test_a_split_without_labels_is_reported(labels: Any, tmp_path: Path):
     for statistics in (True, False):
         path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
         with pytest.raises(NoLabelsError, match="no row has a label"):
@@ -137,7 +137,7 @@ def test_a_label_unknown_to_the_training_set_is_named(labels: list[Any], tmp_pat
             opened(path, names[type(labels[0])]).labels()
 
 
-def test_files_of_one_split_may_name_their_classes_or_not_but_not_mix_types(tmp_path: Path):
+def test_files_of_a_split_may_omit_class_names_but_not_mix_types(tmp_path: Path):
     named = with_class_names(tmp_path / "0.parquet", ["ape", "bat"], [1, 0])
     numbers = written(tmp_path / "1.parquet", pa.array([0, 1], pa.int8()))
     words = written(tmp_path / "2.parquet", ["bat", "ape"])
@@ -148,10 +148,10 @@ def test_files_of_one_split_may_name_their_classes_or_not_but_not_mix_types(tmp_
         ShardImages([numbers, words], DataConfig())
 
 
-# ------------------------------------------------------------------ training and evaluation alike
+# ------------------------------------------------------------------ training and evaluation
 
 
-def test_both_splits_are_mapped_by_name_whatever_their_order_and_absent_classes(tmp_path: Path):
+def test_both_splits_are_mapped_by_name_despite_order_and_absent_classes(tmp_path: Path):
     with_class_names(tmp_path / "train.parquet", ["ape", "bat", "cat"], [0, 1, 2])
     with_class_names(tmp_path / "test.parquet", ["cat", "ape"], [0, 1, 0])
     splits = splits_of(tmp_path)
@@ -167,7 +167,7 @@ def test_both_splits_are_mapped_by_name_whatever_their_order_and_absent_classes(
         splits_of(tmp_path)
 
 
-def test_labels_with_gaps_have_as_many_classes_as_there_are_and_that_is_reported(tmp_path: Path):
+def test_labels_with_gaps_are_mapped_to_consecutive_classes_with_a_note(tmp_path: Path):
     written(tmp_path / "train.parquet", [0, 5, 900, 5])
     written(tmp_path / "test.parquet", [900, 5])
     splits = splits_of(tmp_path)
@@ -215,7 +215,7 @@ def test_the_classes_can_be_named_and_are_used_or_refused(tmp_path: Path):
             DataConfig(classes=wrong)
 
 
-def test_the_config_that_is_written_down_has_the_classes_and_maps_as_before(tmp_path: Path):
+def test_the_saved_config_has_the_classes_and_maps_labels_the_same(tmp_path: Path):
     written(tmp_path / "set" / "train.parquet", ["cat", "ape", "dog"])
     written(tmp_path / "set" / "test.parquet", ["dog"])
     config = TrainConfig(data=DataConfig(source=str(tmp_path / "set")))
@@ -245,7 +245,7 @@ def test_the_data_are_reported_with_their_classes_sizes_and_origin(tmp_path: Pat
     assert "2 files are not used in the training set: no image extension" in reported["note"]
 
 
-def test_classes_of_one_size_and_class_folders_with_the_same_folders_are_said(tmp_path: Path):
+def test_equal_class_sizes_and_identical_subfolders_of_classes_are_reported(tmp_path: Path):
     for fold in ("fold1", "fold2"):
         for name in ("cat", "dog"):
             folder(tmp_path / fold / name, images=1)
@@ -256,7 +256,7 @@ def test_classes_of_one_size_and_class_folders_with_the_same_folders_are_said(tm
     assert "the same folders" not in str(lines(splits_of(tmp_path)))
 
 
-def test_without_an_evaluation_split_the_remedy_is_reported(tmp_path: Path):
+def test_a_missing_evaluation_split_is_reported_with_a_remedy(tmp_path: Path):
     folder(tmp_path, a=2, b=2)
     reported = lines(splits_of(tmp_path))
     assert reported["evaluation"] == "none"
@@ -264,9 +264,7 @@ def test_without_an_evaluation_split_the_remedy_is_reported(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
-def test_a_test_split_without_labels_is_no_obstacle_unless_it_was_asked_for(
-    kind: str, tmp_path: Path
-):
+def test_an_unlabeled_test_split_is_ignored_unless_requested(kind: str, tmp_path: Path):
     if kind == "folder":
         folder(tmp_path / "train", a=2, b=2)
         folder(tmp_path, test=3)
@@ -282,7 +280,7 @@ def test_a_test_split_without_labels_is_no_obstacle_unless_it_was_asked_for(
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet", "named"])
-def test_one_class_is_refused_in_plain_words_before_anything_is_started(kind: str, tmp_path: Path):
+def test_a_single_class_is_refused_before_anything_is_started(kind: str, tmp_path: Path):
     if kind == "folder":
         folder(tmp_path, cat=3)
     elif kind == "parquet":
@@ -293,7 +291,7 @@ def test_one_class_is_refused_in_plain_words_before_anything_is_started(kind: st
         check(TrainConfig(data=DataConfig(source=str(tmp_path))))
 
 
-def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
+def test_unreadable_image_files_are_bad_records(tmp_path: Path):
     folder(tmp_path, a=1, b=1)
     (tmp_path / "a" / "lost.png").symlink_to(tmp_path / "nowhere")
     (tmp_path / "a" / "ring.png").symlink_to(tmp_path / "a" / "ring.png")
@@ -307,14 +305,14 @@ def test_files_that_only_their_owner_can_repair_are_bad_records(tmp_path: Path):
     (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
     with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
         source.read(np.array([3]))
-    for target in ("nowhere", "c"):  # also to itself
+    for target in ("nowhere", "c"):  # even to itself
         (tmp_path / "c").symlink_to(tmp_path / target)
         with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
             FolderImages(str(tmp_path))
         (tmp_path / "c").unlink()
 
 
-def test_a_pipe_or_device_among_images_is_a_bad_record_and_not_waited_for(tmp_path: Path):
+def test_a_named_pipe_or_device_among_images_is_a_bad_record_and_does_not_block(tmp_path: Path):
     folder(tmp_path, a=1, b=1)
     (tmp_path / "a" / "device.png").symlink_to(os.devnull)
     os.mkfifo(tmp_path / "a" / "pipe.png")
@@ -324,20 +322,18 @@ def test_a_pipe_or_device_among_images_is_a_bad_record_and_not_waited_for(tmp_pa
         assert (str(image), label) == ("a named pipe, socket or device, not a file", 0)
 
 
-def test_the_fingerprint_of_a_folder_knows_sizes(tmp_path: Path):
+def test_the_fingerprint_of_a_folder_includes_sizes(tmp_path: Path):
     root = str(folder(tmp_path, a=1, b=1))
     before = FolderImages(root).fingerprint()
     (tmp_path / "a" / "0.png").write_bytes(png(0) + b"x")
     assert FolderImages(root).fingerprint() != before
 
 
-# ------------------------------------------------------------------ as `datasets` writes it
+# ------------------------------------------------------------------ files written by `datasets`
 
 
 @pytest.mark.parametrize("kind", ["string", "ClassLabel", "bool", "int from 1"])
-def test_parquet_of_hugging_face_datasets_has_the_classes_that_datasets_gives_it(
-    kind: str, tmp_path: Path
-):
+def test_parquet_written_by_datasets_has_the_classes_of_datasets(kind: str, tmp_path: Path):
     datasets = pytest.importorskip("datasets")
     feature = {
         "string": datasets.Value("string"),

@@ -48,7 +48,7 @@ LABELS: Mapping[str, list[Any]] = {
 
 
 def pictures(root: Path, rows: int = ROWS) -> list[str]:
-    """Writes pictures in a folder below; returns their paths."""
+    """Writes pictures in a subfolder; returns their paths."""
     (root / "pics").mkdir(parents=True, exist_ok=True)
     for row in range(rows):
         (root / "pics" / f"{row}.png").write_bytes(png(row))
@@ -69,7 +69,7 @@ def test_a_list_has_the_rows_that_pandas_reads(form: str, labels: str, tmp_path:
     opened = splits_of(path)
     theirs = FORMS[form][1](path)
     if "NA" in LABELS[labels]:
-        theirs["label"] = theirs["label"].fillna("NA")  # pandas' own idea of what is missing
+        theirs["label"] = theirs["label"].fillna("NA")  # pandas' own definition of missing values
     names = opened.class_names
     assert names == [str(label) for label in sorted(theirs["label"].unique())]
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(ROWS), 2))
@@ -95,11 +95,11 @@ def test_the_columns_and_the_folder_of_the_images_are_named_by_flags(form: str, 
         DataError, match=r"no column 'image_name' among id, image, label, file_name"
     ):
         splits_of(path, image_column="image_name")
-    with pytest.raises(DataError, match=r"paths of files|no such file"):  # 0 is no path
+    with pytest.raises(DataError, match=r"paths of files|no such file"):  # 0 is not a path
         splits_of(path)
 
 
-def test_paths_may_be_absolute_or_lie_in_a_store(tmp_path: Path):
+def test_paths_may_be_absolute_or_in_a_store(tmp_path: Path):
     images = pictures(tmp_path / "here")
     path = listed(
         tmp_path / "list.csv", [str(tmp_path / "here" / name) for name in images], [*range(ROWS)]
@@ -118,7 +118,7 @@ def test_paths_may_be_absolute_or_lie_in_a_store(tmp_path: Path):
     assert "not in the folder" in str(third[0])
 
 
-def test_splits_are_found_by_the_names_of_lists_as_those_of_parquet(tmp_path: Path):
+def test_lists_are_assigned_to_splits_by_name_like_parquet_files(tmp_path: Path):
     images = pictures(tmp_path / "pictures")
     for name in ("train.csv", "val.csv", "test.csv"):
         listed(tmp_path / "lists" / name, images, [0, 1, 0, 1, 0, 1, 0])
@@ -142,7 +142,7 @@ def test_splits_are_found_by_the_names_of_lists_as_those_of_parquet(tmp_path: Pa
         splits_of(tmp_path / "lists", root=root).summary()
 
 
-def test_a_root_is_for_lists_only(tmp_path: Path):
+def test_a_root_is_used_only_for_lists(tmp_path: Path):
     """Runs of earlier versions have root = "data" in their config."""
     images = pictures(tmp_path / "set")
     column = hugging_face([None] * ROWS, images)
@@ -156,7 +156,7 @@ def test_a_root_is_for_lists_only(tmp_path: Path):
     assert not any("data.root" in note for note in opened.notes)
 
 
-def test_what_lies_beside_is_named_as_unused(tmp_path: Path):
+def test_other_files_next_to_a_list_are_reported_as_unused(tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(png(0))
@@ -171,7 +171,7 @@ def test_what_lies_beside_is_named_as_unused(tmp_path: Path):
     assert "not used: metadata.csv; to use one, specify it explicitly." in notes
 
 
-def test_a_folder_of_images_without_classes_leads_to_the_list_beside_it(tmp_path: Path):
+def test_a_folder_of_unlabeled_images_suggests_the_list_next_to_it(tmp_path: Path):
     listed(tmp_path / "a/train.csv", pictures(tmp_path / "a"), LABELS["integers"])
     reported = (
         r"only one class, 'pics': .* \(not used: train\.csv; to use one, specify it explicitly\)"
@@ -183,7 +183,7 @@ def test_a_folder_of_images_without_classes_leads_to_the_list_beside_it(tmp_path
         splits_of(tmp_path / "a")
 
 
-def test_an_image_that_is_missing_or_not_named_is_a_bad_record(tmp_path: Path):
+def test_a_missing_or_unnamed_image_is_a_bad_record(tmp_path: Path):
     images: list[Any] = pictures(tmp_path)
     images[2], images[4] = "gone.png", None
     for name in ("list.csv", "list.jsonl", "list.parquet"):
@@ -197,7 +197,7 @@ def test_an_image_that_is_missing_or_not_named_is_a_bad_record(tmp_path: Path):
         assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
 
 
-def test_a_device_or_pipe_is_not_read_as_an_image_or_a_list(tmp_path: Path):
+def test_devices_and_named_pipes_are_not_read_as_images_or_lists(tmp_path: Path):
     images = pictures(tmp_path)
     images[2] = os.devnull
     source = splits_of(listed(tmp_path / "a.csv", images, LABELS["integers"])).train
@@ -232,7 +232,7 @@ def test_images_that_are_listed_twice_are_reported(tmp_path: Path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_value_that_is_no_label_is_named_with_its_row(form: str, tmp_path: Path):
+def test_an_invalid_label_in_a_list_is_named_with_its_row(form: str, tmp_path: Path):
     images = pictures(tmp_path)
     for labels in (
         ["a", "b", "a", "b", None, "a", "b"],
@@ -285,7 +285,7 @@ def test_a_list_that_cannot_be_read_is_named_with_its_line(name: str, tmp_path: 
     assert "\n" not in str(caught.value)
 
 
-def test_the_fingerprint_is_of_names_labels_and_sizes_not_of_the_place(tmp_path: Path):
+def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_location(tmp_path: Path):
     def fingerprint(root: Path) -> str:
         return ShardImages([str(root / "list.csv")], DataConfig()).fingerprint()
 

@@ -84,7 +84,7 @@ def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
     assert evaluation.paths == (str(tmp_path / "b.parquet"),)
 
 
-def test_a_folder_or_file_is_no_pattern_whatever_its_name(tmp_path: Path):
+def test_an_existing_folder_or_file_is_not_treated_as_a_pattern(tmp_path: Path):
     for name in ("set[1]", "set*", "1"):
         touch(tmp_path / name, "t.parquet", "x[ab].parquet", "xa.parquet")
         train, _ = located(str(tmp_path / name), None)
@@ -109,7 +109,7 @@ def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
     assert evaluation.paths == (str(root / "val"),)
 
 
-def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
+def test_fault_17_a_missing_path_is_named_with_its_field(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     touch(tmp_path / "only", "test.parquet")
     touch(tmp_path / "folders", "val/cat/0.png")
@@ -126,7 +126,7 @@ def test_fault_17_what_is_not_there_is_named_with_its_field(tmp_path: Path):
         assert (eval_source or source) in str(caught.value)
 
 
-def test_a_converted_data_set_has_the_files_that_its_list_says(tmp_path: Path):
+def test_a_converted_data_set_consists_of_the_listed_files(tmp_path: Path):
     root = converted(tmp_path)
     (root / "surplus.parquet").touch()
     train, evaluation = located(str(root), None)
@@ -137,7 +137,9 @@ def test_a_converted_data_set_has_the_files_that_its_list_says(tmp_path: Path):
     assert len(located(str(root), None)[0].paths) == 4
 
 
-def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_named(tmp_path: Path):
+def test_fault_17_and_18_all_missing_and_truncated_files_of_a_converted_set_are_named(
+    tmp_path: Path,
+):
     root = converted(tmp_path)
     (root / "a.parquet").unlink()
     (root / "c.parquet").write_text("short")
@@ -159,7 +161,7 @@ def test_fault_17_and_18_all_missing_and_cut_off_files_of_a_converted_set_are_na
         ({"files": [{"path": "../x", "split": "train", "bytes": 9}]}, r"\.\./x is missing"),
     ],
 )
-def test_a_list_of_files_that_makes_no_sense_is_refused(
+def test_an_invalid_list_of_files_is_refused(
     changes: dict[str, Any], reported: str, tmp_path: Path
 ):
     (tmp_path / "x").write_text("123456789")
@@ -183,7 +185,7 @@ def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
     rows, others = all_of(digits), all_of(test)
     for records in (rows, others):
         assert set(np.bincount([label for _, label in records]) > 0.08 * len(records)) == {True}
-    # The 1797 scans are all different but for a few; no image is on both sides of the split.
+    # Nearly all 1797 scans are different; no image is in both splits.
     assert not {image for image, _ in rows} & {image for image, _ in others}
     assert Image.open(io.BytesIO(rows[0][0])).size == (8, 8)
 
@@ -240,7 +242,7 @@ def test_all_kinds_of_integers_are_labels(labels: pa.Array, write_statistics: bo
     assert source.class_names == ["0", "1", "2"]
 
 
-def test_columns_may_have_other_names_and_neighbours(tmp_path: Path):
+def test_columns_may_have_other_names_and_be_next_to_others(tmp_path: Path):
     columns = {"label": ["x", "y"], "image.bytes": [png(0), png(1)], "class": [1, 0]}
     path = write_parquet(tmp_path / "x.parquet", columns)
     source = opened(path, image_column="image.bytes", label_column="class")
@@ -255,7 +257,7 @@ def test_class_names_come_from_the_hugging_face_features(tmp_path: Path):
         opened(one, two)
 
 
-def test_images_are_read_from_the_files_that_only_their_paths_tell_of(tmp_path: Path):
+def test_images_given_only_by_path_are_read_from_their_files(tmp_path: Path):
     for name in ("beside.png", "folder/below.png", "far/away.png"):
         (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / name).write_bytes(name.encode())
@@ -274,9 +276,7 @@ def test_images_are_read_from_the_files_that_only_their_paths_tell_of(tmp_path: 
     assert all_of(opened(path)) == [(b"beside.png", 0)]
 
 
-def test_images_in_files_of_a_store_are_read_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_images_in_a_store_are_read_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     column = hugging_face([None, png(1), None, None], ["a", None, "b", "c"])
     source = opened(write_parquet(tmp_path / "x.parquet", {"image": column, "label": [0, 1, 0, 1]}))
     monkeypatch.setattr(source, "_remote", True)
@@ -304,7 +304,7 @@ def test_a_null_image_is_a_bad_record(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(10**4, True), (10**6, False)])
-def test_blocks_are_preferred_from_a_size_of_all_images_on(
+def test_block_shuffle_is_preferred_above_a_total_size(
     limit: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     paths = [write_images(tmp_path / f"{i}.parquet", 20, use_dictionary=False) for i in range(2)]
@@ -320,8 +320,8 @@ def test_row_groups_larger_than_an_arrow_array_are_read_in_parts(
     assert all_of(opened(path)) == [(png(i), i) for i in range(40)]
 
 
-# In 1 MiB the lanes' blocks just fit; of several threads, one that comes late also needs those that
-# the others have left.
+# The lanes' blocks just fit in 1 MiB; a thread that is late also needs blocks that the others
+# have released.
 @pytest.mark.parametrize(("threads", "memory_mib"), [(1, 1), (3, 2)])
 def test_row_groups_are_read_once_per_lane(threads: int, memory_mib: int, tmp_path: Path):
     rows, blocks, window, plan = 160, 40, 2, Plan(160, slots=3, micro_batch=5)
@@ -394,7 +394,7 @@ def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
         ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
     ],
 )
-def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
+def test_fault_21_and_22_invalid_columns_are_refused_when_opened(
     columns: dict[str, Any], reported: list[str], tmp_path: Path
 ):
     good = write_images(tmp_path / "good.parquet", 1)
@@ -414,7 +414,7 @@ def test_fault_21_and_22_columns_that_cannot_be_right_are_refused_when_opened(
         (3, "row group 1, row 2: label 3 is not in the range 0 to 2"),
     ],
 )
-def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
+def test_fault_21_an_out_of_range_label_is_named_before_the_first_step(
     write_statistics: bool, bad: int | None, reported: str, tmp_path: Path
 ):
     names = with_class_names(tmp_path / "0.parquet", ["cat", "dog", "owl"], [0])
@@ -427,7 +427,7 @@ def test_fault_21_a_label_that_is_no_class_is_named_before_the_first_step(
     if write_statistics:
         with pytest.raises(DataError, match=reported) as caught:
             opened(names, path)
-    else:  # the row group is not given out
+    else:  # the row group is not returned
         source = opened(names, path)
         assert len(source.read(np.arange(1, 5))) == 4
         with pytest.raises(DataError, match=reported) as caught:
@@ -479,7 +479,7 @@ def test_fault_18_a_truncated_file_is_a_data_error(kept: float, tmp_path: Path):
         opened(path)
 
 
-def test_fault_19_no_flipped_bit_in_a_needed_page_goes_unnoticed(tmp_path: Path):
+def test_fault_19_every_flipped_bit_in_a_needed_page_is_detected(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 8, use_dictionary=False, compression="none")
     expected, source = all_of(opened(path)), opened(path)
     content = Path(path).read_bytes()
@@ -488,7 +488,7 @@ def test_fault_19_no_flipped_bit_in_a_needed_page_goes_unnoticed(tmp_path: Path)
     random = np.random.default_rng(0)
 
     def flipped(start: int, stop: int) -> list[Any] | str:
-        """What reading gives, or says, with one bit between the two bytes flipped."""
+        """The result or error of reading with each single bit between the two bytes flipped."""
         damaged = bytearray(content)
         damaged[random.integers(start, stop)] ^= 1 << random.integers(8)
         Path(path).write_bytes(damaged)
@@ -512,7 +512,7 @@ def test_fault_19_no_flipped_bit_in_a_needed_page_goes_unnoticed(tmp_path: Path)
     assert all_of(source) == expected
 
 
-def test_fault_29_the_fingerprint_changes_with_the_data_and_not_with_their_place(tmp_path: Path):
+def test_fault_29_the_fingerprint_changes_with_the_data_but_not_with_its_location(tmp_path: Path):
     def fingerprint(folder: str, rows: int, first: int = 0) -> str:
         path = write_images(tmp_path / folder / "x.parquet", rows, first)
         return opened(path).fingerprint()

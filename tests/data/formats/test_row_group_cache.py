@@ -1,4 +1,4 @@
-"""Row groups in memory and on disk: each read once, within bounds."""
+"""Row groups in memory and on disk: each is read once, within limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block:
 
 @dataclass
 class Store:
-    """Counts what is loaded; lets a load wait for its gate, and fail."""
+    """Counts loads; can let a load wait for its gate, or fail."""
 
     loaded: list[int] = field(default_factory=list)
     gates: dict[int, threading.Event] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Store:
 
 
 def groups_of(store: Store, blocks: int, fitting: int, threads: int = 2) -> RowGroupCache:
-    """`blocks` blocks of 10 bytes, of which so many fit into memory."""
+    """`blocks` blocks of 10 bytes; the given number of them fits in memory."""
     rows, sizes = np.full(blocks, ROWS), np.full(blocks, 10)
     return RowGroupCache(store.load, rows, sizes, 10 * fitting, threads)
 
@@ -73,7 +73,7 @@ def reading_threads() -> list[str]:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    before = reading_threads()  # of a test that failed, whose source is not closed
+    before = reading_threads()  # of a failed test, whose source is not closed
     yield Store()
     assert reading_threads() == before
 
@@ -85,14 +85,14 @@ def test_a_block_stays_until_all_its_rows_have_been_read(store: Store):
     groups = groups_of(store, 3, fitting=2)
     for place in range(ROWS):
         assert groups.get(0, np.array([place, place])).number == 0
-        assert groups.get(1, ALL).number == 1  # is done with each time
+        assert groups.get(1, ALL).number == 1  # is released each time
     assert store.loaded == [0, 1, 1, 1, 1]
     groups.get(0, np.array([0]))
     assert store.loaded[5:] == [0]
     assert groups.reloads == 0
 
 
-def test_blocks_that_all_fit_are_read_once_for_ever(store: Store):
+def test_blocks_that_all_fit_in_memory_are_read_only_once(store: Store):
     groups = groups_of(store, 3, fitting=3)
     for _ in range(3):
         for block in range(3):
@@ -100,9 +100,9 @@ def test_blocks_that_all_fit_are_read_once_for_ever(store: Store):
     assert store.loaded == [0, 1, 2]
 
 
-def test_blocks_that_do_not_fit_make_way_least_recently_used_first_and_are_counted(store: Store):
+def test_the_least_recently_used_blocks_are_evicted_and_counted(store: Store):
     groups = groups_of(store, 4, fitting=2)
-    for block in (0, 1, 0, 2, 0):  # 1 makes way for 2
+    for block in (0, 1, 0, 2, 0):  # 1 is evicted for 2
         groups.get(block, np.array([block]))
     assert store.loaded == [0, 1, 2]
     groups.get(1, np.array([3]))
@@ -110,7 +110,7 @@ def test_blocks_that_do_not_fit_make_way_least_recently_used_first_and_are_count
     assert (groups.loads, groups.reloads) == (4, 1)
 
 
-def test_a_block_is_read_once_for_all_who_want_it_and_delays_no_others(store: Store):
+def test_a_block_is_read_once_for_all_readers_without_delaying_other_blocks(store: Store):
     groups = groups_of(store, 3, fitting=3)
     groups.get(1, ALL)
     store.gates[0] = threading.Event()
@@ -136,7 +136,7 @@ def test_blocks_are_read_ahead_in_order_as_far_as_they_fit(store: Store):
     until(lambda: len(store.loaded) == 4)  # fit
     time.sleep(0.02)
     assert sorted(store.loaded) == [0, 1, 2, 3]
-    groups.get(2, ALL)  # is done with: the next one has room
+    groups.get(2, ALL)  # is released: the next one fits
     until(lambda: len(store.loaded) == 5)
     groups.get(0, ALL)
     until(lambda: len(store.loaded) == 6)
@@ -148,7 +148,7 @@ def test_blocks_are_read_ahead_in_order_as_far_as_they_fit(store: Store):
     groups.close()
 
 
-def test_what_is_needed_now_is_not_kept_waiting_by_what_is_read_ahead(store: Store):
+def test_a_block_needed_now_does_not_wait_for_read_ahead(store: Store):
     groups = groups_of(store, 6, fitting=2, threads=1)
     store.gates[0] = threading.Event()
     groups.ahead([0, 1, 2])
@@ -160,7 +160,7 @@ def test_what_is_needed_now_is_not_kept_waiting_by_what_is_read_ahead(store: Sto
     groups.close()
 
 
-def test_an_error_reaches_those_who_wait_and_is_tried_again(store: Store):
+def test_a_read_error_reaches_all_waiting_readers_and_is_retried(store: Store):
     groups = groups_of(store, 2, fitting=1)
     store.failing.add(0)
     with pytest.raises(DataError, match="block 0"):
@@ -172,14 +172,14 @@ def test_an_error_reaches_those_who_wait_and_is_tried_again(store: Store):
     assert groups.get(0, ALL).number == 0
 
 
-def test_closing_ends_the_threads_and_forgets_what_was_wanted(store: Store):
+def test_closing_ends_the_threads_and_drops_pending_reads(store: Store):
     groups = groups_of(store, 9, fitting=1, threads=2)
     groups.ahead(range(9))
     until(lambda: bool(store.loaded))
     groups.close()
     assert reading_threads() == []
     count = len(store.loaded)
-    assert groups.get(8, ALL).number == 8  # it remains of use
+    assert groups.get(8, ALL).number == 8  # it remains usable
     assert len(store.loaded) == count + 1
 
 
@@ -241,7 +241,7 @@ def test_a_table_is_kept_for_the_next_process(tmp_path: Path):
     assert entries(tmp_path) == ["a-0"]
 
 
-def test_a_damaged_entry_is_dropped_and_read_again(tmp_path: Path):
+def test_a_damaged_cache_entry_is_dropped_and_reread(tmp_path: Path):
     path = tmp_path / "a-0.arrow"
     cache = cache_of(tmp_path)
     cache.table("a-0", lambda: table(1))
@@ -259,21 +259,21 @@ def test_a_damaged_entry_is_dropped_and_read_again(tmp_path: Path):
         assert cache.table("a-0", never) == table(1)
 
 
-def test_other_data_sets_make_way_longest_unused_first(tmp_path: Path):
+def test_the_longest_unused_data_sets_are_evicted_first(tmp_path: Path):
     old = cache_of(tmp_path, 10**6, "old")
     for number in range(5):
         old.table(f"old-{number}", lambda: table(0))
         set_age(tmp_path, f"old-{number}", seconds=100 - number)
     size = bytes_in(tmp_path) // 5
     cache = cache_of(tmp_path, 6 * size, "new")
-    cache.table("old-0", never)  # is used now, so 1 is the longest unused
+    cache.table("old-0", never)  # is used now, so 1 is the least recently used
     for number in range(3):
         cache.table(f"new-{number}", lambda: table(1))
     assert entries(tmp_path) == ["new-0", "new-1", "new-2", "old-0", "old-3", "old-4"][:6]
     assert bytes_in(tmp_path) <= 6 * size
 
 
-def test_the_bound_holds_and_what_is_kept_of_a_set_is_not_replaced_by_more_of_it(tmp_path: Path):
+def test_the_size_limit_holds_and_a_data_set_does_not_evict_its_own_entries(tmp_path: Path):
     size = 1000
     cache_of(tmp_path).table("size-0", lambda: table(0))
     size = bytes_in(tmp_path)
@@ -287,7 +287,7 @@ def test_the_bound_holds_and_what_is_kept_of_a_set_is_not_replaced_by_more_of_it
             found.append(not loads)
         assert bytes_in(tmp_path) <= 4 * size
     assert found == [True] * 4 + [False] * 4
-    again = cache_of(tmp_path, 3 * size, "a")  # the bound is lower now
+    again = cache_of(tmp_path, 3 * size, "a")  # the limit is lower now
     for number in range(4):
         set_age(tmp_path, f"a-{number}", seconds=100 - number)
     again.table("a-8", lambda: table(1))
@@ -295,7 +295,7 @@ def test_the_bound_holds_and_what_is_kept_of_a_set_is_not_replaced_by_more_of_it
     assert "a-0" not in entries(tmp_path)
 
 
-def test_workers_of_a_node_read_a_row_group_once(tmp_path: Path):
+def test_workers_on_a_node_read_a_row_group_once(tmp_path: Path):
     loads: list[int] = []
 
     def load() -> pa.Table:
@@ -311,7 +311,7 @@ def test_workers_of_a_node_read_a_row_group_once(tmp_path: Path):
     assert entries(tmp_path) == ["a-0"]
 
 
-def test_a_worker_that_dies_while_it_writes_leaves_no_lock_behind(tmp_path: Path):
+def test_a_worker_that_dies_while_writing_leaves_no_lock(tmp_path: Path):
     code = (
         "import os, signal\nfrom raytrain_ddp.data.formats.disk_cache import DiskCache\n"
         f"cache = DiskCache({str(tmp_path)!r}, 10**6, ())\n"
@@ -326,7 +326,7 @@ def test_a_worker_that_dies_while_it_writes_leaves_no_lock_behind(tmp_path: Path
     assert cache.table("a-0", never) == table(1)
 
 
-def test_a_worker_that_hangs_while_it_writes_is_not_waited_for_for_ever(
+def test_the_wait_for_a_worker_that_hangs_while_writing_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     hanging, gate = threading.Event(), threading.Event()
@@ -346,7 +346,7 @@ def test_a_worker_that_hangs_while_it_writes_is_not_waited_for_for_ever(
     assert cache_of(tmp_path).table("a-0", never) == table(1)
 
 
-def test_a_full_disk_or_a_folder_that_cannot_be_is_reported_once_and_no_error(
+def test_a_full_disk_or_an_impossible_folder_is_reported_once_without_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     cache = cache_of(tmp_path)

@@ -1,4 +1,4 @@
-"""What `save_to_disk` of Hugging Face `datasets` writes, compared with `load_from_disk`."""
+"""The output of `save_to_disk` of Hugging Face `datasets`, compared with `load_from_disk`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_saved_data_set_has_the_rows_that_load_from_disk_reads(
     assert source.where(39).endswith("data-00002-of-00003.arrow, row 12")
 
 
-def test_the_splits_of_a_saved_dict_are_those_of_datasets(tmp_path: Path):
+def test_a_saved_dict_has_the_splits_of_datasets(tmp_path: Path):
     parts = {
         "train": range(9),
         "validation": range(9, 15),
@@ -165,7 +165,7 @@ def test_a_broken_saved_data_set_is_named_with_its_file(kind: str, tmp_path: Pat
     assert name in str(caught.value)
 
 
-def test_a_state_of_something_else_beside_images_is_left_alone(tmp_path: Path):
+def test_an_unrelated_state_json_next_to_images_is_ignored(tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(png(0))
@@ -183,7 +183,7 @@ def test_a_split_without_its_state_is_named(tmp_path: Path):
         splits_of(tmp_path / "x")
 
 
-def test_an_offset_that_leads_elsewhere_is_an_error_not_a_crash(tmp_path: Path):
+def test_an_invalid_offset_is_an_error_and_not_a_crash(tmp_path: Path):
     rows(range(6)).save_to_disk(tmp_path / "x")
     path = tmp_path / "x/data-00000-of-00001.arrow"
     content = bytearray(path.read_bytes())
@@ -196,7 +196,7 @@ def test_an_offset_that_leads_elsewhere_is_an_error_not_a_crash(tmp_path: Path):
         source.read(np.arange(6))
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path):
+def test_the_fingerprint_depends_on_the_content(tmp_path: Path):
     prints = []
     for name, ids in (("a", range(6)), ("b", range(6)), ("c", range(1, 7))):
         rows(ids).save_to_disk(tmp_path / name)

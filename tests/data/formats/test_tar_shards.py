@@ -1,4 +1,4 @@
-"""Tar files as WebDataset has them, compared with what webdataset reads, and what is broken."""
+"""WebDataset tar files, compared with what webdataset reads, and broken ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tar(path: Path, members: Iterable[Member], form: int = tarfile.GNU_FORMAT) -
 
 
 def samples(rows: Iterable[int]) -> Iterable[Member]:
-    """As the Hub's imagenet-1k-wds: an image, its class, and more about it."""
+    """Like the Hub's imagenet-1k-wds: an image, its class, and metadata."""
     for row in rows:
         yield f"{row:05d}.cls", str(row % 3).encode()
         yield f"{row:05d}.jpg", png(row)
@@ -63,7 +63,7 @@ def by_webdataset(path: Path) -> list[dict[str, Any]]:
 
 
 def theirs(paths: list[Path], image: str, label: str) -> list[tuple[bytes, Any]]:
-    """Encoded images and decoded labels, in the order of webdataset."""
+    """Encoded images and decoded labels, in webdataset's order."""
     found = [sample for path in paths for sample in by_webdataset(path)]
     return [
         (sample[image], json.loads(sample[label]) if label == "json" else sample[label].decode())
@@ -146,7 +146,7 @@ def test_large_samples_are_in_groups_of_8_mib(tmp_path: Path):
     assert [len(image) // 2**20 for image, _ in source.read(np.arange(8))] == sizes
 
 
-def test_what_lies_between_images_counts_for_the_size_of_a_group(tmp_path: Path):
+def test_bytes_between_images_count_toward_the_group_size(tmp_path: Path):
     members = [
         member
         for row in range(6)
@@ -161,7 +161,7 @@ def test_what_lies_between_images_counts_for_the_size_of_a_group(tmp_path: Path)
     assert [image[0] for image, _ in source.read(np.arange(6))] == [*range(6)]
 
 
-def test_the_index_is_made_once_and_again_when_the_file_changes(
+def test_the_index_is_built_once_and_rebuilt_when_the_file_changes(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made: list[str] = []
@@ -179,14 +179,14 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(
     assert len(made) == 1
     (index,) = cache.glob("*.arrow")
     content = bytearray(index.read_bytes())
-    content[-40] ^= 1  # a damaged index is made again
+    content[-40] ^= 1  # a damaged index is rebuilt
     index.write_bytes(content)
     assert all_rows(splits_of(path).train) == expected
     assert len(made) == 2
     assert splits_of(path, label_column="name").class_names[0] == "class 0"
     assert len(made) == 3
     os.utime(path, ns=(1, 1))
-    assert splits_of(path).train.fingerprint() == first.fingerprint()  # wherever, whenever
+    assert splits_of(path).train.fingerprint() == first.fingerprint()  # at any path and time
     assert len(made) == 4
     tar(path, samples(range(1, 6)))
     with pytest.raises(DataError, match=r"x\.tar, row group 0: cannot be read: it has changed"):
@@ -205,7 +205,7 @@ def test_a_header_damaged_in_place_is_named_when_it_is_read(tmp_path: Path):
         source.read(np.arange(2))
 
 
-def test_an_index_that_cannot_be_kept_is_made_again(
+def test_an_index_that_cannot_be_saved_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     path = tar(tmp_path / "x.tar", samples(range(5)))
@@ -215,7 +215,7 @@ def test_an_index_that_cannot_be_kept_is_made_again(
     assert "is not kept" in caplog.text
 
 
-def test_splits_are_found_and_what_lies_beside_is_named(tmp_path: Path):
+def test_splits_are_found_and_unused_files_are_named(tmp_path: Path):
     for split, rows in (("train-0000", 30), ("train-0001", 20), ("validation-00", 12)):
         tar(tmp_path / f"imagenet1k-{split}.tar", samples(range(rows)))
     (tmp_path / "_info.json").write_text("{}")

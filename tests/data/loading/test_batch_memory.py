@@ -1,4 +1,4 @@
-"""Memory of batches: the same tensors, but never written to while somebody looks at it."""
+"""Memory of batches: the same tensors are reused, but never written to while in use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from raytrain_ddp.data.loading.batch_memory import BatchMemory
 
 
-def test_it_is_used_again_only_when_no_view_is_left() -> None:
+def test_batch_memory_is_reused_only_when_no_view_is_left() -> None:
     memory = BatchMemory()
     batch = memory.empty(4, 8, 6)
     assert batch.shape == (4, 3, 8, 6)
@@ -27,7 +27,7 @@ def test_it_is_used_again_only_when_no_view_is_left() -> None:
     assert memory.empty(4, 8, 6).data_ptr() == place
 
 
-def test_a_smaller_batch_takes_it_and_a_larger_one_replaces_it() -> None:
+def test_a_smaller_batch_reuses_memory_and_a_larger_one_replaces_it() -> None:
     memory = BatchMemory()
     place = memory.empty(4, 8, 8).data_ptr()
     smaller = memory.empty(1, 4, 4)
@@ -35,5 +35,5 @@ def test_a_smaller_batch_takes_it_and_a_larger_one_replaces_it() -> None:
     assert smaller.is_contiguous(memory_format=torch.channels_last)
     del smaller
     assert memory.empty(8, 16, 16).fill_(1).shape == (8, 3, 16, 16)
-    assert memory.empty(1, 1, 1).data_ptr() != place  # what was too small is gone
+    assert memory.empty(1, 1, 1).data_ptr() != place  # memory that was too small is freed
     assert isinstance(pickle.loads(pickle.dumps(memory)), BatchMemory)

@@ -1,4 +1,4 @@
-"""Where images come from, what is made of them, and the threads that do it."""
+"""Where images come from, how they are prepared, and the threads that do it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from raytrain_ddp.errors import DataError
 
 
 def png(seed: int, height: int = 12, width: int = 10) -> bytes:
-    """A picture of noise; lossless, so that pixels can be compared."""
+    """A noise image; lossless, so that pixels can be compared."""
     random = np.random.Generator(np.random.Philox(seed))
     content = io.BytesIO()
     Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8)).save(content, "png")
@@ -68,7 +68,7 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------ other sources
 
 
-def test_other_sources_have_fingerprints_of_their_content(image_folder: Path):
+def test_custom_sources_have_fingerprints_of_their_content(image_folder: Path):
     def array(values: list[int]) -> ArraySource:
         return ArraySource({"x": np.array(values)})
 
@@ -138,7 +138,7 @@ def test_an_image_folder_has_its_classes_and_rows(image_folder: Path):
     assert source.where(8).endswith("dog/3.png")
 
 
-def test_an_image_folder_is_listed_as_torchvision_lists_it(tmp_path: Path):
+def test_an_image_folder_is_listed_as_by_torchvision(tmp_path: Path):
     for name in ("b/x/2.JPG", "b/10.png", "b/x/y/1.webp", "b/readme.txt", "a/z.jpeg", "a/Z.jpeg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -197,7 +197,7 @@ def test_a_row_has_the_same_pixels_in_any_batch_order_and_thread(choice: str, im
 
 
 @pytest.mark.parametrize("choice", ["random", "shift", "trivial"])
-def test_repeats_of_a_row_are_augmented_apart_and_decoded_once(
+def test_repeats_of_a_row_are_augmented_separately_and_decoded_once(
     choice: str, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source = FolderImages(str(image_folder / "train"))
@@ -208,14 +208,14 @@ def test_repeats_of_a_row_are_augmented_apart_and_decoded_once(
     rows, repeats = np.array([3, 3, 3, 7, 7, 7]), np.array([0, 1, 2] * 2)
     together = data.collate(source.read(rows), Draws(7, 0, rows, repeats))["image"]
     assert len(opened) == 2  # decoded
-    assert len({image.numpy().tobytes() for image in together}) > 4  # of 6; two may meet
+    assert len({image.numpy().tobytes() for image in together}) > 4  # of 6; two may coincide
     first = data.collate(source.read(rows[:1]), Draws(7, 0, rows[:1]))["image"]
-    assert torch.equal(first, together[:1])  # the first of its repeats is the row without any
+    assert torch.equal(first, together[:1])  # the first repeat equals the row without repeats
     third = data.collate(source.read(rows[2:3]), Draws(7, 0, rows[2:3], repeats[2:3]))["image"]
     assert torch.equal(third, together[2:3])
 
 
-def test_shift_moves_pixels_and_changes_none():
+def test_shift_moves_pixels_without_changing_values():
     images = [png(i, 8, 8) for i in range(40)]
     augment = AugmentConfig(crop="shift", flip=True)
     data = image_data(_Images(images), DataConfig(), augment, 1)
@@ -272,7 +272,7 @@ def test_fault_20_a_bad_sample_is_named(records: list[tuple[bytes, int]], report
 
 
 @pytest.mark.parametrize("augment", [None, AugmentConfig(crop="random", flip=True, erase=0.5)])
-def test_fault_20_bad_samples_are_left_out_if_that_is_wanted(augment: AugmentConfig | None):
+def test_fault_20_bad_samples_are_skipped_on_request(augment: AugmentConfig | None):
     config = DataConfig(image_size=8, bad_records="skip")
     data = image_data(_Images([]), config, augment, 4)
     bad = [b"no image", b"", png(1)[:60], BadRecord("null")]
@@ -301,7 +301,7 @@ def loader_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
-def test_prefetched_keeps_the_order_and_works_ahead_but_not_further(threads: int):
+def test_prefetched_keeps_the_order_and_works_ahead_within_its_limit(threads: int):
     begun: list[int] = []
 
     def work(item: int) -> int:
@@ -318,7 +318,7 @@ def test_prefetched_keeps_the_order_and_works_ahead_but_not_further(threads: int
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
-def test_prefetched_raises_the_workers_error_in_its_place_and_ends_its_threads(threads: int):
+def test_prefetched_raises_a_workers_error_in_order_and_ends_its_threads(threads: int):
     def work(item: int) -> int:
         if item == 3:
             raise DataError("row 3")
@@ -332,7 +332,7 @@ def test_prefetched_raises_the_workers_error_in_its_place_and_ends_its_threads(t
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_closing_ends_the_threads_and_begins_nothing_more(threads: int):
+def test_closing_ends_the_threads_and_starts_no_further_item(threads: int):
     begun: list[int] = []
 
     def work(item: int) -> None:
@@ -344,7 +344,7 @@ def test_closing_ends_the_threads_and_begins_nothing_more(threads: int):
     assert loader_threads()
     results.close()
     assert loader_threads() == []
-    assert len(begun) <= 1 + 2 * threads  # what ran may end; what waited is not begun
+    assert len(begun) <= 1 + 2 * threads  # running items may finish; waiting ones are not started
     count = len(begun)
     time.sleep(0.1)
     assert len(begun) == count
@@ -429,7 +429,7 @@ def test_eval_batches_are_the_chunks_in_stored_order_the_last_one_shorter(thread
 
 
 def test_bytes_prepared_ahead_are_bounded():
-    """Results of 100 bytes, 300 allowed: with one thread three are prepared, not ten."""
+    """Results of 100 bytes, 300 allowed: with one thread, three are prepared, not ten."""
     begun: list[int] = []
 
     def work(item: int) -> bytes:
@@ -445,8 +445,8 @@ def test_bytes_prepared_ahead_are_bounded():
     results.close()
 
 
-def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
-    """Each result takes a millisecond to use; the clock is ours."""
+def test_a_thread_is_added_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
+    """Each result takes a millisecond to consume; the clock is fake."""
     now = 0.0
     monkeypatch.setattr("raytrain_ddp.data.loading.loader_threads.time.monotonic", lambda: now)
     gate = Gate(LoaderThreads(3, begin=1))
@@ -468,11 +468,11 @@ def test_another_thread_joins_only_while_the_consumer_waits(monkeypatch: pytest.
     assert consume(128, 1e-5) == 1  # 1 % of the time
     assert consume(32, 1e-4) == 2  # 9 %
     assert consume(128, 1e-5) == 2
-    assert consume(320, 1e-4) == 3  # and never more than there may be
+    assert consume(320, 1e-4) == 3  # and never more than the limit
 
 
 @pytest.mark.parametrize("begin", [1, None])
-def test_no_more_threads_work_than_are_let_through(begin: int | None):
+def test_the_number_of_active_threads_is_limited(begin: int | None):
     running: set[int] = set()
     most: list[int] = []
 
@@ -490,7 +490,7 @@ def test_no_more_threads_work_than_are_let_through(begin: int | None):
     assert max(most) <= (begin or 3)
 
 
-def test_closing_runs_nothing_that_waits_to_be_let_through():
+def test_closing_starts_no_item_that_waits_for_a_thread():
     begun: list[int] = []
 
     def work(item: int) -> None:
@@ -500,7 +500,7 @@ def test_closing_runs_nothing_that_waits_to_be_let_through():
     results = prefetched(range(100), work, LoaderThreads(8, begin=1))
     next(results)
     results.close()
-    assert len(begun) <= 3  # the first, and what had begun when it came
+    assert len(begun) <= 3  # the first, and those that had started when it arrived
 
 
 def test_a_batch_that_lost_samples_is_an_error_unless_they_may_be_skipped():
@@ -511,7 +511,7 @@ def test_a_batch_that_lost_samples_is_an_error_unless_they_may_be_skipped():
 
 
 class Hinted:
-    """Rows in blocks of 4; notes what is read and hinted."""
+    """Rows in blocks of 4; records which rows are read and hinted."""
 
     block_bytes = np.full(40, 2**20)
 
@@ -534,7 +534,7 @@ class Hinted:
         return ""
 
 
-def test_a_source_learns_of_each_row_before_it_is_read_and_of_no_other_lane():
+def test_a_source_is_notified_of_each_row_of_its_own_lanes_before_the_read():
     source = Hinted()
     data = Data(source, lambda records, _: {"row": torch.from_numpy(records["row"])})
     plan = Plan(160, slots=4, micro_batch=5)
@@ -569,7 +569,7 @@ def test_the_window_follows_from_the_size_of_the_blocks():
     assert window_for(rows_data(20), "auto") == 16
 
 
-def test_more_row_groups_than_memory_holds_are_reported():
+def test_more_row_groups_than_fit_in_memory_are_reported():
     data = Data(Hinted(), lambda records, _: {})
     plan = Plan(160, slots=4, micro_batch=5)
 
@@ -588,7 +588,7 @@ def test_more_row_groups_than_memory_holds_are_reported():
     assert note("none", 1) is None
 
 
-def test_repeats_come_together_and_each_draws_its_own_numbers():
+def test_repeats_are_adjacent_and_draw_separate_random_numbers():
     plan = Plan(20, slots=4, micro_batch=6, repeats=3)
 
     def steps(size: int, rank: int) -> Iterator[Any]:
@@ -612,9 +612,7 @@ def test_repeats_come_together_and_each_draws_its_own_numbers():
 
 @pytest.mark.parametrize("repeats", [3, 4])
 @pytest.mark.parametrize("shuffle", ["full", "block"])
-def test_spread_repeats_are_in_other_slots_of_the_step_on_any_number_of_workers(
-    repeats: int, shuffle: Any
-):
+def test_spread_repeats_are_in_different_slots_on_any_number_of_workers(repeats: int, shuffle: Any):
     plan = Plan(50, slots=4, micro_batch=3, repeats=repeats, spread=True)
     used = 50 // repeats
     assert plan.steps_per_epoch == 4  # 48 samples, not 50 times as many
@@ -626,7 +624,7 @@ def test_spread_repeats_are_in_other_slots_of_the_step_on_any_number_of_workers(
 
     alone = steps(1, 0)
     spread = sorted([*steps(3, 0), *steps(3, 1), *steps(3, 2)], key=lambda s: (s.step, s.index))
-    for ours in (spread[20:], steps(1, 0, start=5)):  # from any start, too
+    for ours in (spread[20:], steps(1, 0, start=5)):  # from any start step, too
         for one, other in zip(alone[20:], ours, strict=True):
             assert torch.equal(one.batch["row"], other.batch["row"])
             assert torch.equal(one.batch["draw"], other.batch["draw"])
@@ -644,8 +642,9 @@ def test_spread_repeats_are_in_other_slots_of_the_step_on_any_number_of_workers(
     assert chosen[0] != chosen[1]
 
 
-def test_the_first_spread_samples_are_those_of_torchvisions_sampler():
-    """references/classification/sampler.py: each index `repetitions` times, dealt one by one."""
+def test_the_first_spread_samples_equal_torchvisions_sampler():
+    """references/classification/sampler.py: each index `repetitions` times, distributed one by
+    one."""
     slots, repeats, rows = 8, 3, 64
     plan = Plan(rows, slots, micro_batch=4, repeats=repeats, spread=True)
     indices = [index for index in range(rows) for _ in range(repeats)]
@@ -657,7 +656,7 @@ def test_the_first_spread_samples_are_those_of_torchvisions_sampler():
 
 
 def bad_rows_data(rows: int, bad: set[int]) -> Data:
-    """Rows of which some are left out."""
+    """Rows, some of which are skipped."""
 
     def collate(records: dict[str, np.ndarray], draws: Draws) -> dict[str, torch.Tensor]:
         kept = [row for row in records["row"].tolist() if row not in bad]
@@ -666,7 +665,7 @@ def bad_rows_data(rows: int, bad: set[int]) -> Data:
     return Data(ArraySource({"row": np.arange(rows)}), collate)
 
 
-def test_fault_20_a_slot_counts_the_samples_that_are_left():
+def test_fault_20_a_slot_counts_the_remaining_samples():
     plan = Plan(24, slots=4, micro_batch=3)
     bad = {0, 1, 2, 3, 4, 5, 11, 12}
 
@@ -680,7 +679,7 @@ def test_fault_20_a_slot_counts_the_samples_that_are_left():
     assert sorted(good) == [row for row in range(24) if row not in bad]
     assert sum(slot.planned - slot.samples for slot in slots) == len(bad)
     assert [slot.samples for slot in slots if slot.index == 0] == [0, 0]  # rows 0 to 5
-    assert all(samples_of(slot.batch) for slot in slots)  # the filler, where none is left
+    assert all(samples_of(slot.batch) for slot in slots)  # the filler, if none is left
     halves = steps(2, 0) + steps(2, 1)
     key = lambda slot: (slot.step, slot.index)  # noqa: E731
     assert [(key(s), s.samples) for s in sorted(halves, key=key)] == [
@@ -697,7 +696,7 @@ def test_fault_20_data_without_any_good_record_are_refused():
         loader.any_batch()
 
 
-def test_digests_tell_rows_and_pixels_apart():
+def test_digests_differ_by_rows_and_by_pixels():
     def digests(seed: int, draw: float = 0.0) -> list[str]:
         data = rows_data(20)
         own = Data(
@@ -760,13 +759,13 @@ def test_an_iterable_is_sharded_by_offset_each_item_once(kind: Any, threads: int
                 seen += slot.batch["row"].tolist()
             if kind is SeekableStream:
                 assert stream.given == sum(slot.samples for slot in slots)
-            else:  # each of a worker's lanes passes over what comes before it, once
+            else:  # each lane of a worker skips the items before its own, once
                 passed_over = sum(plan.lane(slot)[1] for slot in items_of_rank(4, size, rank))
                 assert stream.given == passed_over
         assert sorted(seen) == list(range(107))
 
 
-def test_an_iterable_goes_on_at_the_right_item_and_begins_anew_each_epoch():
+def test_an_iterable_resumes_at_the_right_item_and_restarts_each_epoch():
     plan = Plan(20, slots=2, micro_batch=5)
     loader = TrainLoader(stream_data(Stream(20), 20), plan, "none", 3, 9, 1, 0, LoaderThreads(1))
     rows = [[s.batch["row"].tolist() for s in step] for step in loader.steps(1, 4)]
@@ -774,14 +773,14 @@ def test_an_iterable_goes_on_at_the_right_item_and_begins_anew_each_epoch():
     assert rows == [second, [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]], second]
 
 
-def test_an_iterable_that_is_shorter_than_announced_is_named():
+def test_an_iterable_shorter_than_its_length_is_named():
     with pytest.raises(DataError, match="Stream ended after 18 items, 20 were expected"):
         IterableSource(Stream(18), 20).read(np.arange(15, 20))
     with pytest.raises(DataError, match=r"Stream has no length: give .* rows="):
         IterableSource(Stream(18))
 
 
-def test_how_an_epoch_is_shuffled_follows_from_the_data():
+def test_the_kind_of_shuffle_follows_from_the_data():
     plain = rows_data(20)
     assert [shuffle_for(plain, asked) for asked in ("auto", "full", "block")] == [
         *("full", "full", "block"),

@@ -1,4 +1,4 @@
-"""Loader processes: in order, with the user's own errors, and gone when they should be."""
+"""Loader processes: results in order, the user's own errors, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Point = namedtuple("Point", "x y")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _standing() -> Any:
+def _keep_interpreter() -> Any:
     return loader_processes._server()
 
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., LoaderProcesses]]:
-    """Makes pools that are closed in the end."""
+    """Creates pools that are closed at the end."""
     pools: list[LoaderProcesses] = []
 
     def make(work: Callable[[Any], Any]) -> LoaderProcesses:
@@ -51,7 +51,7 @@ def made() -> Iterator[Callable[..., LoaderProcesses]]:
 
 
 def children() -> set[int]:
-    """All processes below this one, but for the interpreter that they are forked from."""
+    """All processes below this one, except the interpreter they are forked from."""
     found = psutil.Process().children(recursive=True)
     return {p.pid for p in found if not zombie(p.pid)} - {
         p.pid for p in psutil.Process().children()
@@ -81,7 +81,7 @@ def ahead(pool: LoaderProcesses, items: Any, threads: LoaderThreads) -> Iterator
 
 
 @pytest.mark.parametrize("begin", [1, None])
-def test_results_come_in_order_and_no_further_ahead_than_asked(
+def test_results_arrive_in_order_and_within_the_prefetch_limit(
     made: Callable[..., LoaderProcesses], begin: int | None
 ):
     begun: list[int] = []
@@ -108,7 +108,7 @@ def test_results_come_in_order_and_no_further_ahead_than_asked(
     assert children() - before == pids
 
 
-def test_an_error_comes_in_its_place_with_the_users_own_traceback(
+def test_an_error_arrives_in_order_with_the_users_traceback(
     made: Callable[..., LoaderProcesses],
 ):
     def users_code(item: int) -> int:
@@ -159,7 +159,7 @@ def test_errors_of_any_kind_arrive(made: Callable[..., LoaderProcesses]):
         (lambda: sys.exit(4), "exited with status 4"),
     ],
 )
-def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
+def test_fault_37_the_death_of_a_process_is_an_error_that_names_its_item(
     end: Callable[[], None], how: str, made: Callable[..., LoaderProcesses]
 ):
     def work(item: int) -> int:
@@ -173,7 +173,7 @@ def test_fault_37_a_process_that_ends_is_an_error_that_names_what_it_loaded(
         next(results)
 
 
-def test_what_a_process_sent_before_it_ended_arrives_though_it_left_items_unread():
+def test_results_sent_before_a_process_died_arrive_although_items_are_unread():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     shared_memory.send(theirs, "the reply")
     shared_memory.send(ours, "an item that it never reads")
@@ -186,7 +186,7 @@ def test_what_a_process_sent_before_it_ended_arrives_though_it_left_items_unread
 
 @contextmanager
 def files_left(number: int) -> Iterator[None]:
-    """So many descriptors are free."""
+    """Leaves this number of file descriptors free."""
     before, opened = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + number + 1, before[1]))
@@ -203,8 +203,8 @@ def files_left(number: int) -> Iterator[None]:
             os.close(file)
 
 
-@pytest.mark.parametrize("among", [1, 2])  # the second process is not there yet
-def test_an_item_that_cannot_be_sent_for_lack_of_files_is_refused(
+@pytest.mark.parametrize("among", [1, 2])  # the second process has not started yet
+def test_an_item_that_cannot_be_sent_for_lack_of_file_descriptors_is_refused(
     among: int, made: Callable[..., LoaderProcesses]
 ):
     pool = made(lambda item: item)
@@ -215,7 +215,7 @@ def test_an_item_that_cannot_be_sent_for_lack_of_files_is_refused(
 
 
 @pytest.mark.parametrize("free", [0, 1])  # to receive one, and to map it
-def test_a_result_that_cannot_be_received_for_lack_of_files_is_an_error(
+def test_a_result_that_cannot_be_received_for_lack_of_file_descriptors_is_an_error(
     free: int, made: Callable[..., LoaderProcesses]
 ):
     pool = made(lambda item: item)
@@ -225,7 +225,7 @@ def test_a_result_that_cannot_be_received_for_lack_of_files_is_an_error(
     assert replies[1].result() == 1
 
 
-def test_loader_processes_that_cannot_be_made_for_lack_of_files_are_refused():
+def test_loader_processes_that_cannot_be_started_for_lack_of_file_descriptors_are_refused():
     with files_left(0), pytest.raises(PreflightError, match=r"ulimit -n"):
         LoaderProcesses(lambda item: item, str)
 
@@ -244,19 +244,19 @@ def test_an_item_that_does_not_fit_into_memory_is_refused(
     assert pool.submit(2, 1).result() == 2
 
 
-def test_signals_for_the_training_are_not_for_loader_processes(
+def test_loader_processes_ignore_signals_to_the_training(
     made: Callable[..., LoaderProcesses],
 ):
-    """Ctrl-C and a scheduler's SIGTERM reach all: the training ends after its step."""
+    """Ctrl-C and a scheduler's SIGTERM reach all processes: the training ends after its step."""
     pool = made(lambda item: os.getpid())
     pid = pool.submit(0, 1).result()
-    assert os.getpgid(pid) != os.getpgid(0)  # torchrun signals the group, maybe during the start
+    assert os.getpgid(pid) != os.getpgid(0)  # torchrun signals the group, possibly during startup
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(pid, number)
         assert pool.submit(0, 1).result() == pid
 
 
-def test_closing_ends_the_processes_also_without_being_asked():
+def test_the_processes_end_when_closed_and_without_an_explicit_close():
     before = children()
     pool = LoaderProcesses(lambda item: os.getpid(), str)
     pids = {pool.submit(0, 2).result() for _ in range(4)}
@@ -300,7 +300,7 @@ if sys.argv[1] != "end":
 
 @pytest.mark.parametrize("way", ["end", "raise", "kill", "stuck"])
 def test_fault_37_no_process_outlives_a_script(way: str, tmp_path: Path):
-    """A script without a guard of __main__ that ends, raises, or is killed."""
+    """A script without a __main__ guard that ends, raises, or is killed."""
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -319,7 +319,7 @@ def test_fault_37_no_process_outlives_a_script(way: str, tmp_path: Path):
     assert gone(pids)
 
 
-# ------------------------------------------------------------------ what goes between them
+# ------------------------------------------------------------------ transfers between them
 
 
 def tensors() -> list[torch.Tensor]:
@@ -340,7 +340,7 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
+def test_tensors_and_arrays_arrive_unchanged_and_writable():
     value = {"tensors": tensors(), "point": Point(np.arange(5), "text"), "none": None}
     file = shared_memory.pack(value)
     arrived = shared_memory.unpack(file)
@@ -359,7 +359,8 @@ def test_tensors_and_arrays_arrive_as_they_were_and_can_be_changed():
 
 @pytest.mark.each_version
 def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
-    """One of 64 KiB is enough for batches of 8 MiB; without mounts: nothing is ever there."""
+    """One of 64 KiB is enough for batches of 8 MiB; without mount rights, it is only checked to
+    stay empty."""
     script = (
         "import os, torch\n"
         "from raytrain_ddp.data.loading.loader_processes import LoaderProcesses\n"

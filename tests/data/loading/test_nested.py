@@ -1,4 +1,4 @@
-"""Batches of any shape: counted, moved and compared by all of their tensors."""
+"""Nested batches: all of their tensors are counted, moved, and compared."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sample:
 
 
 class Unlike(UserDict):  # type: ignore[type-arg]
-    """Has a constructor of its own, as BatchEncoding of transformers."""
+    """Has its own constructor, like BatchEncoding of transformers."""
 
     def __init__(self, data: dict[str, Tensor], needed: int) -> None:
         super().__init__(data)
@@ -66,7 +66,7 @@ BATCHES: list[Any] = [
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: type(batch).__name__)
-def test_every_nest_is_counted_and_moved_whole(batch: Any):
+def test_all_tensors_of_a_nested_batch_are_counted_and_moved(batch: Any):
     assert samples_of(batch) == 4
     moved = to_device(batch, torch.device("meta"))
     assert type(moved) is type(batch)
@@ -119,7 +119,7 @@ def test_packed_sparse_and_nested_tensors_are_leaves(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_digests_tell_nested_tensors_of_other_lengths_apart():
+def test_digests_differ_for_nested_tensors_of_different_lengths():
     def strided(*lengths: int) -> Tensor:
         return torch.nested.nested_tensor([torch.ones(n, 2) for n in lengths])
 
@@ -148,7 +148,7 @@ def test_arrays_of_objects_have_digests_of_their_content():
     assert digest_of(b"", named("ab", "c")) not in [digest_of(b"", each) for each in others]
 
 
-def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
+def test_values_that_are_not_tensors_are_kept_and_count_in_the_digest():
     def batch(name: str, number: float, row: int) -> Any:
         return {"x": x(), "name": [name], "number": number, "rows": np.array([row])}
 
@@ -173,7 +173,7 @@ def test_what_is_no_tensor_travels_along_and_counts_in_the_digest():
         ({"x": np.ones(4), "id": ["a"]}, r"tensors \(it contains ndarray, str\): .* count=..."),
     ],
 )
-def test_a_number_of_samples_is_never_guessed(batch: Any, reported: str):
+def test_an_ambiguous_number_of_samples_is_an_error(batch: Any, reported: str):
     with pytest.raises(TaskError, match=reported):
         samples_of(batch)
 
@@ -187,7 +187,7 @@ def loader_of(collate: Any, count: Any = None, skip: bool = False, threads: int 
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_the_loader_takes_any_nest_and_fills_slots_with_it(threads: int):
+def test_the_loader_accepts_any_nested_batch(threads: int):
     def collate(records: dict[str, np.ndarray], draws: Draws) -> Batch:
         kept = [row for row in records["row"].tolist() if row >= 6]  # slot 0 has none
         return Pair(torch.tensor(kept), {"name": [f"row {row}" for row in kept], "scale": 1.5})
@@ -204,7 +204,8 @@ def test_the_loader_takes_any_nest_and_fills_slots_with_it(threads: int):
 
 
 def test_more_samples_than_records_are_refused():
-    """As when a collate stacks several crops of each record: all weights would be wrong."""
+    """For example, a collate function that stacks several crops of each record: all weights would
+    be wrong."""
 
     def crops(records: dict[str, np.ndarray], draws: Draws) -> Batch:
         return {"x": torch.from_numpy(np.repeat(records["row"], 8))}
@@ -213,8 +214,8 @@ def test_more_samples_than_records_are_refused():
         next(loader_of(crops).steps(0, 1))
 
 
-def test_who_counts_batches_may_give_anything():
-    """Boxes of detection, of which each picture has another number."""
+def test_with_a_count_function_a_batch_may_be_anything():
+    """For example, detection boxes, whose number differs between images."""
 
     def collate(records: dict[str, np.ndarray], draws: Draws) -> Batch:
         return [{"boxes": torch.zeros(row, 4)} for row in records["row"].tolist()]
@@ -224,6 +225,6 @@ def test_who_counts_batches_may_give_anything():
     assert slots[1].batch[2]["boxes"].shape == (8, 4)
 
 
-def test_arrays_and_items_are_collated_without_a_function_of_ones_own():
+def test_arrays_and_items_are_collated_by_default():
     batch = Data(ArraySource({"row": np.arange(24)})).batch(Draws(0, 0, np.array([3, 1])))
     assert batch["row"].tolist() == [3, 1]

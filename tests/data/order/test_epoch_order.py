@@ -1,4 +1,4 @@
-"""The order of samples: exactly once, for any world size, from any step on."""
+"""The order of samples: each exactly once, for any world size, from any step on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step_of_rank(plan: Plan, order: EpochOrder, step: int, world_size: int, rank
 
 
 @given(plans)
-def test_exactly_once_for_every_world_size_also_those_that_do_not_divide_the_slots(plan: Plan):
+def test_each_row_occurs_exactly_once_for_every_world_size(plan: Plan):
     for world_size in range(1, plan.slots + 1):
         places = [
             place
@@ -113,10 +113,10 @@ def test_every_shuffle_is_a_permutation(
 
 
 @given(blocks, shuffles, st.integers(1, 20), st.data())
-def test_any_piece_of_the_order_can_be_read_at_once(
+def test_any_step_of_the_order_can_be_read_directly(
     blocks: np.ndarray, shuffle: str, window: int, data: st.DataObject
 ):
-    """O(1) start: a fresh order, asked for step k only, gives what a reader from 0 sees there."""
+    """O(1) start: a new order asked only for step k gives what a reader from step 0 sees there."""
     whole = EpochOrder(blocks, shuffle, 5, 2, window)
     sequence = np.concatenate([whole.read(place, place + 1) for place in range(whole.rows)])
     start = data.draw(st.integers(0, whole.rows))
@@ -125,8 +125,8 @@ def test_any_piece_of_the_order_can_be_read_at_once(
     assert piece.tolist() == sequence[start:stop].tolist()
 
 
-def test_a_step_is_reached_without_making_the_order_before_it():
-    """Block shuffle of a million blocks: the first read makes one window, not the epoch."""
+def test_a_step_is_reached_without_computing_the_preceding_order():
+    """Block shuffle of a million blocks: the first read computes one window, not the epoch."""
     order = EpochOrder(runs_of(10**9, 1000), "block", 0, 0)
     order.read(5 * 10**8, 5 * 10**8 + 64)
     assert order._read_window.cache_info().currsize <= 2
@@ -145,13 +145,13 @@ def test_epochs_and_seeds_give_different_orders(shuffle: str):
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
 def test_windows_and_blocks_are_mixed_well(shuffle: str):
-    """No block stays together: neighbours in the order come from the same block by chance only."""
+    """No block stays together: adjacent rows come from the same block only by chance."""
     rows = EpochOrder(runs_of(16_000, 100), shuffle, 3, 1, window=16).read(0, 16_000)
     together = np.mean(rows[1:] // 100 == rows[:-1] // 100)
     assert together < 2 / 16
 
 
-def test_none_keeps_the_stored_order():
+def test_shuffle_none_keeps_the_stored_order():
     order = EpochOrder(runs_of(100, 7), "none", 3, 1)
     assert order.read(0, 100).tolist() == list(range(100))
 
@@ -183,8 +183,10 @@ def test_the_order_is_frozen():
 def test_a_lane_reads_few_row_groups(
     length: int, count: int, window: int, slots: int, micro_batch: int, seed: int
 ):
-    """In any run of steps a slot touches the blocks of the windows that it crosses, no others; a
-    block is read by several slots only where their lanes meet within its window."""
+    """In any range of steps, a slot touches only the blocks of the windows it crosses.
+
+    A block is read by several slots only where their lanes meet within its window.
+    """
     order = EpochOrder(np.full(count, length, np.int64), "block", seed, 0, window)
     plan = Plan(order.rows, slots, micro_batch)
     pairs: set[tuple[int, int]] = set()
@@ -205,7 +207,7 @@ def test_a_lane_reads_few_row_groups(
         assert max(readers) - min(readers) <= 1 + (window * length - 1) // shortest_lane
 
 
-def test_a_slot_never_returns_to_a_window_that_it_left():
+def test_a_slot_never_returns_to_an_earlier_window():
     order = EpochOrder(runs_of(4096, 16), "block", 1, 0, window=4)
     plan = Plan(order.rows, 4, 8)
     for slot in range(plan.slots):
@@ -218,7 +220,7 @@ def test_a_slot_never_returns_to_a_window_that_it_left():
 
 
 def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
-    """Loader threads share one order, and more lanes than it keeps windows of."""
+    """Loader threads share one order, and there are more lanes than cached windows."""
     order = EpochOrder(runs_of(200 * 32, 8), "block", 4, 0, window=4)  # 200 windows of 32 rows
     expected = EpochOrder(runs_of(200 * 32, 8), "block", 4, 0, window=4).read(0, order.rows)
     plan = Plan(order.rows, 100, 4)
@@ -241,7 +243,7 @@ def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 63, 64, 65, 1000, 4096, 70_001])
-def test_both_ways_of_permuting_reach_each_number_once(n: int):
+def test_both_kinds_of_permutation_reach_each_number_once(n: int):
     everything = np.arange(n)
     for epoch in range(3):
         for permuted in (Feistel(n, 0, epoch)(everything), sorted_permutation(n, 0, epoch, 1)):
@@ -249,14 +251,16 @@ def test_both_ways_of_permuting_reach_each_number_once(n: int):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 64, 1000, 70_001])
-def test_a_feistel_permutation_can_be_undone(n: int):
+def test_a_feistel_permutation_can_be_inverted(n: int):
     permutation = Feistel(n, 1, 2)
     everything = np.arange(n)
     assert np.array_equal(permutation.inverse(permutation(everything)), everything)
 
 
 @given(blocks, st.integers(0, 3))
-def test_runs_begin_and_hold_places_as_their_lengths_say(lengths: np.ndarray, key: int):
+def test_row_runs_start_and_contain_positions_according_to_their_lengths(
+    lengths: np.ndarray, key: int
+):
     permutation = Feistel(len(lengths), key)
     order = permutation(np.arange(len(lengths)))
     for runs, laid in (
@@ -269,7 +273,7 @@ def test_runs_begin_and_hold_places_as_their_lengths_say(lengths: np.ndarray, ke
         assert runs.at(np.arange(laid.sum())).tolist() == holds.tolist()
 
 
-def test_any_part_of_a_feistel_permutation_can_be_asked_for():
+def test_any_part_of_a_feistel_permutation_can_be_computed():
     permutation = Feistel(10**9, 5)
     places = np.array([0, 1, 999_999_999, 123_456_789])
     together = permutation(places)
@@ -278,16 +282,16 @@ def test_any_part_of_a_feistel_permutation_can_be_asked_for():
     assert len(np.unique(permutation(np.arange(5 * 10**8, 5 * 10**8 + 100_000)))) == 100_000
 
 
-def test_a_feistel_permutation_of_few_takes_each_of_its_forms_alike_often():
-    """24 forms, 1200 keys: 50 each, with a standard deviation of 7."""
+def test_all_permutations_of_a_small_feistel_domain_are_equally_frequent():
+    """24 permutations, 1200 keys: 50 each, with a standard deviation of 7."""
     forms = Counter(tuple(Feistel(4, key)(np.arange(4)).tolist()) for key in range(1200))
     assert len(forms) == 24
     assert min(forms.values()) > 20
     assert max(forms.values()) < 80
 
 
-def test_neighbours_of_a_feistel_permutation_are_strangers():
-    """A million places cut into 10 runs: where the members of a run land is even, too."""
+def test_a_feistel_permutation_spreads_neighbors_uniformly():
+    """A million positions cut into 10 ranges: the members of a range are spread evenly, too."""
     permuted = Feistel(10**6, 3)(np.arange(10**6))
     assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 0.005
     landed = np.histogram2d(np.arange(10**6), permuted, bins=10)[0]
@@ -295,7 +299,7 @@ def test_neighbours_of_a_feistel_permutation_are_strangers():
 
 
 @pytest.mark.parametrize("shuffle", ["full", "block"])
-def test_an_epoch_of_a_thousand_million_rows_is_made_in_little_memory(shuffle: str):
+def test_an_epoch_of_a_billion_rows_needs_little_memory(shuffle: str):
     blocks = np.full(10**7, 100)
     blocks[99::100] = 37  # the last row group of each file
     tracemalloc.start()
@@ -316,10 +320,10 @@ def test_an_epoch_of_a_thousand_million_rows_is_made_in_little_memory(shuffle: s
     limit=st.integers(0, 5),
     spread=st.booleans(),
 )
-def test_the_samples_of_a_step_are_those_of_its_slots(
+def test_the_samples_of_a_step_are_the_sum_of_its_slots(
     rows: int, slots: int, rows_at_once: int, repeats: int, limit: int, spread: bool
 ):
-    """Counted without visiting the slots, of which a large run has thousands."""
+    """Computed without visiting the slots, of which a large run has thousands."""
     micro_batch = rows_at_once * repeats
     plan = Plan(rows, max(slots, repeats), micro_batch, repeats, limit, spread)
     for step in range(plan.steps_per_epoch + 1):

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a sample: the same wherever and with whomever it is read."""
+"""Random numbers of a sample: the same wherever and with whatever other samples it is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_many(seed: int = 0, epoch: int = 0, count: int = 2, stream: int = 0) -> n
 
 
 @given(ids, ids, rows, st.integers(1, 9), st.integers(0, 9))
-def test_draws_lie_in_0_to_1_and_have_a_row_for_each_sample(
+def test_draws_are_between_0_and_1_with_a_row_for_each_sample(
     seed: int, epoch: int, rows: np.ndarray, count: int, stream: int
 ):
     draws = Draws(seed, epoch, rows).uniform(count, stream)
@@ -32,7 +32,7 @@ def test_draws_lie_in_0_to_1_and_have_a_row_for_each_sample(
 
 
 @given(ids, ids, rows)
-def test_a_row_draws_the_same_alone_in_company_and_in_any_order(
+def test_a_rows_draws_do_not_depend_on_the_other_rows_or_their_order(
     seed: int, epoch: int, rows: np.ndarray
 ):
     together = Draws(seed, epoch, rows).uniform(3)
@@ -42,14 +42,14 @@ def test_a_row_draws_the_same_alone_in_company_and_in_any_order(
 
 
 @given(ids, ids, rows, st.integers(1, 9))
-def test_asking_for_more_numbers_does_not_change_the_first(
+def test_drawing_more_numbers_does_not_change_the_first_ones(
     seed: int, epoch: int, rows: np.ndarray, count: int
 ):
     draws = Draws(seed, epoch, rows)
     assert draws.uniform(count + 5)[:, :count].tolist() == draws.uniform(count).tolist()
 
 
-def test_seed_epoch_row_column_and_stream_each_give_other_numbers():
+def test_seed_epoch_row_column_and_stream_each_change_the_numbers():
     base = of_many()
     others = [of_many(seed=1), of_many(epoch=1), of_many(stream=1), np.roll(base, 1, axis=0)]
     others += [of_many(seed=2**40), base[:, ::-1]]
@@ -71,9 +71,8 @@ def test_draws_are_uniform_over_rows_and_over_columns():
         assert abs(np.corrcoef(draws[1:], draws[:-1])[0, 1]) < 0.03
 
 
-def test_columns_of_neighbouring_rows_do_not_overlap():
-    """A counter that runs through rows and columns alike would give row 0's second number to row 1
-    as its first."""
+def test_columns_of_adjacent_rows_do_not_overlap():
+    """A single counter over rows and columns would make row 0's second number row 1's first."""
     draws = of_many(count=8)
     assert len(np.unique(draws)) == draws.size
 

@@ -1,4 +1,4 @@
-"""Augmentation behind the crop: policies on the host, and what is done to a batch on the device."""
+"""Augmentation after the crop: policies on the host, and batch operations on the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVERY_KIND = [
 
 
 def picture(height: int = 20, width: int = 26, seed: int = 0) -> Tensor:
-    """Soft shapes under noise, some of it clipped; uint8 (3, height, width)."""
+    """Soft shapes with noise, partly clipped; uint8 (3, height, width)."""
     random = np.random.Generator(np.random.Philox(seed))
     shapes = torch.from_numpy(random.random((1, 3, 4, 4)))
     shapes = interpolate(shapes, (height, width), mode="bicubic")[0]
@@ -67,8 +67,8 @@ def pick(index: int, count: int) -> float:
 Space = dict[str, Any]  # name -> (function of levels, height and width, signed)
 
 
-class Dealt:
-    """torch's random numbers, as torchvision's policies will get them: dealt by a test."""
+class ScriptedRandom:
+    """Replaces torch's random numbers for torchvision's policies with those given by a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.integers: list[int] = []
@@ -79,7 +79,7 @@ class Dealt:
         )
 
     def operation(self, space: Space, name: str, level: int | None, negative: bool) -> None:
-        """`level` None: the policy's own, not drawn."""
+        """`level` None: the policy's own fixed level, which is not drawn."""
         magnitudes, signed = space[name]
         self.integers.append(list(space).index(name))
         if level is not None and magnitudes(31, 9, 9) is not None:
@@ -89,8 +89,8 @@ class Dealt:
 
 
 @pytest.fixture
-def dealt(monkeypatch: pytest.MonkeyPatch) -> Dealt:
-    return Dealt(monkeypatch)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedRandom:
+    return ScriptedRandom(monkeypatch)
 
 
 def names_of(policy: auto_augment.Policy) -> list[str]:
@@ -100,7 +100,7 @@ def names_of(policy: auto_augment.Policy) -> list[str]:
 # ------------------------------------------------------------------ policies, pixel for pixel
 
 
-def test_the_operations_are_torchvisions():
+def test_the_operations_equal_torchvisions():
     spaces = {
         "randaugment": v2.RandAugment._AUGMENTATION_SPACE,
         "trivial": v2.TrivialAugmentWide._AUGMENTATION_SPACE,
@@ -116,31 +116,35 @@ def test_the_operations_are_torchvisions():
             assert signed == space[name][1]
 
 
-def test_trivial_augment_gives_torchvisions_pixels_for_every_operation_level_and_sign(dealt: Dealt):
+def test_trivial_augment_gives_torchvisions_pixels_for_every_operation_level_and_sign(
+    scripted: ScriptedRandom,
+):
     config, theirs, image = AugmentConfig(policy="trivial"), v2.TrivialAugmentWide(), picture()
     names = names_of("trivial")
     for (i, name), level, negative in product(enumerate(names), range(31), (False, True)):
-        dealt.operation(theirs._AUGMENTATION_SPACE, name, level, negative)
+        scripted.operation(theirs._AUGMENTATION_SPACE, name, level, negative)
         draws = [pick(i, len(names)), pick(level, 31), pick(1 - negative, 2)]
         assert torch.equal(apply_policy(image, config, draws), theirs(image)), (name, level)
-    assert not dealt.integers
-    assert not dealt.signs
+    assert not scripted.integers
+    assert not scripted.signs
 
 
-def test_randaugment_gives_torchvisions_pixels_for_every_operation_magnitude_and_sign(dealt: Dealt):
+def test_randaugment_gives_torchvisions_pixels_for_every_operation_magnitude_and_sign(
+    scripted: ScriptedRandom,
+):
     image, names = picture(), names_of("randaugment")
     for magnitude in range(0, 31, 3):
         config = AugmentConfig(policy="randaugment", operations=1, magnitude=magnitude)
         theirs = v2.RandAugment(num_ops=1, magnitude=magnitude)
         for (i, name), negative in product(enumerate(names), (False, True)):
-            dealt.operation(theirs._AUGMENTATION_SPACE, name, None, negative)
+            scripted.operation(theirs._AUGMENTATION_SPACE, name, None, negative)
             draws = [pick(i, len(names)), pick(1 - negative, 2)]
             assert torch.equal(apply_policy(image, config, draws), theirs(image)), (name, magnitude)
 
 
 @pytest.mark.parametrize("size", [(20, 26), (31, 17), (224, 224)])
-def test_randaugments_operations_follow_each_other_as_torchvisions(
-    dealt: Dealt, size: tuple[int, int]
+def test_randaugment_chains_operations_as_torchvision(
+    scripted: ScriptedRandom, size: tuple[int, int]
 ):
     config = AugmentConfig(policy="randaugment", operations=3)
     theirs, names = v2.RandAugment(num_ops=3), names_of("randaugment")
@@ -148,13 +152,13 @@ def test_randaugments_operations_follow_each_other_as_torchvisions(
         image, draws = picture(*size, seed), draws_of(config, 1, seed)[0]
         for which, sign in zip(draws[::2], draws[1::2], strict=True):
             name = names[int(which * len(names))]
-            dealt.operation(theirs._AUGMENTATION_SPACE, name, None, sign < 0.5)
+            scripted.operation(theirs._AUGMENTATION_SPACE, name, None, sign < 0.5)
         assert torch.equal(apply_policy(image, config, draws), theirs(image))
 
 
 @pytest.mark.parametrize("size", [(20, 26), (64, 64)])
 def test_augmix_gives_torchvisions_pixels(
-    dealt: Dealt, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+    scripted: ScriptedRandom, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ):
     config, theirs, names = AugmentConfig(policy="augmix"), v2.AugMix(), names_of("augmix")
     seen = Counter[str]()
@@ -167,15 +171,15 @@ def test_augmix_gives_torchvisions_pixels(
         )
         for chain in (draws[3:13], draws[13:23], draws[23:33]):
             depth = 1 + int(chain[0] * 3)
-            dealt.integers.append(depth)
+            scripted.integers.append(depth)
             for at in range(depth):
                 which, level, sign = chain[1 + 3 * at : 4 + 3 * at]
                 name = names[int(which * len(names))]
                 space = theirs._AUGMENTATION_SPACE
-                dealt.operation(space, name, int(level * 3), sign < 0.5)
+                scripted.operation(space, name, int(level * 3), sign < 0.5)
                 seen[name] += 1
         assert torch.equal(apply_policy(image, config, draws), theirs(image))
-        assert not dealt.integers
+        assert not scripted.integers
     assert set(seen) == set(names)
 
 
@@ -193,7 +197,7 @@ def test_jitter_gives_torchvisions_pixels_in_every_order():
 
 
 def test_our_own_kernels_give_torchvisions_pixels():
-    """Hue for a grid of all colours; sharpness and contrast for many factors; the smallest
+    """Hue for a grid of all colors; sharpness and contrast for many factors; the smallest
     images."""
     from torchvision.transforms.v2 import functional as tv
 
@@ -209,7 +213,7 @@ def test_our_own_kernels_give_torchvisions_pixels():
             assert torch.equal(contrast, tv.adjust_contrast(image, 1 + (factor - 1)))
 
 
-# ------------------------------------------------------------------ policies, what they depend on
+# ------------------------------------------------------------------ policies, dependencies
 
 
 def test_without_policy_or_jitter_nothing_is_drawn_or_done():
@@ -239,8 +243,8 @@ def torch_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("torch_threads")
 @pytest.mark.parametrize("name", [*names_of("trivial"), "Hue"])
 def test_torchs_number_of_threads_does_not_change_the_pixels(name: str):
-    """It is the worker's number of CPUs, which may change at a restart. Larger than 256 x 256,
-    where a sum in float32 is no longer exact."""
+    """The number of threads is the worker's number of CPUs, which may change at a restart. The
+    image is larger than 256 x 256, where a sum in float32 is no longer exact."""
     image = picture(401, 500)
     for mode, magnitude in product(("nearest", "bilinear"), (0.37, 0.05)):
         pixels = []
@@ -251,11 +255,11 @@ def test_torchs_number_of_threads_does_not_change_the_pixels(name: str):
 
 
 @pytest.mark.usefixtures("torch_threads")
-def test_the_mean_grey_of_a_large_image_is_exact():
-    """A sum in float32 falls short of this one, or not, by the number of threads."""
+def test_the_mean_gray_of_a_large_image_is_exact():
+    """A sum in float32 may be too small, depending on the number of threads."""
     random = np.random.Generator(np.random.Philox(1))
     half = random.integers(1, 256, 300_800)
-    pixels = random.permutation(np.concatenate((half, 256 - half, [128])))  # mean 128; as grey, 127
+    pixels = random.permutation(np.concatenate((half, 256 - half, [128])))  # mean 128; as gray, 127
     image = torch.from_numpy(pixels).byte().view(601, 1001).expand(3, -1, -1)
     for threads in (1, 2, 3, 4):
         torch.set_num_threads(threads)
@@ -263,7 +267,7 @@ def test_the_mean_grey_of_a_large_image_is_exact():
 
 
 @pytest.mark.parametrize("config", EVERY_KIND)
-def test_four_threads_at_once_give_the_pixels_of_one_alone(config: AugmentConfig):
+def test_four_concurrent_threads_give_the_pixels_of_one(config: AugmentConfig):
     images = [channels_last(picture(seed=seed)) for seed in range(40)]
     draws = draws_of(config, len(images))
     state = torch.get_rng_state()
@@ -281,7 +285,7 @@ def test_four_threads_at_once_give_the_pixels_of_one_alone(config: AugmentConfig
 def operations_of(
     config: AugmentConfig, images: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[str, float]]:
-    """(operation, magnitude), as often as they come in so many images."""
+    """(operation, magnitude) for each application in a number of images."""
     seen: list[tuple[str, float]] = []
 
     def note(image: Tensor, name: str, magnitude: float, mode: str = "nearest") -> Tensor:
@@ -348,7 +352,7 @@ def test_augmix_shares_are_uniform_and_add_up_to_one(monkeypatch: pytest.MonkeyP
     lit = itertools.cycle(255 * torch.eye(3).view(3, 3, 1, 1))
 
     def light(image: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Each chain, which starts from the image itself, lights a channel of its own."""
+        """Each chain, which starts from the image itself, brightens its own channel."""
         return next(lit) if image is black else image
 
     monkeypatch.setattr(auto_augment, "_operate", light)
@@ -366,7 +370,7 @@ def erase_draws(images: int, seed: int = 0) -> np.ndarray:
     return Draws(seed, 0, np.arange(images)).uniform(ERASE_DRAWS)
 
 
-def test_erased_boxes_lie_inside_and_are_distributed_as_torchvisions():
+def test_erased_boxes_are_inside_the_image_and_distributed_as_torchvisions():
     for height, width in ((64, 64), (32, 96)):
         boxes = erase_boxes((height, width), 1.0, erase_draws(4000))
         top, left, tall, wide = boxes.T.numpy()
@@ -385,7 +389,7 @@ def test_erased_boxes_lie_inside_and_are_distributed_as_torchvisions():
             assert np.abs(shares[0] - shares[1]).max() < 1.95 * (1 / 4000 + 1 / 2000) ** 0.5
 
 
-def test_the_probability_of_erasing_is_the_configs():
+def test_the_probability_of_erasing_follows_the_config():
     boxes = erase_boxes(32, 0.25, erase_draws(8000))
     erased = boxes[:, 2] > 0
     assert abs(erased.double().mean() - 0.25) < 0.025
@@ -393,7 +397,7 @@ def test_the_probability_of_erasing_is_the_configs():
     assert (erase_boxes(32, 0.0, erase_draws(100)) == 0).all()
 
 
-def test_an_image_is_erased_the_same_alone_and_in_company():
+def test_an_image_is_erased_the_same_way_alone_and_in_a_batch():
     draws = erase_draws(50)
     together = erase_boxes(40, 0.7, draws)
     alone = [erase_boxes((40, 40), 0.7, draws[i : i + 1])[0] for i in range(50)]
@@ -422,7 +426,7 @@ def batch(n: int = 6, height: int = 12, width: int = 10) -> Tensor:
 
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("erased", [False, True])
-def test_finished_images_are_torchvisions_in_every_memory_format(flipped: bool, erased: bool):
+def test_finished_images_equal_torchvisions_in_every_memory_format(flipped: bool, erased: bool):
     from torchvision.transforms.v2 import functional as tv
 
     images = batch()
@@ -476,7 +480,7 @@ LABELS = torch.tensor([0, 3, 1, 4, 4, 2])
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 3.0])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_mixing_is_torchvisions_from_the_same_draws(kind: str, alpha: float, inputs: Tensor):
+def test_mixing_equals_torchvisions_with_the_same_draws(kind: str, alpha: float, inputs: Tensor):
     theirs = {"mixup": v2.MixUp, "cutmix": v2.CutMix}[kind](alpha=alpha, num_classes=5)
     before, shares = inputs.clone(), set()
     for seed in range(30):
@@ -491,7 +495,7 @@ def test_mixing_is_torchvisions_from_the_same_draws(kind: str, alpha: float, inp
     assert torch.equal(inputs, before)
 
 
-def test_the_share_of_cutmix_is_the_share_of_pixels():
+def test_the_label_share_of_cutmix_is_the_share_of_pixels():
     inputs = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 14, 18)
     for seed in range(50):
         result, _, share = mixed(AugmentConfig(cutmix=1.0), seed, inputs, LABELS[:4])
@@ -508,7 +512,7 @@ def test_mixing_keeps_the_memory_format(kind: str, layout: torch.memory_format, 
     torch.testing.assert_close(result, mixed(config, 3, inputs, LABELS)[0])
 
 
-def test_with_both_on_a_fair_coin_chooses_and_the_seed_decides_all(inputs: Tensor):
+def test_mixup_and_cutmix_are_equally_likely_and_depend_only_on_the_seed(inputs: Tensor):
     config, summed = AugmentConfig(mixup=1.0, cutmix=1.0), 0
     for seed in range(400):
         result, soft, _ = mixed(config, seed, inputs, LABELS)
@@ -521,7 +525,7 @@ def test_with_both_on_a_fair_coin_chooses_and_the_seed_decides_all(inputs: Tenso
 
 
 @pytest.mark.parametrize(("images", "repeats"), [(8, 1), (8, 2), (2, 4), (3, 4), (5, 3)])
-def test_partners_are_other_images_and_each_is_a_partner_once(images: int, repeats: int):
+def test_every_image_is_mixed_with_another_one_exactly_once(images: int, repeats: int):
     rows = np.repeat(np.random.Generator(np.random.Philox(0)).permutation(50)[:images], repeats)
     partners = partners_of(rows)
     assert sorted(partners.tolist()) == list(range(len(rows)))
@@ -532,7 +536,7 @@ def test_partners_are_other_images_and_each_is_a_partner_once(images: int, repea
     assert {len(others) for others in met} == {min(repeats, images - 1)}
 
 
-def test_partners_where_copies_were_left_out_are_other_images():
+def test_with_skipped_copies_partners_are_still_other_images():
     rows = np.array([7, 7, 7, 7, 2, 9, 9, 2])  # one copy of 2 apart: no order is assumed
     others = rows[partners_of(rows).numpy()]
     assert (others != rows).all()
@@ -542,14 +546,14 @@ def test_partners_where_copies_were_left_out_are_other_images():
     assert partners_of(np.array([], np.int64)).tolist() == []
 
 
-def test_mixing_one_sample_leaves_it_as_it_is(inputs: Tensor):
+def test_mixing_a_single_sample_leaves_it_unchanged(inputs: Tensor):
     for config in (AugmentConfig(mixup=1.0), AugmentConfig(cutmix=1.0)):
         result, soft, _ = mixed(config, 1, inputs[:1], LABELS[:1])
         torch.testing.assert_close(result, inputs[:1])
         torch.testing.assert_close(soft, one_hot(LABELS[:1], 5).float())
 
 
-def test_with_neither_on_nothing_is_drawn_and_the_loss_is_plain(inputs: Tensor):
+def test_without_mixing_nothing_is_drawn_and_the_loss_is_plain(inputs: Tensor):
     state = torch.get_rng_state()
     result, of = mix(inputs, LABELS, None, AugmentConfig())
     assert result is inputs
@@ -579,7 +583,8 @@ def test_the_loss_and_its_gradient_are_those_of_soft_labels(smoothing: float, in
 
 @contextmanager
 def no_wait_for_the_device() -> Iterator[None]:
-    """A RuntimeError where the host waits for a GPU. Setting the mode raises a warning itself."""
+    """Raises a RuntimeError where the host waits for a GPU. Setting the mode itself raises a
+    warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
@@ -591,7 +596,7 @@ def no_wait_for_the_device() -> Iterator[None]:
 
 @pytest.fixture
 def sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
-    """The modes that are set from now on, each with torch's own warning."""
+    """The modes set from now on, each with torch's own warning."""
     modes: list[int | str] = []
 
     def set_mode(mode: int | str) -> None:
@@ -603,7 +608,7 @@ def sync_modes(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
     return modes
 
 
-def test_the_mode_that_forbids_waits_passes_with_warnings_as_errors_and_does_not_stay(
+def test_the_mode_that_forbids_waits_works_with_warnings_as_errors_and_is_reset(
     sync_modes: list[int | str],
 ):
     with suppress(ZeroDivisionError), no_wait_for_the_device():

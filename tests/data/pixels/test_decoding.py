@@ -1,4 +1,4 @@
-"""Every form of image arrives with the pixels that Pillow gives it, at the place it should have."""
+"""Every image format is decoded to Pillow's pixels, at the right position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from raytrain_ddp.errors import ConfigError
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """Something like a photo: coarse noise, enlarged."""
+    """A photo-like image: coarse noise, enlarged."""
     random = np.random.Generator(np.random.Philox(seed))
     coarse = random.integers(
         0, 256, (max(2, height // 16), max(2, width // 16), channels), np.uint8
@@ -85,7 +85,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
-def test_every_form_has_the_pixels_that_pillow_gives_it(form: str):
+def test_every_image_format_has_pillows_pixels(form: str):
     picture = open_encoded_image(FORMS[form])
     pixels = picture.pixels()
     assert (picture.height, picture.width) == (45, 67)
@@ -93,13 +93,13 @@ def test_every_form_has_the_pixels_that_pillow_gives_it(form: str):
     assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(FORMS[form])).convert("RGB")))
 
 
-def test_a_pillow_image_and_an_encoded_one_are_the_same_picture():
+def test_a_pillow_image_and_its_encoding_give_the_same_pixels():
     assert np.array_equal(
         open_encoded_image(RGB).pixels(), open_encoded_image(FORMS["png"]).pixels()
     )
 
 
-def test_a_16_bit_grey_image_is_reported_once(caplog: pytest.LogCaptureFixture):
+def test_a_16_bit_gray_image_is_reported_once(caplog: pytest.LogCaptureFixture):
     decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):
@@ -124,7 +124,7 @@ def test_exif_orientation_is_followed_only_when_asked_for(form: str, orientation
 
 
 def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
-    """Bytes that belong to nothing are passed over by Pillow, and refused by a strict decoder."""
+    """Pillow ignores extraneous bytes; a strict decoder refuses them."""
     content = bytearray(FORMS["jpeg"])
     place = content.index(b"\xff\xda")
     content[place:place] = b"\x00\x01\x02"
@@ -146,12 +146,12 @@ def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
         b"\xff\xd8" + bytes(100),
     ],
 )
-def test_fault_20_what_is_no_whole_image_raises(content: bytes):
+def test_fault_20_an_incomplete_image_raises(content: bytes):
     with pytest.raises((ValueError, OSError)):
         open_encoded_image(content).pixels()
 
 
-# ------------------------------------------------------------------ size and place
+# ------------------------------------------------------------------ size and position
 
 
 def blank(size: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ def blank(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(45, 67), (20, 20), (90, 100), (7, 40)])
-def test_resizing_is_torchs_own_antialiased_one(size: tuple[int, int], mode: Any):
+def test_resizing_equals_torchs_antialiased_resize(size: tuple[int, int], mode: Any):
     image = to_tensor(np.array(RGB))
     out = torch.empty((1, 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
     part = image[:, :, 3:40, 5:60]
@@ -169,7 +169,7 @@ def test_resizing_is_torchs_own_antialiased_one(size: tuple[int, int], mode: Any
     assert torch.equal(out, interpolate(part, size, mode=mode, antialias=True))
 
 
-def test_a_random_box_is_drawn_again_and_at_last_the_central_one():
+def test_a_random_box_that_does_not_fit_is_redrawn_and_finally_the_center_crop():
     """Distributions: test_distributions.py."""
     too_tall, fits = [0.9, 0.001], [0.5, 0.5]
     for tries in range(10):
@@ -190,7 +190,7 @@ def test_a_random_box_is_drawn_again_and_at_last_the_central_one():
         [(0.875, "bilinear"), (32 / 34, "bicubic"), (0.95, "bicubic"), (1, "bilinear")]
     ),
 )
-def test_the_center_has_the_pixels_of_torchvisions_resize_and_center_crop(
+def test_the_center_crop_has_torchvisions_pixels(
     height: int, width: int, side: int, how: tuple[float, Any]
 ):
     from torchvision.transforms.v2 import functional as tv
@@ -206,8 +206,9 @@ def test_the_center_has_the_pixels_of_torchvisions_resize_and_center_crop(
     assert torch.equal(out, tv.center_crop(whole, [side, side]))
 
 
-def test_evaluation_has_a_size_and_a_crop_of_its_own():
-    """As torchvision's V2 recipe: train on 176 pixels, evaluate on 224 of 232; here an eighth."""
+def test_evaluation_has_its_own_size_and_crop():
+    """As in torchvision's V2 recipe: train on 176 pixels, evaluate on 224 of 232; here, one
+    eighth."""
     from torchvision.transforms.v2 import functional as tv
 
     config = DataConfig(image_size=22, eval_size=28, eval_crop=28 / 29, interpolation="bicubic")
@@ -246,7 +247,7 @@ def test_training_images_grow_with_the_epochs():
     TrainConfig(data=config, epochs=1, steps=100)
 
 
-def test_a_ribbon_takes_little_memory_and_shows_its_middle():
+def test_a_very_elongated_image_takes_little_memory_and_keeps_its_center():
     pixels = np.zeros((2, 20_000, 3), np.uint8)
     pixels[:, 9_900:10_100] = 200
     out = blank(64)
@@ -254,7 +255,7 @@ def test_a_ribbon_takes_little_memory_and_shows_its_middle():
     assert (out == 200).all()
 
 
-def test_an_image_of_the_right_size_is_left_as_it_is():
+def test_an_image_of_the_right_size_is_unchanged():
     pixels = smooth(32, 32)
     out = blank(32)
     centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
@@ -272,7 +273,7 @@ def test_shifting_by_half_the_draws_changes_nothing():
 # ------------------------------------------------------------------ JPEG at a fraction of its size
 
 
-def test_a_crop_is_shrunk_only_as_long_as_it_stays_twice_as_large():
+def test_a_jpeg_is_downscaled_only_if_the_crop_stays_twice_as_large():
     assert shrink_for((447, 448), (224, 224)) == 1
     assert shrink_for((895, 2000), (224, 224)) == 1
     assert shrink_for((896, 2000), (224, 224)) == 2
@@ -282,8 +283,8 @@ def test_a_crop_is_shrunk_only_as_long_as_it_stays_twice_as_large():
 
 @pytest.mark.parametrize("shape", [(1000, 1300), (901, 1403)])
 @pytest.mark.parametrize("crop", ["random", "none"])
-def test_a_scaled_jpeg_looks_like_the_whole_one(shape: tuple[int, int], crop: Any):
-    """The README's tolerance: 1 of 255 on average, where the image has detail at all scales."""
+def test_a_downscaled_jpeg_is_close_to_the_full_one(shape: tuple[int, int], crop: Any):
+    """The README's tolerance: 1 of 255 on average if the image has detail at all scales."""
     random = np.random.Generator(np.random.Philox(1))
     fine = smooth(*shape).astype(np.int64) + random.integers(-20, 21, (*shape, 1))
     photo = encoded(Image.fromarray(fine.clip(0, 255).astype(np.uint8)), "jpeg", quality=92)

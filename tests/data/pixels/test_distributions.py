@@ -37,7 +37,7 @@ Numbers = npt.NDArray[Any]
 
 
 class Sample(NamedTuple):
-    """What was drawn: arrays of one length in each."""
+    """The drawn values: arrays of the same length for each."""
 
     numbers: dict[str, Numbers]
     categories: dict[str, Numbers]
@@ -164,7 +164,7 @@ def _shifts(down: Numbers, right: Numbers) -> Sample:
 
 
 def chances() -> Samples:
-    """Which images are mirrored, which erased, and both at once."""
+    """Which images are mirrored, which are erased, and which are both."""
     made = device_augmentation(
         AugmentConfig(flip=True, erase=0.25), Draws(4, 0, np.arange(N)), (32, 32)
     )
@@ -247,7 +247,7 @@ def policy_reference(name: str) -> Samples:
 
 
 def _shares(pixels: Tensor, name: str) -> Samples:
-    """Of AugMix's chains, from what they lit."""
+    """The shares of AugMix's chains, computed from the brightened channels."""
     if name != "augmix":
         return []
     chains = pixels.flatten(1).T.numpy() / 255
@@ -385,19 +385,19 @@ def compared(kind: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_distribution_is_torchvisions(kind: str):
+def test_the_distribution_equals_torchvisions(kind: str):
     largest, where = compared(kind)
     assert largest < 1, f"{where} differs"
 
 
-# ------------------------------------------------------------------ and they would notice
+# ------------------------------------------------------------------ mutations are detected
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def swapped(place: Any, name: str, wrong: Callable[[Any], Any]) -> Mutation:
-    """Replaces an attribute by what `wrong` makes of it."""
+    """Replaces an attribute by `wrong` applied to it."""
     return lambda patch: patch.setattr(place, name, wrong(getattr(place, name)))
 
 
@@ -515,7 +515,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
 
 
 @pytest.mark.parametrize("mistake", MUTATIONS)
-def test_a_mistake_in_it_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_mistake_in_the_distribution_is_detected(mistake: str, monkeypatch: pytest.MonkeyPatch):
     kind, mutate = MUTATIONS[mistake]
     reference(kind)
     mutate(monkeypatch)

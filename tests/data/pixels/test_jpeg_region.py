@@ -1,4 +1,4 @@
-"""A part of a JPEG that is decoded alone has the pixels that it has in the whole image."""
+"""A region of a JPEG that is decoded alone has the same pixels as in the full image."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = ((1, 1), (7, 9), (16, 16), (33, 47), (64, 130), (121, 83))
 
 
 def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
-    """Noise and edges: what upsampling and the transform blur across a border shows."""
+    """Noise and edges: they expose blurring by upsampling and the transform across a border."""
     draws = np.random.default_rng(seed)
     return np.ascontiguousarray(draws.integers(0, 256, (height, width, 3), np.uint8))
 
@@ -35,7 +35,7 @@ def encoded(pixels: np.ndarray, **options: Any) -> bytes:
 
 
 def boxes(height: int, width: int, count: int = 40) -> list[tuple[int, int, int, int]]:
-    """(top, left, height, width), the whole image and single pixels at the corners among them."""
+    """(top, left, height, width), including the full image and single pixels at the corners."""
     draws = np.random.default_rng(height * width)
     found = [(0, 0, height, width), (0, 0, 1, 1), (height - 1, width - 1, 1, 1)]
     for _ in range(count):
@@ -46,7 +46,7 @@ def boxes(height: int, width: int, count: int = 40) -> list[tuple[int, int, int,
 
 
 def decoded_alone(jpeg: bytes) -> list[tuple[int, ...]]:
-    """Asserts that each box is as in the whole image; the boxes that were decoded alone."""
+    """Asserts that each box equals the full image; returns the boxes that were decoded alone."""
     whole = simplejpeg.decode_jpeg(jpeg)
     alone = []
     for top, left, height, width in boxes(*whole.shape[:2]):
@@ -60,7 +60,9 @@ def decoded_alone(jpeg: bytes) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("size", SIZES)
-def test_any_part_of_any_sampling_is_as_in_the_whole(sampling: str, size: tuple[int, int]) -> None:
+def test_any_region_with_any_chroma_subsampling_equals_the_full_image(
+    sampling: str, size: tuple[int, int]
+) -> None:
     pixels = picture(*size)
     if sampling == "Gray":
         jpeg = simplejpeg.encode_jpeg(pixels[..., :1].copy(), 90, "GRAY", "Gray")
@@ -69,7 +71,7 @@ def test_any_part_of_any_sampling_is_as_in_the_whole(sampling: str, size: tuple[
     assert len(decoded_alone(jpeg)) == 43
 
 
-def test_restart_markers_quality_and_metadata_change_nothing() -> None:
+def test_restart_markers_quality_and_metadata_do_not_matter() -> None:
     for options in (
         {"quality": 20},
         {"restart_marker_blocks": 3},
@@ -78,7 +80,7 @@ def test_restart_markers_quality_and_metadata_change_nothing() -> None:
         assert len(decoded_alone(encoded(picture(65, 97), **options))) == 43
 
 
-def test_what_is_unusual_is_decoded_as_a_whole() -> None:
+def test_unusual_jpegs_are_decoded_as_a_whole() -> None:
     pixels = picture(65, 97)
     progressive = encoded(pixels, progressive=True)
     assert decoded_alone(progressive) == []
@@ -91,7 +93,9 @@ def test_what_is_unusual_is_decoded_as_a_whole() -> None:
     )  # not once
 
 
-def test_what_is_damaged_is_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_jpeg_gives_the_same_result_without_the_region_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     jpeg = encoded(picture(65, 97))
     draws = np.random.default_rng(1)
     damaged = [jpeg[: len(jpeg) // 2], jpeg[:-2], b"\xff\xd8\xff"]
@@ -113,7 +117,7 @@ def test_what_is_damaged_is_as_without_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(isinstance(each, bytes) for each in expected)
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     decode = decoding._region_decoder()
     assert decode is not None
     jpeg, out = encoded(picture(20, 20)), np.empty((10, 10, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""Stands for the module: as many nodes as have said so."""
+"""Stands in for the module: its nodes are those that have reported."""
 
 import os
 from pathlib import Path

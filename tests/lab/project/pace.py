@@ -1,4 +1,4 @@
-"""A task of one's own, as it lies in a user's folder: digits, at a pace that tests can follow."""
+"""A user's task, as it would be in the user's folder: digits, at a pace that tests can follow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
 class Paced(ImageClassification):
-    """Notes the time of each forward pass, host by host; pauses until a file `hurry` is there. On
-    a host of which there is a file `stop-` and its name, an evaluation stops the process."""
+    """Records the time of each forward pass by host; pauses until a file `hurry` exists.
+
+    If a file `stop-` plus the host's name exists, an evaluation there stops its process.
+    """
 
     def __init__(self, config: TrainConfig, notes: str, pause_s: str = "0.2") -> None:
         super().__init__(config)

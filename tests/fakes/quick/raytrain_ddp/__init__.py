@@ -1,1 +1,1 @@
-"""Stands for the package."""
+"""Stands in for the package."""

@@ -1,4 +1,4 @@
-"""Stands for a run: trains until it is asked to stop, and takes a while for its checkpoint."""
+"""Stands in for a run: trains until it is asked to stop, then takes a while for its checkpoint."""
 
 import json
 import os
