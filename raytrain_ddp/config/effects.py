@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, PreflightError
 
 Section = TypeVar("Section")
 
@@ -160,6 +160,24 @@ def under_torchrun() -> bool:
     """Whether torchrun (or its elastic agent) started this process. Then the workers already exist;
     also, torchrun parses a ``--local`` after the script's name as one of its own options."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ranks_of_launcher() -> tuple[int, int, int]:
+    """RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets; 0, 1 and 0 without it.
+
+    Raises:
+        PreflightError: they do not fit together.
+    """
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
+    numbers = (int(v) if v.isdecimal() and len(v) < 7 else -1 for v in values.values())
+    rank, size, local_rank = numbers
+    if not 0 <= rank < size or local_rank < 0:
+        given = ", ".join(f"{name} = {os.environ.get(name, 'not set')}" for name in defaults)
+        raise PreflightError(
+            f"the environment has {given}: start with torchrun, which sets these, or unset them."
+        )
+    return rank, size, local_rank
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:

@@ -16,7 +16,7 @@ from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.effects import effect_notes, under_torchrun
+from raytrain_ddp.config.effects import effect_notes, ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.curves_png import load_matplotlib
@@ -119,7 +119,7 @@ def fit_locally(
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     require_no_evaluator(config)
-    main = os.environ.get("RANK", "0") == "0"
+    main = ranks_of_launcher()[0] == 0
     if main:
         run, branch = run_and_branch(config, default_name, resume_from, allow_change)
     else:

@@ -19,6 +19,7 @@ from raytrain_ddp.config.effects import (
     effect_notes,
     given_flags,
     idle,
+    ranks_of_launcher,
     unread_notes,
     value_of,
     watched,
@@ -29,7 +30,7 @@ from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.report.write import write_report
 
 IDLE = [
@@ -137,6 +138,32 @@ def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"scaling\.num_workers has no effect"):
         parse_fit(["--scaling.num-workers", "2"])
     parse_fit(["--epochs", "2", "--local"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [
+        ({}, (0, 1, 0)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}, (2, 3, 1)),
+        ({"RANK": "3"}, None),
+        ({"RANK": "3", "WORLD_SIZE": "3"}, None),
+        ({"RANK": "one", "WORLD_SIZE": "3"}, None),
+        ({"WORLD_SIZE": "0"}, None),
+        ({"LOCAL_RANK": "-1"}, None),
+    ],
+)
+def test_ranks_that_do_not_fit_together_are_refused(
+    environment: dict[str, str], ranks: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if ranks is None:
+        with pytest.raises(PreflightError, match=r"RANK = .*: start with torchrun"):
+            ranks_of_launcher()
+    else:
+        assert ranks_of_launcher() == ranks
 
 
 def test_the_other_commands_refuse_flags_without_effect(tmp_path: Path):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.config.effects import ranks_of_launcher
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
@@ -87,10 +88,10 @@ def join_world(
         nccl: see `nccl_settings`.
 
     Raises:
-        PreflightError: a GPU is wanted, and there is none for this process.
+        PreflightError: torchrun's variables do not fit together, or a GPU is wanted, and there is
+            none for this process.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank, size, local_rank = ranks_of_launcher()
     gpus = torch.cuda.device_count()
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     if use_gpu and local_rank >= gpus:
@@ -102,6 +103,10 @@ def join_world(
         over_nccl = use_gpu and scaling.backend != "gloo"
         if over_nccl:
             set_missing(nccl or {})
+        lacking = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+        if lacking:
+            names = " and ".join(sorted(lacking))
+            raise PreflightError(f"WORLD_SIZE = {size}, but no {names}: start with torchrun.")
         store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
         # torchrun's store survives a restart, with the addresses of the previous processes.
         start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
