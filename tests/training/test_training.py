@@ -30,9 +30,9 @@ from tiny import (
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     Mean,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -92,7 +92,7 @@ def losses_of(config: TrainConfig) -> list[float]:
     return [record["loss"] for record in log_of(config) if record["kind"] == "train"]
 
 
-def rows_by_step(ran: list[Ran]) -> dict[int, list[int]]:
+def rows_by_step(ran: list[WorkerResult]) -> dict[int, list[int]]:
     """The rows of each step in the order of the slots."""
     steps: dict[int, list[int]] = {}
     for worker in ran:  # slots are assigned in order
@@ -106,9 +106,9 @@ class Reference:
 
     def __init__(self, workers: Group, folder: Path) -> None:
         self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
 
-    def __call__(self, variant: str) -> tuple[TrainConfig, list[Ran]]:
+    def __call__(self, variant: str) -> tuple[TrainConfig, list[WorkerResult]]:
         if variant not in self._done:
             config = tiny_config(self._folder, variant, **VARIANTS[variant])
             self._done[variant] = config, self._workers(3, run_tiny, plain(config))

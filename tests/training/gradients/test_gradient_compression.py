@@ -13,9 +13,9 @@ from processes import Died, Group, Raised
 from tiny import (
     EPOCHS,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyTask,
+    WorkerResult,
     bits,
     decode_tensors,
     newest,
@@ -62,9 +62,9 @@ class Whole:
 
     def __init__(self, workers: Group, folder: Path) -> None:
         self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
 
-    def __call__(self, way: str) -> tuple[TrainConfig, list[Ran]]:
+    def __call__(self, way: str) -> tuple[TrainConfig, list[WorkerResult]]:
         if way not in self._done:
             config = tiny_config(self._folder, way, **WAYS[way])
             self._done[way] = config, self._workers(3, run_tiny, plain(config))

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from processes import Died, Group, Raised
 from tiny import (
-    Ran,
     ScriptedSession,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     kept_steps,
     plain,
@@ -68,25 +68,25 @@ def run_with(
     config: dict[str, Any],
     text: str,
     folder: str,
-    meddle: Callable[[ScriptedSession], None] | None = None,
-) -> Ran:
+    prepare_session: Callable[[ScriptedSession], None] | None = None,
+) -> WorkerResult:
     arm(text, folder)
     try:
-        return run_tiny(rank, size, config, meddle=meddle)
+        return run_tiny(rank, size, config, prepare_session=prepare_session)
     finally:
         arm("", "")
 
 
 def run_alongside(
     rank: int, size: int, config: dict[str, Any], folder: str, then: BeforeStep
-) -> tuple[Ran, float]:
+) -> tuple[WorkerResult, float]:
     """`then` is called on each rank before each step."""
 
-    def meddle(session: ScriptedSession) -> None:
+    def prepare_session(session: ScriptedSession) -> None:
         session.before_step = partial(then, rank, Path(folder))
 
     started = time.monotonic()
-    return run_tiny(rank, size, config, meddle=meddle), time.monotonic() - started
+    return run_tiny(rank, size, config, prepare_session=prepare_session), time.monotonic() - started
 
 
 def barrier_on_rank_1(rank: int, _: Path, step: int) -> None:
@@ -389,11 +389,11 @@ def test_fault_33_slow_data_and_a_slow_log_are_not_hangs(workers: Group, tmp_pat
     assert not [*(tmp_path / "slow" / HANGS).rglob("hang.json")]
 
 
-def fail_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> Ran:
-    def meddle(session: ScriptedSession) -> None:
+def fail_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> WorkerResult:
+    def prepare_session(session: ScriptedSession) -> None:
         session.before_step = partial(fail_on_rank_0, rank, Path(folder))
 
-    return run_with(rank, size, config, text, folder, meddle)
+    return run_with(rank, size, config, text, folder, prepare_session)
 
 
 def test_fault_33_a_failed_rank_that_finishes_its_commit_is_not_a_hang(

@@ -173,9 +173,9 @@ def die_in_checkpoint(session: ScriptedSession) -> None:
     optimizer_shares._send = sending
 
 
-@pytest.mark.parametrize("meddle", [die_in_exchange, die_in_checkpoint])
+@pytest.mark.parametrize("prepare_session", [die_in_exchange, die_in_checkpoint])
 def test_fault_01_a_death_while_shares_are_sent_ends_all_and_the_resume_gives_the_same_bits(
-    meddle: Any, whole: Unshared, workers: Group, tmp_path: Path
+    prepare_session: Any, whole: Unshared, workers: Group, tmp_path: Path
 ):
     reference = whole("sgd")
     config = dataclasses.replace(
@@ -183,7 +183,9 @@ def test_fault_01_a_death_while_shares_are_sent_ends_all_and_the_resume_gives_th
     )
     own = Group()  # these processes are patched
     try:
-        first, dead, last = own.outcomes(3, run_tiny, plain(config), None, 0, 0, meddle, wait_s=10)
+        first, dead, last = own.outcomes(
+            3, run_tiny, plain(config), None, 0, 0, prepare_session, wait_s=10
+        )
         assert dead == Died(9)
         assert isinstance(first, Raised)
         assert isinstance(last, Raised)

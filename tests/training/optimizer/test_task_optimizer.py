@@ -11,9 +11,9 @@ import pytest
 import torch
 from processes import Died, Group, Raised
 from tiny import (
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     newest,
     plain,
@@ -171,7 +171,7 @@ def test_with_any_optimizer_a_stopped_run_with_skipped_steps_ends_with_the_same_
             torch.testing.assert_close(weights(whole)[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def log(ran: list[Ran]) -> list[Mapping[str, Any]]:
+def log(ran: list[WorkerResult]) -> list[Mapping[str, Any]]:
     return [event for event in ran[0].events if event["kind"] == "train"]
 
 

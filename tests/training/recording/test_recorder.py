@@ -30,8 +30,8 @@ from processes import Group, Raised
 from pyarrow import fs as pafs
 from tiny import (
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -731,11 +731,11 @@ def fill_disk_from_11_to(session: ScriptedSession, last: int) -> None:
     before_each_step_on_rank_0(session, limit)
 
 
-def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> Ran:
+def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> WorkerResult:
     """A process that raises would exit, and its peers would notice. This one stays alive, so it
     leaves its process group explicitly."""
     try:
-        return run_tiny(rank, size, config, meddle=partial(fill_disk_from_11_to, last=99))
+        return run_tiny(rank, size, config, prepare_session=partial(fill_disk_from_11_to, last=99))
     except Exception as error:
         # First: closing a FileStore writes to its file, and torch aborts if that fails.
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -836,7 +836,7 @@ def test_fault_16_a_slow_store_neither_delays_the_training_nor_takes_more_memory
     same memory."""
     timed = CheckpointConfig(every_epochs=0, every_steps=0, every_s=0.001)
     config = tiny_config(tmp_path, "slow", checkpoint=timed, epochs=12)
-    ran: list[Ran] = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_writes)
+    ran: list[WorkerResult] = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_writes)
     events = ran[0].events
     submitted = [e for e in events if e["kind"] == "submitted"]
     assert len(submitted) >= 3

@@ -19,9 +19,9 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     plain,
     run_tiny,
     tiny_config,
@@ -165,7 +165,9 @@ def test_uninitialized_memory_is_not_filled():
 # ------------------------------------------------------------------ nondeterministic runs
 
 
-def run_nondeterministic(rank: int, size: int, config: Mapping[str, Any], die_at: int = 0) -> Ran:
+def run_nondeterministic(
+    rank: int, size: int, config: Mapping[str, Any], die_at: int = 0
+) -> WorkerResult:
     """With torch.compile's tracing but without compiled kernels: compiling takes a minute."""
     own = nn.Module.compile
     nn.Module.compile = partialmethod(own, backend="eager")  # type: ignore[method-assign]

@@ -14,9 +14,9 @@ from logs import log_of
 from processes import Died, Group, Raised
 from tiny import (
     TOTAL_STEPS,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     decode_tensors,
     newest,
@@ -58,7 +58,9 @@ def test_scalars_are_means_over_all_samples_of_a_step_on_any_number_of_workers(
     found = []
     for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran: list[Ran] = workers(size, run_tiny, plain(config), None, 0, 0, None, LogsScalars)
+        ran: list[WorkerResult] = workers(
+            size, run_tiny, plain(config), None, 0, 0, None, LogsScalars
+        )
         rows: dict[int, list[int]] = {}
         for worker in ran:
             for step, seen in worker.seen:

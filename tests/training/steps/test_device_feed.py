@@ -19,9 +19,9 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyTask,
+    WorkerResult,
     bits,
     plain,
     run_tiny,
@@ -182,7 +182,7 @@ class BatchNorm1dTask(TinyTask):
         return self.made
 
 
-def run_flat(rank: int, size: int, *args: Any) -> Ran:
+def run_flat(rank: int, size: int, *args: Any) -> WorkerResult:
     return run_tiny(rank, size, *args, kind=BatchNorm1dTask)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from logs import log_of
 from processes import Died, Group
-from tiny import EVAL_ROWS, Ran, TinyTask, bits, newest, plain, run_tiny, tiny_config
+from tiny import EVAL_ROWS, TinyTask, WorkerResult, bits, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
@@ -32,7 +32,7 @@ def evals(config: TrainConfig) -> list[int]:
     return [record["step"] for record in log_of(config) if record["kind"] == "eval"]
 
 
-def end(ran: Sequence[Ran]) -> tuple[int, int, int]:
+def end(ran: Sequence[WorkerResult]) -> tuple[int, int, int]:
     (outcome,) = {(r.outcome.step, r.outcome.total_steps, r.outcome.signal) for r in ran}
     return outcome
 
@@ -194,7 +194,7 @@ def test_an_invalid_max_time_is_refused(text: str):
 # ------------------------------------------------------------------ parts of the data
 
 
-def rows_of_epochs(ran: Sequence[Ran], steps: int) -> list[list[int]]:
+def rows_of_epochs(ran: Sequence[WorkerResult], steps: int) -> list[list[int]]:
     """The rows of each epoch of `steps` steps, in order."""
     epochs: dict[int, list[int]] = {}
     for worker in ran:

@@ -25,10 +25,10 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -340,7 +340,9 @@ def test_fault_24_a_nonfinite_loss_is_not_treated_as_an_fp16_overflow(
 # ------------------------------------------------------------------ stop
 
 
-def run_armed(rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]) -> Ran:
+def run_armed(
+    rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]
+) -> WorkerResult:
     arm(failpoints, folder)
     try:
         return run_tiny(rank, size, config)
@@ -348,7 +350,7 @@ def run_armed(rank: int, size: int, failpoints: str, folder: str, config: Mappin
         arm("", folder)
 
 
-def notes(ran: Ran) -> list[str]:
+def notes(ran: WorkerResult) -> list[str]:
     return [event["text"] for event in ran.events if event["kind"] == "note"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TOTAL_STEPS, Ran, bits, kept_steps, plain, run_tiny, tiny_config
+from tiny import TOTAL_STEPS, WorkerResult, bits, kept_steps, plain, run_tiny, tiny_config
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> Ran:
+def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> WorkerResult:
     arm(text, folder)
     try:
         return run_tiny(rank, size, config)
