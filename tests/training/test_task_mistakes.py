@@ -418,7 +418,7 @@ def test_an_unsuitable_source_is_refused_with_the_name_of_the_right_one() -> Non
         IterableSource(Shuffling(), rows=50).read(np.arange(30, 50))
 
 
-# ------------------------------------------------------------------ what a step may not change
+# ------------------------------------------------------------------ forbidden changes in a step
 
 
 class Changing(TinyTask):

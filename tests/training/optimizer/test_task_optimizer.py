@@ -203,7 +203,7 @@ def test_fp16_gradients_are_unscaled_for_an_optimizer_without_scaler_support(
         torch.testing.assert_close(tensor, both[1][key], rtol=0.1, atol=0.02)
 
 
-# ------------------------------------------------------------------ what is refused before a step
+# ------------------------------------------------------------------ invalid optimizers
 
 
 class UnsavedCounter(Lion):

@@ -182,7 +182,7 @@ def run_nondeterministic(
 def test_a_nondeterministic_run_keeps_every_promise_except_the_same_bits(
     compiles: bool, workers: Group, tmp_path: Path
 ):
-    """Killed at a step between checkpoints, then continued: each sample once, no step twice."""
+    """Killed between checkpoints and resumed: each sample is used once, and no step is repeated."""
     config = tiny_config(
         tmp_path,
         "fast",
