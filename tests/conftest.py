@@ -14,22 +14,22 @@ import pytest
 from hypothesis import HealthCheck, settings
 from processes import Group
 
-# Otherwise, each process and its children would compute on all cores, with busy-waiting threads.
+# Otherwise, each process and its children would use busy-waiting threads on all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests import a million objects that stay; see pytest_collection_finish.
+# Tests import a million permanent objects; see pytest_collection_finish.
 gc.disable()
 
 # Ray reads it when it is imported, which the first of many tests may do.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 
-# Ignored under nohup or in the background, and then in all test processes; some tests send them.
+# Under nohup or in the background, all test processes would ignore them; some tests send them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a busy machine an example may take any time: slowness alone is no failure. The same examples in
-# each run, so that what fails in CI fails at home; --hypothesis-profile=search tries others.
+# On a busy machine an example may take any time: slowness is not a failure. All runs have the same
+# examples, so failures in CI can be reproduced locally; --hypothesis-profile=search tries others.
 for profile, repeatable in (("repeatable", True), ("search", False)):
     settings.register_profile(
         profile,
@@ -122,4 +122,4 @@ def pytest_collection_finish() -> None:
     """Imported objects stay alive: the garbage collector need not scan them repeatedly."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # else nanobind complains that objects were never freed
+    atexit.register(gc.unfreeze)  # otherwise, nanobind reports objects that were never freed

@@ -28,7 +28,7 @@ NAMES = {kind: name for name, kind in MESSAGES.items()} | {messages.WorkerFailed
 
 
 def event(record: Mapping[str, Any]) -> Any:
-    """The event of a record; fields that a test does not give get made-up values."""
+    """The event of a record; fields that are missing get made-up values."""
     kind = "worker_failed" if record["kind"] == "failed" and "start" in record else record["kind"]
     return _made(KINDS[kind], {k: v for k, v in record.items() if k != "kind"})
 

@@ -82,7 +82,7 @@ class FaultyStream:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.raw.close()  # it has no buffer, so that this writes nothing
+            self.raw.close()  # writes nothing, as it has no buffer
             if not self.faults.dead:
                 self.faults("close", lambda: None)
 
@@ -90,8 +90,8 @@ class FaultyStream:
 
 
 class FaultyPut:
-    """The stream of an object store: its content appears when it is closed, as one object, and
-    needs no folder. Half of it is there only in the torn modes: of a store that is none."""
+    """The stream of an object store: closing it creates one object, without a folder. Only the torn
+    modes leave half of the content, which object stores never do."""
 
     def __init__(self, faults: Faults, path: str) -> None:
         self.faults, self.path, self.closed, self.data = faults, Path(path), False, b""
@@ -273,7 +273,7 @@ def claims_in(root: Path) -> list[Claim]:
 def start(
     store: CheckpointStore, reported: list[str] | None = None
 ) -> tuple[Checkpoint | None, int]:
-    """What rank 0 does when its run starts or resumes: returns the checkpoint and its attempt."""
+    """Starts or resumes a run like rank 0; returns the checkpoint and the attempt."""
     found = store.latest((reported if reported is not None else []).append)
     attempt = store.claim(found.name if found else None, {"world_size": 3})
     store.sweep()
@@ -285,5 +285,5 @@ def both(tmp_path: Path, is_local: bool) -> CheckpointStore:
 
 
 def skip_successor_checks(patch: pytest.MonkeyPatch) -> None:
-    """As if each process had checked for its successor just before there was one."""
+    """As if each process had checked for a successor just before there was one."""
     patch.setattr(CheckpointStore, "_owned", lambda store, *_: store._list())

@@ -1,5 +1,5 @@
-"""Runs of three ranks in separate processes: a killed one is replaced, and the others keep their
-state."""
+"""Runs of three ranks in separate processes: a killed process is replaced, and the others keep
+their state."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ W = 3
 _LIMIT_S = 120.0
 
 
-class _Office(BaseManager):
-    """Serves a roster to other processes, as an actor does under Ray."""
+class _RosterManager(BaseManager):
+    """Serves a roster to other processes, like an actor under Ray."""
 
 
-_Office.register("roster")
+_RosterManager.register("roster")
 
 
 def _work(
@@ -48,7 +48,7 @@ def _work(
     outages: int,
 ) -> None:
     """The process of one rank; also the first code that a forked process runs."""
-    gc.freeze()  # as workers do; a generation begins with a garbage collection
+    gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
 
     from raytrain_ddp.messages import Outcome
@@ -68,10 +68,10 @@ def _work(
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
-    _fail(Path(folder), outages)
-    office = _Office(("127.0.0.1", port), b"test")
-    office.connect()
-    roster = office.roster()  # type: ignore[attr-defined]
+    _make_storage_fail(Path(folder), outages)
+    manager = _RosterManager(("127.0.0.1", port), b"test")
+    manager.connect()
+    roster = manager.roster()  # type: ignore[attr-defined]
 
     class Registry:
         def meet(self, member: Member) -> Seat | None:
@@ -81,7 +81,7 @@ def _work(
             return roster.is_over(member)  # type: ignore[no-any-return]
 
     class Session(LocalSession):
-        """Asks for joining workers at each step, as Ray's session does occasionally."""
+        """Looks for joining workers at each step; Ray's session does so only occasionally."""
 
         step = 0  # of this generation
 
@@ -106,7 +106,7 @@ def _work(
     outcomes: list[Outcome] = []
     sizes: list[int] = []
     tasks: list[TinyTask] = []
-    ahead: list[Kept] = []
+    prepared: list[Kept] = []
 
     def device() -> torch.device:
         if not on_gpus:
@@ -119,8 +119,8 @@ def _work(
         return Session(made, world, Best("loss", "min"), events.append, live)
 
     def run(session: LocalSession) -> None:
-        if ahead:
-            session.kept = ahead.pop()
+        if prepared:
+            session.kept = prepared.pop()
         if session.kept is None:
             tasks[:] = [TinyTask(made, **options)]
         task = tasks[0]
@@ -130,7 +130,7 @@ def _work(
     if least < W and roster.has_formed():
         tasks.append(TinyTask(made, **options))
         alone = World(0, 1, 0, device(), 1, (rank,))
-        ahead.append(prepare_alone(made, tasks[0], alone))
+        prepared.append(prepare_alone(made, tasks[0], alone))
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)
     through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
@@ -145,9 +145,9 @@ def _work(
     (Path(folder) / f"note-{rank}-{os.getpid()}.json").write_text(json.dumps(note))
 
 
-def _fail(folder: Path, times: int) -> None:
-    """Makes the storage fail a given number of times in this process after a failpoint fired,
-    unless one has."""
+def _make_storage_fail(folder: Path, times: int) -> None:
+    """Makes the storage fail a given number of times in this process once a failpoint fires; does
+    nothing if one has fired already."""
     if not times or failpoints.fired(folder):
         return
     from raytrain_ddp.checkpoint import run_folder
@@ -176,20 +176,20 @@ def _fail(folder: Path, times: int) -> None:
 
 
 def forks() -> Any:
-    """Processes that have imported torch."""
+    """A context whose processes are forked from one that has imported torch."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 class Run:
-    """Three ranks, or `size` and the others later; a process that is killed is replaced.
+    """Three ranks, of which `size` start first; a killed process is replaced.
 
     Args:
         late_s: how long after its death a process is replaced.
-        after_others: none is replaced before all that are to die have, and the others have gone on.
+        after_others: replace none before all kills have happened and the others have continued.
         backend: of the process groups; those of GPUs name cuda.
-        outages: how often the storage fails in a process that started before a failpoint fired.
+        outages: how often the storage fails in processes that started before a failpoint fired.
     """
 
     def __init__(
@@ -213,9 +213,9 @@ class Run:
         self._least, self._awaited = least, points.count(":kill@") if after_others else 0
         self.roster = roster = Roster()
         self._dead: dict[int, float] = {}  # rank -> when it is replaced
-        office = BaseManager(("127.0.0.1", 0), b"test")
-        office.register("roster", callable=lambda: roster)
-        server = office.get_server()
+        manager = BaseManager(("127.0.0.1", 0), b"test")
+        manager.register("roster", callable=lambda: roster)
+        server = manager.get_server()
         self._port = server.address[1]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.deaths = 0
@@ -226,7 +226,7 @@ class Run:
         process.start()
         return process
 
-    def _others_went_on(self) -> bool:
+    def _others_continued(self) -> bool:
         left = W - self._awaited
         if not self._awaited or left < self._least:
             return True
@@ -239,7 +239,7 @@ class Run:
         until = time.monotonic() + _LIMIT_S
         while any(process.exitcode != 0 for process in self._ranks.values()):
             assert time.monotonic() < until, "not done in time"
-            if self.roster.node_ids and len(self._ranks) < W:  # the first ones train
+            if self.roster.node_ids and len(self._ranks) < W:  # the first ranks train
                 self._ranks |= {rank: self._begin(rank) for rank in range(len(self._ranks), W)}
             for rank, process in self._ranks.items():
                 if process.exitcode not in (0, None):
@@ -249,7 +249,7 @@ class Run:
                         self._dead[rank] = time.monotonic() + self._late_s
                         self.roster.died(rank)
             for rank, at in [*self._dead.items()]:
-                if time.monotonic() >= at and self._others_went_on():
+                if time.monotonic() >= at and self._others_continued():
                     del self._dead[rank]
                     self._ranks[rank] = self._begin(rank)
             time.sleep(0.02)

@@ -61,13 +61,13 @@ class Answer:
 
 
 def run_cli(name: str, *argv: str, cwd: Path, warm: bool = False) -> Answer:
-    """Runs ``python -m raytrain_ddp.<name> argv...`` in a process of its own.
+    """Runs ``python -m raytrain_ddp.<name> argv...`` in a separate process.
 
     Args:
-        warm: forked from one that has loaded torch and matplotlib, which are then missing in
-            `Answer.heavy`. For commands that need them.
+        warm: fork the process from one that has loaded torch and matplotlib, which are then
+            missing in `Answer.heavy`. For commands that need them.
     """
-    import warm_python  # not where this file is used alone, with a task
+    import warm_python  # not available where this file is used alone, with a task
 
     note = cwd / ".note.json"
     environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": f"raytrain_ddp.{name}"}
@@ -132,10 +132,10 @@ PRELOADED = [
 
 
 class Group:
-    """Long-lived processes, of which each call forms a new process group of the given size.
+    """Long-lived processes; each call forms a new process group of the given size.
 
     Importing torch takes seconds, forming a process group milliseconds. Therefore all tests share
-    the processes, and replacements of dead ones are forked from a process that only imports.
+    the processes, and dead ones are replaced by forks of a process that only imports.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Group:
         """function(rank, size, *args) on each of `size` workers; their results, by rank.
 
         Raises:
-            WorkerError: it raised on one of them, or one of them ended.
+            WorkerError: the function raised on a worker, or a worker ended.
         """
         results = self.outcomes(size, function, *args)
         for rank, result in enumerate(results):
@@ -162,7 +162,7 @@ class Group:
         """Like a call, but a rank that raised has `Raised` as its result, one that died `Died`.
 
         Args:
-            wait_s: how long a collective waits for a rank that does not come.
+            wait_s: how long a collective waits for a missing rank.
         """
         self._start(size)
         self._calls += 1
@@ -218,9 +218,9 @@ class Group:
 def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    gc.freeze()  # a collection would look through all that is loaded
+    gc.freeze()  # otherwise, a garbage collection would scan all imported objects
     import torch.distributed as dist
-    import torch.distributed.nn  # noqa: F401  (keeps the group that is there at its first import)
+    import torch.distributed.nn  # noqa: F401  (its first import keeps the group that exists then)
 
     from raytrain_ddp.training.runtime.connections import Connections
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import Group, run_cli
-from tiny import Ran, bits, newest, plain, run_tiny, tiny_config
+from tiny import WorkerResult, bits, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
@@ -27,7 +27,7 @@ def log_of(config: TrainConfig) -> list[dict[str, object]]:
 
 def run_with_a_wrong_clock(
     rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
-) -> Ran:
+) -> WorkerResult:
     """Each rank's wall clock is off by its own amount, and jumps at each reading."""
     real, jumps = time.time, random.Random(rank)
     shift = offset_s * (rank + 1)

@@ -1,5 +1,5 @@
-"""A task small enough to be trained thirty times in a test, with all that makes that hard: batch
-norm, dropout, augmentation, a remainder, and a last step with an empty slot."""
+"""A task small enough for a test to train it thirty times, with everything that makes equal bits
+difficult: batch norm, dropout, augmentation, a remainder, and a last step with an empty slot."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class TinyTask(Task):
 
     Args:
         rows, eval_rows: sizes of the data sets.
-        norm: batch norm, dropout and augmentation; without them the step can be computed by hand.
-        nan_row: the loss of a batch with this row is not a number.
-        bad_rows: rows that are left out of their batches, as bad records are.
-        scores: what the evaluations give one after another, instead of the truth.
+        norm: batch norm, dropout, and augmentation; without them, a plain loop can compute a step.
+        nan_row: the loss of a batch with this row is NaN.
+        bad_rows: rows that are dropped from their batches, like bad records.
+        scores: the losses of consecutive evaluations, instead of the computed ones.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class TinyTask(Task):
 
 
 class Mean:
-    """What `evaluate` needs of a torchmetrics metric. Importing torchmetrics takes as long as all
-    else of a worker; test_training.py has tests that use the real ones."""
+    """The part of a torchmetrics metric that `evaluate` needs. Importing torchmetrics takes as long
+    as everything else in a worker; test_training.py has tests with the real ones."""
 
     def __init__(self) -> None:
         self.reset()
@@ -178,10 +178,10 @@ def _tensors(records: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 class ScriptedSession(LocalSession):
-    """Asks to stop, or dies, at the start of a step; on the last rank only, so all must agree."""
+    """Asks to stop, or dies, at the start of a step. Only the last rank does, so all must agree."""
 
     def __init__(self, config: TrainConfig, world: World, stop_at: int, die_at: int) -> None:
-        from event_records import to  # not where this file is used alone, as a task
+        from event_records import to  # not available where this file is used alone, as a task
 
         self.events: list[dict[str, Any]] = []
         self.start_step = 0
@@ -210,8 +210,8 @@ class ScriptedSession(LocalSession):
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a worker observed of a run."""
+class WorkerResult:
+    """The result of a run on one worker."""
 
     outcome: Outcome
     start_step: int
@@ -227,30 +227,30 @@ def run_tiny(
     options: Mapping[str, Any] | None = None,
     stop_at: int = 0,
     die_at: int = 0,
-    meddle: Callable[[ScriptedSession], None] | None = None,
+    prepare_session: Callable[[ScriptedSession], None] | None = None,
     kind: type[TinyTask] = TinyTask,
     device: str = "cpu",
-) -> Ran:
-    """Trains in one process of a group; to be called through the fixture `workers`.
+) -> WorkerResult:
+    """Trains in one process of a group; called through the fixture `workers`.
 
     Args:
-        meddle: is given the session before the training.
+        prepare_session: is called with the session before the training.
     """
     made = from_dict(config)
     world = World(rank, size, rank, torch.device(device), threads=1)
     task = kind(made, **(options or {}))
     with ScriptedSession(made, world, stop_at, die_at) as session:
         task.session = session
-        if meddle is not None:
-            meddle(session)
+        if prepare_session is not None:
+            prepare_session(session)
         outcome = train(made, task, session)
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
         digest.update(tensor.double().cpu().contiguous().numpy().tobytes())
-    return Ran(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
+    return WorkerResult(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 
-# ------------------------------------------------------------------ what a run wrote
+# ------------------------------------------------------------------ files of a run
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def bits(config: TrainConfig) -> dict[str, str]:
 
 
 def decode_tensors(data: bytes) -> dict[str, Tensor]:
-    """Those of a file, as the format's own library reads them."""
+    """The tensors of a file, read with the safetensors library."""
     return safetensors.torch.load(data)
 
 
@@ -282,7 +282,7 @@ def weights(config: TrainConfig) -> dict[str, Tensor]:
 
 
 def run_named(rank: int, size: int, config: Mapping[str, Any]) -> int:
-    """Trains the task that the config names, in one process of a group; the steps done."""
+    """Trains the task that the config names in one process of a group; returns the last step."""
     made = from_dict(config)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     task = load_task(made)
@@ -291,7 +291,7 @@ def run_named(rank: int, size: int, config: Mapping[str, Any]) -> int:
 
 
 def commit_untrained_digits(run: Path, config: TrainConfig) -> None:
-    """A checkpoint of untrained weights, which are wrong about most digits."""
+    """Commits a checkpoint of untrained weights, which misclassify most digits."""
     torch.manual_seed(0)
     manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
     weights = encode_tensors(DigitsCNN(10).state_dict())

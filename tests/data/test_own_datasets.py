@@ -18,7 +18,7 @@ import pytest
 import torch
 from pictures import Lines, Pictures, PicturesTask, require_right, write_pictures
 from processes import Died, Group, Raised
-from tiny import Ran, bits, plain, run_tiny, tiny_config
+from tiny import WorkerResult, bits, plain, run_tiny, tiny_config
 from torch.utils.data import DataLoader
 
 from raytrain_ddp import errors
@@ -209,7 +209,7 @@ def test_fault_56_threads_load_only_data_sets_declared_thread_safe(shared: bool)
 _kept: list[Any] = []
 
 
-def run_pictures(rank: int, size: int, *args: Any) -> Ran:
+def run_pictures(rank: int, size: int, *args: Any) -> WorkerResult:
     """Like run_tiny, but keeps the interpreter that forks loader processes for the next run."""
     _kept[:] = [loader_processes._server()]
     return run_tiny(rank, size, *args, kind=PicturesTask)

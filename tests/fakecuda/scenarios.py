@@ -44,7 +44,9 @@ def trains(
     log = LogConfig(every_steps=5, tensorboard=False)
     config = tiny_config(folder, "tiny", **{"epochs": 2, "log": log, **changes})
     place = f"cuda:{rank}" if device == "cuda" else "cpu"
-    ran = run_tiny(rank, size, plain(config), device=place, meddle=_count_steps, **(script or {}))
+    ran = run_tiny(
+        rank, size, plain(config), device=place, prepare_session=_count_steps, **(script or {})
+    )
     return {"digest": ran.digest, "start": ran.start_step, "step": ran.outcome.step}
 
 

@@ -301,10 +301,10 @@ def tried(session: Any) -> None:
 def test_the_initial_check_does_not_change_the_weights(workers: Group, tmp_path: Path):
     """The same bits with and without it, on three ranks, and for a resumed run."""
     found = []
-    for name, meddle in (("without", untried), ("with", tried)):
+    for name, prepare_session in (("without", untried), ("with", tried)):
         config = tiny_config(tmp_path, name, epochs=2)
         for stop in (7, 0):
-            ran = workers(3, run_tiny, plain(config), None, stop, 0, meddle, Drawing)
+            ran = workers(3, run_tiny, plain(config), None, stop, 0, prepare_session, Drawing)
         found.append((bits(config), ran[0].outcome.metrics, ran[0].digest))
     workers(3, run_tiny, plain(tiny_config(tmp_path, "again", epochs=1)), None, 1, 0, tried)
     assert found[0] == found[1]
@@ -577,7 +577,7 @@ class Resting(TinyTask):
 def train_resting(rank: int, size: int, config: Mapping[str, Any]) -> dict[str, Any]:
     seen: list[Any] = []
 
-    def meddle(session: Any) -> None:
+    def prepare_session(session: Any) -> None:
         def look(step: int) -> None:
             seen.append([m.training for m in session.model.modules()])
 
@@ -591,7 +591,7 @@ def train_resting(rank: int, size: int, config: Mapping[str, Any]) -> dict[str, 
             kept["model"] = super().model()
             return kept["model"]
 
-    run_tiny(rank, size, config, {"rows": 35}, 0, 0, meddle, Watching)
+    run_tiny(rank, size, config, {"rows": 35}, 0, 0, prepare_session, Watching)
     model = kept["model"]
     modes = {name: module.training for name, module in model.named_modules()}
     buffers = {name: tensor.tolist() for name, tensor in model.named_buffers()}

@@ -1,6 +1,6 @@
-"""Evaluation of checkpoints by a worker of its own: the same metrics as those of all workers.
+"""Evaluation of checkpoints by a separate worker: the metrics are those of all workers.
 
-Here a thread of the test is that worker. On a real Ray: test_fit_on_ray.py.
+Here, that worker is a thread of the test. With a real Ray: test_fit_on_ray.py.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ from raytrain_ddp.training.async_evaluation import evaluate_checkpoint
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 
-ELSEWHERE = EvalConfig(asynchronous=True)
+ASYNCHRONOUS = EvalConfig(asynchronous=True)
 AVERAGED = {"ema": EmaConfig(decay=0.9)}
 
 
 @contextmanager
 def evaluator(config: TrainConfig, only: frozenset[int] | None = None) -> Iterator[set[int]]:
-    """Evaluates each checkpoint that is awaited, or only those of these steps."""
+    """Evaluates each checkpoint whose evaluation is awaited, or only those of the steps `only`."""
     over, done = threading.Event(), set[int]()
     task, store = TinyTask(config), checkpoint_store(run_storage(config))
     alone = World(0, 1, 0, torch.device("cpu"), threads=1)
 
     def work() -> None:
         while not over.wait(0.05):
-            with suppress(CheckpointError, FileNotFoundError):  # pruned meanwhile
+            with suppress(CheckpointError, FileNotFoundError):  # pruned in the meantime
                 for name in reversed(store.names()):
                     checkpoint = store.open(name)
                     wanted = name.step in json.loads(checkpoint.read("state.json"))["awaited"]
@@ -106,8 +106,8 @@ def require_same(config: TrainConfig, reference: TrainConfig) -> None:
     assert evaluations(config) == evaluations(reference)  # in this order
     ours, theirs = (json.loads(newest(c).read("state.json")) for c in (config, reference))
     for each in (ours, theirs):
-        del each["code"]  # these processes have imported other tests before
-    assert ours == theirs  # also the best
+        del each["code"]  # these processes have imported other tests
+    assert ours == theirs  # including the best metric
     assert newest(config).manifest.metrics == newest(reference).manifest.metrics
     assert newest(config).manifest.finished
 
@@ -119,36 +119,36 @@ def reference(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Train
     return config
 
 
-def test_the_metrics_order_and_bits_are_those_of_an_evaluation_by_all_workers(
+def test_metrics_order_and_bits_equal_those_of_evaluations_by_all_workers(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "elsewhere", eval=ELSEWHERE, **AVERAGED)
+    config = tiny_config(tmp_path, "elsewhere", eval=ASYNCHRONOUS, **AVERAGED)
     with evaluator(config) as done:
         workers(3, run_tiny, plain(config))
-    assert done == {10, 20}  # the last one is by all workers
+    assert done == {10, 20}  # all workers run the last one
     require_same(config, reference)
 
 
 @pytest.mark.parametrize("only", [frozenset(), frozenset({10}), frozenset({20})])
-def test_what_is_not_evaluated_when_a_rank_dies_is_evaluated_after_the_restart(
+def test_evaluations_that_are_missing_when_a_rank_dies_are_run_after_the_restart(
     only: frozenset[int], reference: TrainConfig, workers: Group, tmp_path: Path
 ):
-    """None is lost, none is logged twice, and a later one does not overtake an earlier one."""
+    """No evaluation is lost or logged twice, and they are logged in order."""
     often = CheckpointConfig(every_steps=4, every_s=0.0)
-    config = tiny_config(tmp_path, "killed", eval=ELSEWHERE, checkpoint=often, **AVERAGED)
+    config = tiny_config(tmp_path, "killed", eval=ASYNCHRONOUS, checkpoint=often, **AVERAGED)
     with evaluator(config, only):
         assert workers.outcomes(3, run_tiny, plain(config), None, 0, 26)[-1] == Died(9)
-    assert {10, 20} - only <= {*kept_steps(config)}  # though only the last two are to be kept
+    assert {10, 20} - only <= {*kept_steps(config)}  # although only the last two should be kept
     assert [r["step"] for r in evaluations(config)] in ([], [10])
     with evaluator(config):
         workers(3, run_tiny, plain(config))
     require_same(config, reference)
 
 
-def test_rank_0_evaluates_what_is_left_if_the_run_goes_on_without_the_other_worker(
+def test_rank_0_runs_missing_evaluations_if_the_run_resumes_without_the_evaluator(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "resumed", eval=ELSEWHERE, **AVERAGED)
+    config = tiny_config(tmp_path, "resumed", eval=ASYNCHRONOUS, **AVERAGED)
     workers(3, run_tiny, plain(config), None, 24)
     assert evaluations(config) == []
     workers(2, run_tiny, plain(replace(config, eval=EvalConfig())), None, TOTAL_STEPS - 1)
@@ -158,10 +158,10 @@ def test_rank_0_evaluates_what_is_left_if_the_run_goes_on_without_the_other_work
     assert ours == theirs
 
 
-def test_a_damaged_checkpoint_that_rank_0_would_evaluate_ends_no_run(
+def test_a_damaged_checkpoint_that_rank_0_should_evaluate_does_not_end_the_run(
     workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "resumed", eval=ELSEWHERE)
+    config = tiny_config(tmp_path, "resumed", eval=ASYNCHRONOUS)
     workers(3, run_tiny, plain(config), None, 24)
     (name,) = (n for n in checkpoint_store(run_storage(config)).names() if n.step == 10)
     (tmp_path / "resumed" / "checkpoints" / str(name) / "manifest.json").write_text("{")
@@ -170,38 +170,38 @@ def test_a_damaged_checkpoint_that_rank_0_would_evaluate_ends_no_run(
     assert any("step 10 is not evaluated" in str(event) for event in ran[0].events)
 
 
-def test_a_stop_ends_the_wait_for_evaluations_and_the_resume_makes_them_up(
+def test_a_stop_ends_the_wait_for_evaluations_and_the_resume_waits_for_them_again(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "waiting", eval=ELSEWHERE, **AVERAGED)
+    config = tiny_config(tmp_path, "waiting", eval=ASYNCHRONOUS, **AVERAGED)
     ran = workers(3, run_tiny, plain(config), None, 0, 0, stop_while_waiting)
     assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(TOTAL_STEPS, 15)}
     assert any("waiting for the evaluation of step 10, 20" in str(e) for e in ran[0].events)
     assert not newest(config).manifest.finished
     with evaluator(config):
         ran = workers(3, run_tiny, plain(config))
-    assert [worker.seen for worker in ran] == [[], [], []]  # no step is taken again
+    assert [worker.seen for worker in ran] == [[], [], []]  # no step is repeated
     require_same(config, reference)
 
 
 def stop_while_waiting(session: Any) -> None:
-    """The last rank is asked to stop, when evaluations are asked about."""
+    """The last rank is asked to stop while it waits for evaluations."""
     usual = session.requests_in_evaluation
     last = session.world.rank == session.world.size - 1
     session.requests_in_evaluation = lambda: usual()._replace(stop=15 if last else 0)
 
 
-def test_an_evaluation_whose_checkpoint_was_never_saved_is_left_out_with_a_note(
+def test_an_evaluation_whose_checkpoint_was_not_saved_is_skipped_with_a_note(
     workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "full", eval=ELSEWHERE)
+    config = tiny_config(tmp_path, "full", eval=ASYNCHRONOUS)
     with evaluator(config):
-        ran = workers(3, run_tiny, plain(config), None, 0, 0, full_at_the_second)
+        ran = workers(3, run_tiny, plain(config), None, 0, 0, fail_second_commit)
     assert [r["step"] for r in evaluations(config)] == [10, 30]
     assert any("step 20 is not evaluated" in str(event) for event in ran[0].events)
 
 
-def full_at_the_second(session: Any) -> None:
+def fail_second_commit(session: Any) -> None:
     """The storage is full at the checkpoint of step 20."""
     if session.recorder is None:
         return
@@ -215,9 +215,11 @@ def full_at_the_second(session: Any) -> None:
     session.recorder.store.commit = commit
 
 
-def test_a_damaged_checkpoint_is_not_evaluated_and_ends_no_run(workers: Group, tmp_path: Path):
-    """Nor does it block the evaluations that follow."""
-    config = tiny_config(tmp_path, "damaged", eval=ELSEWHERE)
+def test_a_damaged_checkpoint_is_not_evaluated_and_does_not_end_the_run(
+    workers: Group, tmp_path: Path
+):
+    """It does not block later evaluations, either."""
+    config = tiny_config(tmp_path, "damaged", eval=ASYNCHRONOUS)
     workers(3, run_tiny, plain(config), None, 24)
     store = checkpoint_store(run_storage(config))
     (name,) = [name for name in store.names() if name.step == 10]
@@ -230,10 +232,10 @@ def test_a_damaged_checkpoint_is_not_evaluated_and_ends_no_run(workers: Group, t
     assert any("step 10 is not evaluated" in text and "is damaged" in text for text in notes)
 
 
-# ------------------------------------------------------------------ where it is written
+# ------------------------------------------------------------------ evaluation files
 
 
-def test_a_checkpoint_has_the_metrics_of_an_evaluation_that_followed(tmp_path: Path):
+def test_a_checkpoint_has_the_metrics_of_a_later_evaluation(tmp_path: Path):
     store = CheckpointStore(open_storage(str(tmp_path)))
     store.claim(None, {})
     manifest = Manifest(4, 0, 1, 1, {}, "data")
@@ -253,7 +255,7 @@ def test_a_checkpoint_has_the_metrics_of_an_evaluation_that_followed(tmp_path: P
         store.commit(replace(manifest, step=5), {EVALUATION_FILE: b""})
 
 
-def test_metrics_of_the_commit_are_not_replaced(tmp_path: Path):
+def test_metrics_in_the_manifest_are_not_replaced_by_a_later_evaluation(tmp_path: Path):
     store = CheckpointStore(open_storage(str(tmp_path)))
     store.claim(None, {})
     made = store.commit(Manifest(4, 0, 1, 1, {}, "data", metrics={"top1": 0.25}), {})
@@ -261,7 +263,7 @@ def test_metrics_of_the_commit_are_not_replaced(tmp_path: Path):
     assert store.open(made.name).manifest.metrics == {"top1": 0.25}
 
 
-def test_pruning_keeps_what_is_awaited_and_removes_it_with_its_evaluation(tmp_path: Path):
+def test_pruning_keeps_unevaluated_checkpoints_and_removes_evaluation_files(tmp_path: Path):
     store = CheckpointStore(open_storage(str(tmp_path)))
     store.claim(None, {})
     for step in range(1, 6):
@@ -274,8 +276,8 @@ def test_pruning_keeps_what_is_awaited_and_removes_it_with_its_evaluation(tmp_pa
     assert not list(tmp_path.glob("step-00000001*"))
 
 
-def test_what_is_awaited_is_not_the_best_yet_and_the_best_so_far_is_kept(tmp_path: Path):
-    """Its evaluation may be there and not be logged: then the log names another as the best."""
+def test_an_unevaluated_checkpoint_is_not_chosen_as_the_best(tmp_path: Path):
+    """Its evaluation may be written but not logged: the log names another one as the best."""
     store = CheckpointStore(open_storage(str(tmp_path)))
     for step, top1 in ((1, 0.5), (2, 0.75), (3, 0.25)):
         made = store.commit(Manifest(step, 0, 1, 1, {}, "data"), {})
@@ -285,11 +287,11 @@ def test_what_is_awaited_is_not_the_best_yet_and_the_best_so_far_is_kept(tmp_pat
     assert best.among(store, leaving_out=[2, 3]) == CheckpointName(1, 1)
 
 
-# ------------------------------------------------------------------ its place
+# ------------------------------------------------------------------ resources
 
 
-def test_the_evaluator_has_a_place_of_its_own():
-    config = TrainConfig(eval=ELSEWHERE, batch_size=128)
+def test_the_evaluator_has_its_own_resources_in_the_layout():
+    config = TrainConfig(eval=ASYNCHRONOUS, batch_size=128)
     layout = choose_layout(config, {"CPU": 32, "GPU": 4})
     assert (layout.least, layout.most, layout.evaluators) == (3, 3, 1)
     assert layout.least_needed() == {"CPU": 32.0, "GPU": 4.0}
@@ -299,26 +301,26 @@ def test_the_evaluator_has_a_place_of_its_own():
     layout = choose_layout(config, one)
     with pytest.raises(PreflightError, match=r"GPU: want 2 \(1 \+ 1 that evaluates x 1\), have 1"):
         require_capacity(layout, one, "this machine")
-    elastic = TrainConfig(eval=ELSEWHERE, scaling=ScalingConfig(num_workers="1:4"))
+    elastic = TrainConfig(eval=ASYNCHRONOUS, scaling=ScalingConfig(num_workers="1:4"))
     layout = choose_layout(elastic, {"CPU": 4})
     assert (layout.workers, layout.least_needed()) == ((1, 4), {"CPU": 2.0})
     assert workers_that_fit(layout, [{"CPU": 2}, {"CPU": 2}]) == 3
 
 
-def test_what_cannot_be_done_with_it_is_refused(tmp_path: Path):
+def test_asynchronous_evaluation_is_refused_with_patience_and_without_ray(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"stop\.patience"):
-        TrainConfig(eval=ELSEWHERE, stop=StopConfig(patience=2))
+        TrainConfig(eval=ASYNCHRONOUS, stop=StopConfig(patience=2))
     with pytest.raises(ConfigError, match="needs a Ray worker"):
-        fit_locally(TrainConfig(eval=ELSEWHERE, storage=str(tmp_path)))
+        fit_locally(TrainConfig(eval=ASYNCHRONOUS, storage=str(tmp_path)))
     assert not list(tmp_path.iterdir())
 
 
-def test_fault_50_the_copy_of_what_is_yet_to_be_evaluated_lasts_until_rank_0_has_written_it(
+def test_fault_50_the_copy_of_an_unevaluated_checkpoint_is_kept_until_rank_0_has_written_it(
     tmp_path: Path,
 ) -> None:
-    whole = tiny_config(tmp_path, "whole", eval=ELSEWHERE)
-    config = tiny_config(tmp_path, "killed", eval=ELSEWHERE)
-    # Rank 0 dies while it waits, with the checkpoint of step 20, for that of step 10.
+    whole = tiny_config(tmp_path, "whole", eval=ASYNCHRONOUS)
+    config = tiny_config(tmp_path, "killed", eval=ASYNCHRONOUS)
+    # Rank 0 dies while its checkpoint of step 20 waits for the commit of step 10.
     points = (
         "checkpoint.payload:sleep(4)@rank=0,step=10;checkpoint.payload:kill@rank=0,step=10,after=1"
     )

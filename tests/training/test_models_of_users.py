@@ -1,4 +1,4 @@
-"""What models, optimizers and branches of users do that the built-in ones do not."""
+"""Features of users' models, optimizers, and branches that the built-in ones do not have."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def config(folder: Path, name: str, task: Any = Regression, **changes: Any) -> T
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an adapter that is merged into its weights for evaluations, as loralib's
-    does in `train`."""
+    """A linear layer with an adapter that `train` merges into its weights for evaluations, like
+    loralib's."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -146,7 +146,7 @@ class Counting(Regression):
         return Adan(model.parameters(), lr=0.01)
 
 
-def test_trial_steps_leave_no_counter_behind():
+def test_a_trial_step_does_not_change_the_step_counter_of_an_optimizer():
     model = nn.Linear(3, 1)
     made = optimizer_of(Counting(TrainConfig()), model, TrainConfig())
     assert "step" not in made.param_groups[0]
@@ -160,7 +160,7 @@ class Grouped(Regression):
         return [{"params": list(model.parameters())}]
 
 
-def test_fields_about_groups_have_no_effect_if_a_task_gives_the_groups():
+def test_fields_for_groups_are_reported_as_replaced_if_the_task_returns_groups():
     task, own = Grouped(TrainConfig()), nn.Linear(3, 1)
     made = optimizer_of(task, own, TrainConfig())
     assert {"optim.head_lr", "optim.groups", "optim.layer_decay"} <= {
@@ -176,7 +176,7 @@ class Optioned(Regression):
         return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=self._decay, fused=True)
 
 
-def test_a_branch_has_the_new_options_of_the_tasks_own_optimizer(tmp_path: Path):
+def test_a_branch_uses_the_new_options_of_the_tasks_optimizer(tmp_path: Path):
     fit_locally(config(tmp_path, "base", Optioned, epochs=1))
     options = {"task_options": {"decay": "5"}}
     changed = config(tmp_path, "branch", Optioned, epochs=2, **options)
@@ -186,7 +186,7 @@ def test_a_branch_has_the_new_options_of_the_tasks_own_optimizer(tmp_path: Path)
     assert '["betas", {"tuple": [0.9, 0.999]}]' in state.read_text()
 
 
-def test_a_resumed_run_says_which_options_of_the_optimizer_stay(
+def test_a_resumed_run_reports_optimizer_options_kept_from_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     fit_locally(config(tmp_path, "run", Optioned, epochs=1))
@@ -203,8 +203,8 @@ def test_a_resumed_run_says_which_options_of_the_optimizer_stay(
     )
 
 
-def test_evaluations_of_the_origin_do_not_count_for_the_patience_of_a_branch(tmp_path: Path):
-    """The metric of the branch is a hundred times as large: none is better than the origin's."""
+def test_evaluations_of_the_origin_do_not_count_toward_the_patience_of_a_branch(tmp_path: Path):
+    """The metric of the branch is a hundred times as large, so never better than the origin's."""
     fit_locally(config(tmp_path, "base", epochs=2))
     scaled = {"task_options": {"factor": "10"}, "stop": StopConfig(patience=2)}
     changed = config(tmp_path, "branch", epochs=8, **scaled)
@@ -217,7 +217,7 @@ def test_evaluations_of_the_origin_do_not_count_for_the_patience_of_a_branch(tmp
     assert fit_locally(longer, resume_from=tmp_path / "ended").step == 8 * 5
 
 
-def test_the_time_of_starts_counts_whatever_their_lengths():
+def test_the_trained_time_is_right_for_log_lines_of_any_length():
     log = [Train(step=n, seconds=0.5 + n / 100, seconds_total=0.5 * n) for n in range(1, 5)]
     assert seconds_trained(log) == 2.0
     assert seconds_trained([Train(step=1, seconds=3.0), *log]) == 2.0
@@ -233,7 +233,7 @@ class HeadFirst(nn.Module):
         self.features = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
 
 
-def test_a_head_that_is_registered_first_is_the_head():
+def test_a_head_registered_before_the_backbone_is_recognized():
     model = HeadFirst()
     assert head_of(model) == ["head.weight", "head.bias"]
     freeze(model, ["backbone"])
@@ -251,7 +251,7 @@ def test_a_mask_with_inf_is_not_averaged():
     assert torch.equal(average.values["running"], torch.full((3,), 0.5))
 
 
-def test_decay_goes_by_the_kind_of_module():
+def test_weight_decay_depends_on_the_kind_of_module():
     parts: dict[str, nn.Module] = {
         "norm": nn.LayerNorm([4, 6, 6]),
         "attention": nn.MultiheadAttention(4, 2, add_bias_kv=True),
@@ -270,7 +270,7 @@ def test_decay_goes_by_the_kind_of_module():
     assert decayed(decay_norms=True) == every - biases
 
 
-def test_a_rate_drops_at_the_step_that_begins_a_period():
+def test_the_step_schedule_drops_exactly_at_the_first_step_of_a_period():
     for tenths in range(1, 100):
         schedule = ScheduleConfig(
             name="step", step_epochs=tenths / 10, gamma=0.1, warmup_epochs=0.0
@@ -281,7 +281,7 @@ def test_a_rate_drops_at_the_step_that_begins_a_period():
             assert learning_rate(made, step, 50) == pytest.approx(0.1**periods)
 
 
-def test_epochs_that_a_number_of_steps_does_not_reach_are_noted():
+def test_settings_in_epochs_that_steps_do_not_reach_are_noted():
     made = TrainConfig(
         steps=10,
         schedule=ScheduleConfig(warmup_epochs=1.0),
@@ -299,8 +299,8 @@ def test_epochs_that_a_number_of_steps_does_not_reach_are_noted():
 # ------------------------------------------------------------------ losses and modules
 
 
-class Informed(Regression):
-    """A physics-informed loss: the gradient of the outputs with respect to the inputs, a leaf."""
+class PhysicsInformed(Regression):
+    """A physics-informed loss: the gradient of the outputs with respect to the inputs."""
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -313,8 +313,8 @@ class Informed(Regression):
         return (slope.sum(1) - outputs[:, 0]).square().mean()
 
 
-class Scored(nn.Module):
-    """Computes gradients also in evaluations."""
+class InputGradient(nn.Module):
+    """Computes gradients in evaluations, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,8 +327,8 @@ class Scored(nn.Module):
         return self.net(x) + 0 * slope.sum()
 
 
-class Queried(nn.Module):
-    """Learned queries are the input of a module."""
+class LearnedQueries(nn.Module):
+    """The input of a module is a learned parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,8 +342,8 @@ class Queried(nn.Module):
 
 
 MODELS: dict[str, Any] = {
-    "scored": Scored,
-    "queried": Queried,
+    "scored": InputGradient,
+    "queried": LearnedQueries,
     "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 1)),
     "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 1)),
     "script": lambda: torch.jit.script(nn.Linear(5, 1)),
@@ -361,12 +361,12 @@ class Modelled(Regression):
 
 
 def test_a_loss_may_compute_gradients(tmp_path: Path):
-    assert fit_locally(config(tmp_path, "informed", Informed, epochs=1)).step == 5
+    assert fit_locally(config(tmp_path, "informed", PhysicsInformed, epochs=1)).step == 5
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_with_the_default_settings(kind: str, tmp_path: Path):
+def test_unusual_models_train_with_the_default_settings(kind: str, tmp_path: Path):
     made = config(tmp_path, "run", Modelled, epochs=2, task_options={"kind": kind})
     result = fit_locally(made)
     losses = [r["metrics"]["mse"] for r in result.history if r["kind"] == "eval"]
@@ -397,7 +397,7 @@ class Growing(Queued):
 
 
 class Observed(nn.Module):
-    """An observer, as quantization-aware training has: the range of what it has seen."""
+    """An observer, as in quantization-aware training: the range of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ class Observing(Regression):
         return Observed()
 
 
-def test_a_range_that_starts_at_inf_is_observed_and_continues_with_the_same_bits(tmp_path: Path):
+def test_an_observed_range_that_starts_at_inf_is_resumed_with_the_same_bits(tmp_path: Path):
     states = {}
     for name, epochs in (("whole", (3,)), ("resumed", (1, 3))):
         for count in epochs:
@@ -433,7 +433,7 @@ def test_a_range_that_starts_at_inf_is_observed_and_continues_with_the_same_bits
 
 
 @pytest.mark.parametrize("exact_slots", [0, 4])
-def test_numbers_that_are_not_finite_get_the_mean_of_all_slots(exact_slots: int):
+def test_a_nonfinite_buffer_gets_the_mean_once_all_slots_are_finite(exact_slots: int):
     model = Observed()
     alone = World(0, 1, 0, torch.device("cpu"), threads=1)
     buffers = SlotBuffers(model, alone, exact_slots=exact_slots, with_loss=True)
@@ -448,14 +448,14 @@ def test_numbers_that_are_not_finite_get_the_mean_of_all_slots(exact_slots: int)
         return model.low.item()
 
     last_is_skipped = (0.5, 0.25, 0.25, 0.0)
-    assert low_after(1, 2, math.inf, 3) == math.inf  # one has not set it
+    assert low_after(1, 2, math.inf, 3) == math.inf  # one slot has not set it
     assert low_after(1, 2, 3, 5, weights=last_is_skipped) == math.inf
     assert low_after(1, 2, 3, 6) == 3
     assert low_after(1, 2, 3, 9, weights=last_is_skipped) == 1.75
     assert low_after(1, 2, math.inf, 3) == 1.75  # refused
 
 
-def test_buffers_that_may_not_be_meant_to_be_averaged_are_named(tmp_path: Path):
+def test_buffers_that_should_perhaps_not_be_averaged_are_named(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)
     fit_locally(config(tmp_path, "queue", Queued, epochs=1), display=display)
@@ -476,7 +476,7 @@ class Compiled(Regression):
 
 
 @pytest.mark.filterwarnings("error:Using `torch.compile")
-def test_a_model_that_the_task_has_compiled_trains_and_its_names_are_noted(tmp_path: Path):
+def test_a_model_compiled_by_the_task_trains_and_its_parameter_names_are_noted(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)
     result = fit_locally(config(tmp_path, "run", Compiled, epochs=1), display=display)
@@ -485,14 +485,14 @@ def test_a_model_that_the_task_has_compiled_trains_and_its_names_are_noted(tmp_p
     assert result.last["mse"] == pytest.approx(plainly.last["mse"])
 
 
-def test_a_monitor_that_is_not_a_number_is_noted(tmp_path: Path):
+def test_a_monitored_metric_that_is_nan_is_noted(tmp_path: Path):
     text = io.StringIO()
     display = Display(Console(file=text, width=300), live=False)
     fit_locally(config(tmp_path, "nan", Undefined, epochs=1), display=display)
     assert "mse is not a number after step 5: this checkpoint cannot be the best" in text.getvalue()
 
 
-def test_models_that_cannot_be_trained_are_refused():
+def test_lazy_layers_and_sparse_gradients_are_refused():
     task = Regression(TrainConfig())
     task.model = lambda: nn.Sequential(nn.LazyLinear(1))  # type: ignore[method-assign]
     with pytest.raises(TaskError, match=r"without lazy layers. 0 has no weights yet"):
@@ -504,7 +504,7 @@ def test_models_that_cannot_be_trained_are_refused():
 # ------------------------------------------------------------------ data
 
 
-def test_columns_of_tables_are_arrays():
+def test_array_source_accepts_data_frames_and_their_columns():
     frame = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 2]}).sample(frac=1, random_state=0)
     for arrays in (frame, {"x": frame["x"], "y": frame["y"]}):
         records = ArraySource(arrays).read(np.arange(3))
@@ -515,7 +515,7 @@ def test_columns_of_tables_are_arrays():
 
 
 @pytest.mark.parametrize("kind", [MapSource, IterableSource])
-def test_what_contains_data_sets_or_makes_batches_is_named(kind: Any):
+def test_data_loaders_data_frames_and_dicts_of_splits_are_refused_with_a_remedy(kind: Any):
     rows = TensorDataset(torch.zeros(4, 1))
     for given, message in (
         (DataLoader(rows), r"DataLoader makes batches: pass its data set \(loader.dataset\)"),

@@ -46,8 +46,8 @@ def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
         limit_train_batches=4,
         checkpoint=CheckpointConfig(every_s=0.0),
         log=LogConfig(every_steps=1, tensorboard=False),
-        compute=ComputeConfig(precision="fp32", channels_last=False),  # auto is chosen by `fit`
-        scaling=ScalingConfig(cpus_per_worker=1),  # on an emulated GPU, threads change the bits
+        compute=ComputeConfig(precision="fp32", channels_last=False),  # `fit` would replace auto
+        scaling=ScalingConfig(cpus_per_worker=1),  # on an emulated GPU, the bits depend on threads
     )
     return replace(made, **changes)
 
@@ -70,20 +70,18 @@ def bits(made: TrainConfig) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, list[float]]:
-    """A run that nothing disturbs, and its losses."""
+    """An undisturbed run and its losses."""
     made = config(tmp_path_factory.mktemp("whole"), "whole")
     return made, trained(made)
 
 
-def test_the_same_run_again_has_the_same_bits(
-    whole: tuple[TrainConfig, list[float]], tmp_path: Path
-):
+def test_a_repeated_run_has_the_same_bits(whole: tuple[TrainConfig, list[float]], tmp_path: Path):
     again = config(tmp_path, "again")
     assert trained(again) == whole[1]
     assert bits(again) == bits(whole[0])
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(
     whole: tuple[TrainConfig, list[float]], tmp_path: Path
 ):
     killed = config(tmp_path, "killed")
@@ -97,19 +95,19 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(
     environment = {**os.environ, **faults}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stdout + done.stderr
-    # Those of the steps after the checkpoint; the others are in its log.
+    # The losses of the steps after the checkpoint; the log has the others.
     assert trained(killed) == whole[1][4:]
     assert bits(killed) == bits(whole[0])
 
 
-def test_losses_are_those_of_a_cpu_within_rounding(
+def test_losses_equal_those_of_a_cpu_within_rounding(
     whole: tuple[TrainConfig, list[float]], tmp_path: Path
 ):
     assert trained(config(tmp_path, "cpu"), "cpu") == pytest.approx(whole[1], rel=1e-2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_learns_and_repeats_its_bits(
+def test_low_precision_learns_and_a_repeated_run_has_the_same_bits(
     whole: tuple[TrainConfig, list[float]], tmp_path: Path, precision: str
 ):
     compute = ComputeConfig(precision=precision, channels_last=True)  # type: ignore[arg-type]
@@ -131,8 +129,8 @@ def nccl(tmp_path: Path) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def test_nccl_takes_what_is_sent(nccl: World):
-    """All kinds of collectives that a run makes on GPUs, with their types."""
+def test_nccl_supports_all_collectives_of_a_run(nccl: World):
+    """All kinds of collectives that a run uses on GPUs, with their dtypes."""
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
         values = torch.arange(6, device=nccl.device).to(dtype)
         total, parts = values.clone(), torch.empty_like(values)
@@ -144,7 +142,7 @@ def test_nccl_takes_what_is_sent(nccl: World):
         for each in (total, parts, received):
             assert each.tolist() == values.tolist()
     assert broadcast({"text": 1}, nccl) == {"text": 1}
-    flags = torch.ones(2)  # the agreement of the ranks is on CPUs
+    flags = torch.ones(2)  # ranks agree on decisions on CPUs
     dist.all_reduce(flags)
     assert flags.tolist() == [1, 1]
 

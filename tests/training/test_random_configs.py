@@ -1,5 +1,5 @@
-"""Random configs: each is refused with advice that helps, or trains on three workers, and
-interruptions leave no trace."""
+"""Random configs: each is refused with a remedy that works, or trains on three workers, and
+interruptions do not change the bits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SOURCES: Sequence[Flags] = (
     {"data.source": "FOLDER/parquet", "data.target-columns": "x y", "loss.name": "huber"},
     {"data.source": "FOLDER/parquet", "data.target-columns": "p q", "loss.name": "bce"},
 )
-# Of each 10 configs, how many have the flag, and the values that it may have.
+# How many of 10 configs have the flag, and its possible values.
 CHOICES: Mapping[str, tuple[int, str]] = {
     "seed": (2, "7"),
     "exact": (5, "true"),
@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def drawn(draws: random.Random, folder: Path) -> Flags:
+def draw_flags(draws: random.Random, folder: Path) -> Flags:
     flags = {"batch-size": draws.choice(["24", "32", "48"]), "epochs": draws.choice(["2", "3"])}
     flags |= {"micro-batch": draws.choice(["2", "4", "8"]), "checkpoint.every-s": "0"}
     flags |= {"log.every-steps": draws.choice(["1", "2", "10"]), "log.tensorboard": "false"}
@@ -149,7 +149,7 @@ def config_of(flags: Flags, storage: Path, name: str) -> TrainConfig:
 
 
 def refusal(flags: Flags, storage: Path) -> str:
-    """What `fit` would say before it takes workers; "": nothing."""
+    """The error of `fit` before it starts workers; "": none."""
     try:
         dry_run(config_of(flags, storage, "dry"), local=True)
     except RaytrainError as error:
@@ -158,7 +158,7 @@ def refusal(flags: Flags, storage: Path) -> str:
 
 
 def accepted(flags: Flags, storage: Path) -> Flags:
-    """Without the fields that a refusal names first: it always helps to remove these."""
+    """The flags without the fields that errors name first: removing these must always help."""
     left = dict(flags)
     while said := refusal(left, storage):
         names = (name.replace("_", "-") for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)?", said))
@@ -169,7 +169,7 @@ def accepted(flags: Flags, storage: Path) -> Flags:
 
 
 def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: int) -> int:
-    """As `fit`, on one worker of a group; the step at the end."""
+    """Trains like `fit` on one worker of a group; returns the last step."""
     import torch
 
     from raytrain_ddp.driver.fit_driver import write_config
@@ -202,7 +202,7 @@ def test_a_run_that_is_stopped_or_killed_and_resumed_ends_with_the_same_bits(
     seed: int, folder: Path, workers: Group, tmp_path: Path
 ) -> None:
     draws = random.Random(seed)
-    flags = accepted(drawn(draws, folder), tmp_path)
+    flags = accepted(draw_flags(draws, folder), tmp_path)
     left_alone = config_of(flags, tmp_path, "left-alone")
     total = workers(SIZE, ran, plain(left_alone), 0, 0)[0]
     disturbed = config_of(flags, tmp_path, "disturbed")

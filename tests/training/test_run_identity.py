@@ -1,4 +1,4 @@
-"""A resume compares the data and the user's code: which differ, and what older checkpoints lack."""
+"""A resume compares the data and the user's code with those of the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.run_identity import RunIdentity
 
 
-class Kept:
-    """What is asked of a checkpoint."""
+class FakeCheckpoint:
+    """The part of a checkpoint that `RunIdentity` needs."""
 
     name = "step-00000005-a0001"
 
@@ -31,7 +31,7 @@ class Kept:
         return json.dumps({"step": 5, **self._document}).encode()
 
 
-class Named:
+class TaskWithClasses:
     class_names = ("ape", "bat")
 
 
@@ -39,44 +39,50 @@ def data_of(*values: int) -> Data:
     return Data(ArraySource({"x": np.array(values)}), lambda records, _: records)
 
 
-def kept(identity: RunIdentity) -> Any:
-    return Kept(identity.train, identity.document())
+def checkpoint_of(identity: RunIdentity) -> Any:
+    return FakeCheckpoint(identity.train, identity.document())
 
 
 TRAIN, EVAL = data_of(1, 2), data_of(3)
-BEFORE = RunIdentity.of(TRAIN, EVAL, Named())
+BEFORE = RunIdentity.of(TRAIN, EVAL, TaskWithClasses())
 
 
-def test_the_same_data_pass_and_the_document_survives():
-    RunIdentity.of(TRAIN, EVAL, Named()).require_same(kept(BEFORE))
+def test_the_same_data_are_accepted_after_a_round_trip_of_the_document():
+    RunIdentity.of(TRAIN, EVAL, TaskWithClasses()).require_same(checkpoint_of(BEFORE))
     alone = RunIdentity.of(TRAIN, None, object())
-    alone.require_same(kept(alone))
+    alone.require_same(checkpoint_of(alone))
 
 
 @pytest.mark.parametrize(
     ("now", "reported"),
     [
-        (RunIdentity.of(data_of(1, 4), EVAL, Named()), "the training data (2 rows, fingerprint"),
-        (RunIdentity.of(TRAIN, data_of(3, 3), Named()), "the evaluation data (2 rows,"),
-        (RunIdentity.of(TRAIN, None, Named()), "there are no evaluation data, but step-00000005"),
+        (
+            RunIdentity.of(data_of(1, 4), EVAL, TaskWithClasses()),
+            "the training data (2 rows, fingerprint",
+        ),
+        (RunIdentity.of(TRAIN, data_of(3, 3), TaskWithClasses()), "the evaluation data (2 rows,"),
+        (
+            RunIdentity.of(TRAIN, None, TaskWithClasses()),
+            "there are no evaluation data, but step-00000005",
+        ),
         (replace(BEFORE, classes=("bat", "ape")), "2 classes: bat, ape; step-00000005-a0001 has"),
     ],
 )
-def test_fault_29_the_set_that_is_another_one_is_named(now: RunIdentity, reported: str):
+def test_fault_29_the_data_set_that_differs_is_named(now: RunIdentity, reported: str):
     with pytest.raises(DataError) as caught:
-        now.require_same(kept(BEFORE))
+        now.require_same(checkpoint_of(BEFORE))
     assert reported in str(caught.value)
     assert "another --name" in str(caught.value)
 
 
-def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_some():
-    before = RunIdentity.of(TRAIN, None, Named())
+def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():
+    before = RunIdentity.of(TRAIN, None, TaskWithClasses())
     with pytest.raises(DataError, match=r"evaluation data .* differ from .* made without"):
-        BEFORE.require_same(kept(before))
+        BEFORE.require_same(checkpoint_of(before))
 
 
-def test_older_checkpoints_know_the_training_data_only():
-    BEFORE.require_same(Kept(BEFORE.train, {}))  # type: ignore[arg-type]
+def test_an_older_checkpoint_without_an_identity_document_can_be_resumed():
+    BEFORE.require_same(FakeCheckpoint(BEFORE.train, {}))  # type: ignore[arg-type]
 
 
 NET = """
@@ -87,7 +93,7 @@ def net(classes):
 """
 
 
-def test_code_that_has_changed_is_noted_on_a_resume(tmp_path: Path):
+def test_changed_code_is_noted_on_resume(tmp_path: Path):
     (tmp_path / "changed_net.py").write_text(NET)
     train = ("--local", "--model.name", "changed_net.py:net", "--name", "own", "--steps")
     texts = []

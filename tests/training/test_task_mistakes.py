@@ -1,5 +1,5 @@
-"""Mistakes that a plain script tolerates: they are refused in one line that names the user's
-function, or they work."""
+"""Mistakes that a plain script tolerates: they work, or they are refused in one line that names
+the user's function."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def draws_of_all() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-class Drawing(TinyTask):
-    """Draws in its constructor and for its data, as random_split does."""
+class DrawingTask(TinyTask):
+    """Draws random numbers in its constructor and for its data, like random_split."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
@@ -56,9 +56,9 @@ class Drawing(TinyTask):
         return self.train_data()
 
 
-def test_a_task_is_built_with_seeded_generators_and_leaves_them_alone() -> None:
-    config = TrainConfig(task=Drawing, seed=7)
-    tasks = [load_task(c) for c in (config, config, TrainConfig(task=Drawing, seed=8))]
+def test_a_task_is_built_with_seeded_generators_and_does_not_change_their_state() -> None:
+    config = TrainConfig(task=DrawingTask, seed=7)
+    tasks = [load_task(c) for c in (config, config, TrainConfig(task=DrawingTask, seed=8))]
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -66,7 +66,9 @@ def test_a_task_is_built_with_seeded_generators_and_leaves_them_alone() -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    one, other, another = (load_task(c).drawn for c in (config, config, TrainConfig(task=Drawing)))  # type: ignore[attr-defined]
+    one, other, another = (
+        load_task(c).drawn for c in (config, config, TrainConfig(task=DrawingTask))
+    )  # type: ignore[attr-defined]
     sets = [
         data.batch(Draws(0, 0, np.arange(3)))["x"].tolist()
         for data in (train_data_of(tasks[0], 7), eval_data_of(tasks[0], 7))
@@ -79,7 +81,7 @@ def test_a_task_is_built_with_seeded_generators_and_leaves_them_alone() -> None:
 
 
 class Shuffling(IterableDataset):  # type: ignore[type-arg]
-    """Shuffles at its beginning, or by a buffer, and draws for each item."""
+    """Shuffles at the start, or with a buffer, and draws a random number for each item."""
 
     def __init__(self, by_buffer: bool = False) -> None:
         self.by_buffer = by_buffer
@@ -115,11 +117,11 @@ def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(
 
     whole = read(0, [(0, 40)])
     assert sorted(row for row, _ in whole) == [*range(40)]
-    # Lanes begin anywhere, and go on after others; a resumed one anywhere else.
+    # Lanes start at any position and follow others; resumed lanes start at other positions.
     pieces = read(0, [(20, 25), (0, 10), (25, 33), (10, 20), (33, 40)])
     assert pieces == [*whole[20:25], *whole[:10], *whole[25:33], *whole[10:20], *whole[33:]]
     assert read(0, [(33, 40)]) == whole[33:]
-    # Where a lane has ended, another one begins in the next epoch, in that epoch's order.
+    # In the next epoch, a lane starts where another one ended, in the order of that epoch.
     source = IterableSource(Shuffling(by_buffer), shared=shared)
     lanes = [(0, 20), (20, 40)]
     both = [
@@ -135,7 +137,7 @@ def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(
 
 
 class Holding(TinyTask):
-    """Uses the model that it made, not the one that it is given."""
+    """Uses the model that it created, not the one that it receives."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return cross_entropy(self.made(batch["x"]), batch["y"])
@@ -189,7 +191,7 @@ def ran(rank: int, size: int, config: Any, kind: type[TinyTask]) -> str:
         (Other, "in Other.loss: returned a tensor of shape (), float32; expected a loss that "),
     ],
 )
-def test_what_ddp_cannot_do_is_refused_by_all_ranks(
+def test_models_and_losses_that_ddp_does_not_support_are_refused_by_all_ranks(
     workers: Group, tmp_path: Path, kind: type[TinyTask], text: str
 ) -> None:
     for end in workers.outcomes(3, ran, plain(tiny_config(tmp_path, "run")), kind):
@@ -198,7 +200,7 @@ def test_what_ddp_cannot_do_is_refused_by_all_ranks(
 
 
 @pytest.mark.parametrize("kind", [Holding, Method])
-def test_what_works_with_exact_and_alone_goes_on_working(
+def test_losses_that_bypass_ddp_work_with_exact_and_with_one_worker(
     workers: Group, tmp_path: Path, kind: type[TinyTask]
 ) -> None:
     exact = plain(tiny_config(tmp_path, "exact", epochs=1, exact=True))
@@ -206,14 +208,16 @@ def test_what_works_with_exact_and_alone_goes_on_working(
     workers(1, ran, plain(tiny_config(tmp_path, "alone", epochs=1)), kind)
 
 
-def test_unused_parameters_may_be_allowed(workers: Group, tmp_path: Path) -> None:
+def test_unused_parameters_are_accepted_with_find_unused_parameters(
+    workers: Group, tmp_path: Path
+) -> None:
     plainly = tiny_config(tmp_path, "forward", epochs=1)
     assert len({*workers(3, ran, plain(plainly), Forward)}) == 1
     allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
     assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
 
 
-def test_numbers_of_numpy_are_scalars() -> None:
+def test_numpy_numbers_are_accepted_as_scalars() -> None:
     loss = torch.ones((), requires_grad=True)
     values = {"a": np.float32(0.5), "b": np.float64(0.25), "c": np.int64(3)}
     _, scalars = loss_of_task(TinyTask(TrainConfig()), (loss, values), needs_gradient=True)
@@ -235,7 +239,7 @@ class Scheduled(TinyTask):
 
 
 @pytest.mark.parametrize("kind", ["cycle", "linear"])
-def test_a_scheduler_of_the_task_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_torch_scheduler_on_the_tasks_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
     task = {"kind": kind}
     with pytest.raises(TaskError, match="the AdamW has a learning rate scheduler"):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), task, kind=Scheduled)
@@ -245,7 +249,7 @@ def test_a_scheduler_of_the_task_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 class Channels(TinyTask):
-    """Its batches are tuples, whose first tensor is of one sample's channels."""
+    """Its batches are tuples whose first tensor has the channels of one sample."""
 
     evaluates = False
 
@@ -266,7 +270,7 @@ class ChannelsInEvaluation(Channels):
 
 
 @pytest.mark.parametrize("kind", [Channels, ChannelsInEvaluation])
-def test_a_wrong_count_of_samples_is_found_before_the_first_step(
+def test_a_wrong_number_of_samples_is_found_before_the_first_step(
     tmp_path: Path, kind: type[TinyTask]
 ) -> None:
     with pytest.raises(DataError, match=r"3 samples for 8 records.*Data\(source, collate, count="):
@@ -278,7 +282,7 @@ def test_a_wrong_count_of_samples_is_found_before_the_first_step(
 
 
 class Dropping(TinyTask):
-    """Leaves a row of its evaluation set out, later than in the first batch."""
+    """Drops a row of its evaluation set, but not in the first batch."""
 
     def eval_data(self) -> Data:
         data = super().eval_data()
@@ -291,13 +295,13 @@ class Dropping(TinyTask):
         return Data(data.source, collate)
 
 
-def test_an_evaluation_that_loses_a_row_is_an_error(tmp_path: Path) -> None:
+def test_an_evaluation_that_drops_a_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"returned 7 samples for 8 records.*bad_records is error"):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run", epochs=1)), kind=Dropping)
 
 
 class Attribute(Metric):
-    """Counts in an attribute, which no merge sees."""
+    """Counts in an attribute, which is not merged."""
 
     full_state_update = False
     higher_is_better = True
@@ -317,7 +321,7 @@ class Attribute(Metric):
 
 
 class Counted(Attribute):
-    """The same with a state."""
+    """Counts in a state."""
 
     count: Tensor  # type: ignore[assignment]
 
@@ -331,7 +335,7 @@ class Counted(Attribute):
 
 
 class Lazy(Counted):
-    """Computes from what its first update has kept."""
+    """`compute` uses an attribute that the first update sets."""
 
     def update(self, values: Tensor) -> None:
         super().update(values)
@@ -363,7 +367,7 @@ class Measured(TinyTask):
         metrics["m"].update((model(batch["x"]).argmax(1) == batch["y"]).float())
 
 
-def test_a_metric_that_counts_beside_its_states_is_refused(tmp_path: Path) -> None:
+def test_a_metric_that_keeps_values_outside_of_its_states_is_refused(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     with pytest.raises(TaskError, match=r"'m' cannot be merged.*must be a state \(add_state\)"):
         run_tiny(0, 1, config, {"metric": "a"}, kind=Measured)
@@ -378,7 +382,7 @@ class Misnamed(TinyTask):
         return {**super().metrics(), "step": Counted()}
 
 
-def test_a_metric_has_no_name_that_a_result_has(tmp_path: Path) -> None:
+def test_a_metric_with_a_reserved_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"Misnamed\.metrics: .* names other than 'step', which"):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run", epochs=1)), kind=Misnamed)
 
@@ -400,7 +404,7 @@ def test_arrays_may_be_tensors_or_lists() -> None:
     assert records["y"].tolist() == [6, 4]
 
 
-def test_a_wrong_source_is_answered_with_the_right_one() -> None:
+def test_an_unsuitable_source_is_refused_with_the_name_of_the_right_one() -> None:
     class Raw(TinyTask):
         def train_data(self) -> Data:
             return Data(TensorDataset(torch.ones(3)))  # type: ignore[arg-type]
@@ -414,11 +418,11 @@ def test_a_wrong_source_is_answered_with_the_right_one() -> None:
         IterableSource(Shuffling(), rows=50).read(np.arange(30, 50))
 
 
-# ------------------------------------------------------------------ what a step may not change
+# ------------------------------------------------------------------ forbidden changes in a step
 
 
 class Changing(TinyTask):
-    """Does what a plain loop would allow.
+    """Does something that a plain loop would allow.
 
     Args:
         what: the mistake.
@@ -490,7 +494,9 @@ class Changing(TinyTask):
         ("schedules", r"schedule: returned \[0\.5\] for step 1, but \[1\.0\] at the start"),
     ],
 )
-def test_what_would_be_without_effect_is_refused(tmp_path: Path, what: str, text: str) -> None:
+def test_actions_of_a_task_that_would_have_no_effect_are_refused(
+    tmp_path: Path, what: str, text: str
+) -> None:
     with pytest.raises(TaskError, match=text):
         run_tiny(0, 1, plain(tiny_config(tmp_path, "run")), {"what": what}, kind=Changing)
 
@@ -509,7 +515,7 @@ def ran_changing(rank: int, size: int, config: Any, what: str) -> list[dict[str,
         ),
     ],
 )
-def test_what_other_workers_would_wait_for_is_refused(
+def test_actions_of_a_task_that_would_block_other_workers_are_refused(
     workers: Group, tmp_path: Path, what: str, text: str
 ) -> None:
     config = plain(tiny_config(tmp_path, "run"))
@@ -524,7 +530,7 @@ def test_what_other_workers_would_wait_for_is_refused(
     workers(2, ran_changing, {**of_each}, what if what == "gathers" else "")
 
 
-def test_what_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
+def test_changed_state_that_checkpoints_do_not_contain_is_noted(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     notes = [e["text"] for e in ran_changing(0, 1, config, "forgets") if e["kind"] == "note"]
     changed = "the buffer seen (persistent=False), task.calls, model.calls"
@@ -547,7 +553,7 @@ def test_what_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
         ("<frozen importlib._bootstrap>", False),
     ],
 )
-def test_which_frames_are_the_users(path: str, is_foreign: bool) -> None:
+def test_frames_of_user_code_are_recognized_by_path(path: str, is_foreign: bool) -> None:
     assert user_code.is_foreign(path) == is_foreign
 
 

@@ -1,6 +1,6 @@
 """Training in gloo processes without Ray: the promises of design.md section 2.
 
-Mostly with three processes: with two, DDP sums in one order only and some faults do not show.
+Most tests use three processes: with two, DDP has only one order of sums, which hides some errors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tiny import (
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     Mean,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -92,10 +92,10 @@ def losses_of(config: TrainConfig) -> list[float]:
     return [record["loss"] for record in log_of(config) if record["kind"] == "train"]
 
 
-def rows_by_step(ran: list[Ran]) -> dict[int, list[int]]:
+def rows_by_step(ran: list[WorkerResult]) -> dict[int, list[int]]:
     """The rows of each step in the order of the slots."""
     steps: dict[int, list[int]] = {}
-    for worker in ran:  # slots are dealt in order
+    for worker in ran:  # slots are assigned in order
         for step, rows in worker.seen:
             steps.setdefault(step, []).extend(rows)
     return steps
@@ -106,9 +106,9 @@ class Reference:
 
     def __init__(self, workers: Group, folder: Path) -> None:
         self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
 
-    def __call__(self, variant: str) -> tuple[TrainConfig, list[Ran]]:
+    def __call__(self, variant: str) -> tuple[TrainConfig, list[WorkerResult]]:
         if variant not in self._done:
             config = tiny_config(self._folder, variant, **VARIANTS[variant])
             self._done[variant] = config, self._workers(3, run_tiny, plain(config))
@@ -123,7 +123,7 @@ def reference(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Refer
 # ------------------------------------------------------------------ bitwise resume
 
 
-def test_the_reference_sees_each_row_once_an_epoch_and_learns(reference: Reference):
+def test_the_reference_uses_each_row_once_per_epoch_and_learns(reference: Reference):
     config, ran = reference("sgd")
     steps = rows_by_step(ran)
     assert sorted(steps) == list(range(1, TOTAL_STEPS + 1))
@@ -146,13 +146,13 @@ def test_the_reference_sees_each_row_once_an_epoch_and_learns(reference: Referen
         ("sgd", (5, 14, 17)),
         ("sgd", (TOTAL_STEPS - 1,)),
         ("adamw-clip-bf16-block", (14,)),
-        ("fp16", (24,)),  # after the scaler has met an infinity and halved the scale
+        ("fp16", (24,)),  # after the scaler found an infinity and halved the scale
     ],
 )
-def test_a_stopped_and_continued_run_ends_with_the_same_bits(
+def test_a_stopped_and_resumed_run_ends_with_the_same_bits(
     variant: str, stops: tuple[int, ...], reference: Reference, workers: Group, tmp_path: Path
 ):
-    """Promise 3. One rank only is asked to stop; all do, after that step."""
+    """Promise 3. Only one rank is asked to stop; all stop after that step."""
     whole, _ = reference(variant)
     config = tiny_config(tmp_path, "stopped", **VARIANTS[variant])
     start = 0
@@ -170,10 +170,10 @@ def test_a_stopped_and_continued_run_ends_with_the_same_bits(
 
 @pytest.mark.parametrize(("variant", "die_at"), [("sgd", 17), ("adamw-clip-bf16-block", 26)])
 @pytest.mark.each_version
-def test_fault_01_a_killed_and_continued_run_ends_with_the_same_bits(
+def test_fault_01_a_killed_and_resumed_run_ends_with_the_same_bits(
     variant: str, die_at: int, reference: Reference, workers: Group, tmp_path: Path
 ):
-    """The log is ahead of the checkpoint when a rank dies; afterwards no step is in it twice."""
+    """The log is ahead of the checkpoint when a rank dies; in the end, it has no step twice."""
     whole, _ = reference(variant)
     often = CheckpointConfig(every_steps=4, every_s=0.0)
     config = tiny_config(tmp_path, "killed", **{**VARIANTS[variant], "checkpoint": often})
@@ -189,10 +189,10 @@ def test_fault_01_a_killed_and_continued_run_ends_with_the_same_bits(
     assert newest(config).manifest.attempt == 2
 
 
-def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_evaluation_up(
+def test_a_stop_at_an_evaluation_step_saves_at_once_and_the_resume_runs_the_evaluation(
     reference: Reference, workers: Group, tmp_path: Path
 ):
-    """Also after the last step of all; whoever stops a run may have seconds only."""
+    """Also after the last step. A stopped run may have only a few seconds."""
     whole, _ = reference("sgd")
     config = tiny_config(tmp_path, "owing")
     for stop in (STEPS_PER_EPOCH, TOTAL_STEPS):
@@ -202,7 +202,7 @@ def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_eva
         assert (newest(config).name.step, newest(config).manifest.finished) == (stop, False)
     ran = workers(3, run_tiny, plain(config))
     assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(TOTAL_STEPS, 0)}
-    assert [worker.seen for worker in ran] == [[], [], []]  # no step is taken again
+    assert [worker.seen for worker in ran] == [[], [], []]  # no step is repeated
     assert newest(config).manifest.finished
     assert bits(config) == bits(whole)
     assert newest(config).read("state.json") == newest(whole).read("state.json")
@@ -211,7 +211,7 @@ def test_a_stop_on_an_evaluation_step_saves_at_once_and_the_resume_makes_the_eva
 
 
 @pytest.mark.parametrize(("what", "rows"), [("training", ROWS + 1), ("evaluation", EVAL_ROWS + 1)])
-def test_fault_29_a_run_whose_data_have_changed_is_not_continued(
+def test_fault_29_a_run_whose_data_changed_is_not_resumed(
     what: str, rows: int, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "grown")
@@ -219,7 +219,7 @@ def test_fault_29_a_run_whose_data_have_changed_is_not_continued(
     before = bits(config)
     changed = {"rows" if what == "training" else "eval_rows": rows}
     ended = workers.outcomes(3, run_tiny, plain(config), changed)
-    for outcome in ended:  # on all ranks, and none waits for another
+    for outcome in ended:  # on all ranks, without waiting for others
         assert isinstance(outcome, Raised)
         assert outcome.exit_status == 4
         assert f"the {what} data ({rows} rows" in outcome.text
@@ -228,7 +228,7 @@ def test_fault_29_a_run_whose_data_have_changed_is_not_continued(
     assert bits(config) == before
 
 
-def test_a_finished_run_trained_again_takes_no_step(reference: Reference, workers: Group):
+def test_a_finished_run_that_is_started_again_takes_no_step(reference: Reference, workers: Group):
     config, ran = reference("sgd")
     before = bits(config)
     again = workers(3, run_tiny, plain(config))
@@ -241,10 +241,10 @@ def test_a_finished_run_trained_again_takes_no_step(reference: Reference, worker
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_world_size_never_changes_the_math(
+def test_the_number_of_workers_changes_results_only_by_rounding(
     size: int, reference: Reference, workers: Group, tmp_path: Path
 ):
-    """Promise 1: the same rows in the same slots, and figures that differ by rounding only."""
+    """Promise 1: the same rows in the same slots, and values that differ only by rounding."""
     whole, on_three = reference("sgd")
     config = tiny_config(tmp_path, "sized")
     ran = workers(size, run_tiny, plain(config))
@@ -253,7 +253,7 @@ def test_world_size_never_changes_the_math(
     assert_close(weights(config), weights(whole))
 
 
-def test_fault_28_a_run_resized_on_the_way_is_the_same_run(
+def test_fault_28_a_resized_run_equals_an_undisturbed_run_within_rounding(
     reference: Reference, workers: Group, tmp_path: Path
 ):
     whole, on_three = reference("sgd")
@@ -267,7 +267,7 @@ def test_fault_28_a_run_resized_on_the_way_is_the_same_run(
 
 
 def assert_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
-    """Weights and running statistics, but for rounding; whole numbers exactly."""
+    """Weights and running statistics are equal within rounding, and integers exactly."""
     assert ours.keys() == theirs.keys()
     assert int(ours["norm.num_batches_tracked"]) == TOTAL_STEPS
     for name, tensor in ours.items():
@@ -275,10 +275,10 @@ def assert_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 @pytest.mark.parametrize(("rows", "eval_rows"), [(20, 9), (3, 2), (1, 1)])
-def test_fault_23_fewer_rows_than_a_batch_or_than_workers(
+def test_fault_23_a_run_with_fewer_rows_than_a_batch_or_workers_equals_one_worker(
     rows: int, eval_rows: int, workers: Group, tmp_path: Path
 ):
-    """Ranks without a sample join the collectives, and leave no trace in the weights."""
+    """Ranks without samples take part in collectives but do not change the weights."""
     options = {"rows": rows, "eval_rows": eval_rows}
     alone, config = (tiny_config(tmp_path, name) for name in ("alone", "three"))
     workers(1, run_tiny, plain(alone), options)
@@ -294,10 +294,10 @@ def test_fault_23_fewer_rows_than_a_batch_or_than_workers(
         torch.testing.assert_close(tensor, weights(alone)[name], rtol=1e-4, atol=1e-6)
 
 
-def test_uneven_deals_and_a_short_last_step_have_the_gradient_of_the_whole_batch(
+def test_uneven_slots_and_a_short_last_step_give_the_gradient_of_the_whole_batch(
     workers: Group, tmp_path: Path
 ):
-    """Four slots on three workers against plain torch with each step's rows in one batch."""
+    """Four slots on three workers, compared with plain torch and one batch per step."""
     rows, epochs = 75, 2  # 32, 32 and 11 rows: lanes of 18, 19, 19 and 19
     optim = OptimConfig(lr=0.5, momentum=0.0, nesterov=False, weight_decay=0.0)
     constant = ScheduleConfig(name="constant", warmup_epochs=0.0)
@@ -328,7 +328,7 @@ def test_uneven_deals_and_a_short_last_step_have_the_gradient_of_the_whole_batch
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------ a loss that is not a number
+# ------------------------------------------------------------------ NaN losses
 
 
 def nan_row_of_step(config: TrainConfig, step: int, slot: int) -> int:
@@ -339,7 +339,7 @@ def nan_row_of_step(config: TrainConfig, step: int, slot: int) -> int:
 
 
 @pytest.mark.parametrize("log_every", [1, 10])
-def test_fault_24_a_loss_that_is_nan_on_one_rank_ends_all_and_is_never_committed(
+def test_fault_24_a_nan_loss_on_one_rank_ends_all_ranks_and_is_never_committed(
     log_every: int, workers: Group, tmp_path: Path
 ):
     config = tiny_config(
@@ -348,7 +348,7 @@ def test_fault_24_a_loss_that_is_nan_on_one_rank_ends_all_and_is_never_committed
         checkpoint=CheckpointConfig(every_steps=2, every_s=0.0),
         log=LogConfig(every_steps=log_every, tensorboard=False),
     )
-    options = {"nan_row": nan_row_of_step(config, step=5, slot=1)}  # rank 1's, of three
+    options = {"nan_row": nan_row_of_step(config, step=5, slot=1)}  # of rank 1 of three
     results = workers.outcomes(3, run_tiny, plain(config), options)
     assert [type(result) for result in results] == [Raised] * 3
     assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
@@ -362,7 +362,7 @@ def test_fault_24_a_loss_that_is_nan_on_one_rank_ends_all_and_is_never_committed
 # ------------------------------------------------------------------ checkpoints
 
 
-def test_the_best_checkpoint_is_kept_by_pruning_also_after_a_resume(
+def test_pruning_keeps_the_best_checkpoint_also_after_a_resume(
     workers: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -372,7 +372,7 @@ def test_the_best_checkpoint_is_kept_by_pruning_also_after_a_resume(
         epochs=6,
         checkpoint=CheckpointConfig(every_steps=5, every_s=0.0, keep_last=2),
     )
-    options = {"scores": [3.0, 1.0, 2.0, 1.0, 5.0, 6.0]}  # the earlier of equals is the best
+    options = {"scores": [3.0, 1.0, 2.0, 1.0, 5.0, 6.0]}  # the first of equal ones is the best
     workers(1, run_tiny, plain(config), options, 43)
     assert kept_steps(config) == [20, 40, 43]
     (ran,) = workers(1, run_tiny, plain(config), options)
@@ -384,7 +384,9 @@ def test_the_best_checkpoint_is_kept_by_pruning_also_after_a_resume(
     assert find_checkpoint("best", "last").name.step == 60
 
 
-def test_checkpoints_and_evaluations_come_when_they_are_due(workers: Group, tmp_path: Path):
+def test_checkpoints_evaluations_and_log_lines_are_at_the_configured_steps(
+    workers: Group, tmp_path: Path
+):
     config = tiny_config(
         tmp_path,
         "due",
@@ -414,7 +416,7 @@ class Buffers(nn.Module):
 
 
 def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]]:
-    """Three steps of four slots with 8, 8, 5 and 0 samples, dealt to the workers."""
+    """Three steps of four slots with 8, 8, 5 and 0 samples, divided among the workers."""
     model = Buffers(constant)
     buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1))
     samples = (8, 8, 5, 0)
@@ -433,13 +435,13 @@ def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]
     return [statistics, norm.num_batches_tracked.tolist(), model.constant.tolist()]
 
 
-def test_buffers_are_a_function_of_all_slots(workers: Group):
+def test_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
     constant = torch.tensor([0.1, 1e-30, 3e38])
     (alone,) = workers(1, step_buffers, constant)
-    assert alone[1:] == [3, constant.tolist()]  # batches count one a step, constants do not drift
+    assert alone[1:] == [3, constant.tolist()]  # one batch per step; constants do not drift
     for size in (2, 3, 4):
         results = workers(size, step_buffers, constant)
-        assert all(result == results[0] for result in results)  # all ranks alike, bit for bit
+        assert all(result == results[0] for result in results)  # all ranks are equal, bit for bit
         assert results[0][0] == pytest.approx(alone[0], rel=1e-6)
         assert results[0][1:] == alone[1:]
 
@@ -456,14 +458,14 @@ def test_buffers_are_a_function_of_all_slots(workers: Group):
     ],
     ids=["infinite", "bool", "complex", "bfloat16", "large", "empty"],
 )
-def test_constant_buffers_of_any_kind_stay_as_they_are(constant: torch.Tensor, workers: Group):
+def test_constant_buffers_of_any_kind_do_not_change(constant: torch.Tensor, workers: Group):
     for size in (1, 3):
         for result in workers(size, step_buffers, constant):
             assert result[2] == constant.tolist()
 
 
-class Seen(nn.Module):
-    """Bool buffers: one that a pass writes to, one that a pass replaces, and a mask."""
+class FlagModel(nn.Module):
+    """Bool buffers: one that a pass modifies, one that a pass replaces, and a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,8 +480,8 @@ class Seen(nn.Module):
 
 
 def step_flags(rank: int, size: int) -> tuple[list[list[bool]], int]:
-    """The buffers after each of three steps, and how many numbers are sent in a step."""
-    model = Seen()
+    """The buffers after each of three steps, and how many numbers a step sends."""
+    model = FlagModel()
     before = BoolBuffers(model)
     model(1)
     changing = before.changed()
@@ -502,7 +504,7 @@ def step_flags(rank: int, size: int) -> tuple[list[list[bool]], int]:
     return found, sum(len(change) for change in buffers._change)
 
 
-def test_bool_buffers_are_a_function_of_all_slots_and_masks_are_never_sent(workers: Group):
+def test_bool_buffers_do_not_depend_on_the_number_of_workers_and_masks_are_not_sent(workers: Group):
     seen = [1, 2, 3], [1, 2, 3], [1, 2, 3, 20 % 6 + 1, 20 % 6 + 2, 23 % 6]
     expected = [[n in step for n in range(6)] + [True, True] for step in seen]
     for size in (1, 2, 3, 4):
@@ -511,8 +513,8 @@ def test_bool_buffers_are_a_function_of_all_slots_and_masks_are_never_sent(worke
             assert sent == 6 + 2
 
 
-def test_a_bool_buffer_that_changes_later_than_in_the_first_pass_is_refused():
-    model = Seen()
+def test_a_bool_buffer_that_first_changes_after_the_first_pass_is_refused():
+    model = FlagModel()
     buffers = SlotBuffers(model, World(0, 1, 0, torch.device("cpu"), 1))
     buffers.begin()
     buffers.add(0, 1.0, torch.zeros(()))
@@ -557,10 +559,10 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
 
 
 @pytest.mark.parametrize(("eval_rows", "batch_size"), [(EVAL_ROWS, 8), (200, 7), (9, 8), (2, 8)])
-def test_evaluation_gives_the_same_figures_to_the_last_digit_on_1_2_and_3_workers(
+def test_evaluation_gives_bitwise_equal_metrics_on_1_2_and_3_workers(
     eval_rows: int, batch_size: int, workers: Group
 ):
-    """Promise 2, with a remainder, and with fewer chunks than workers; sums, counts and lists."""
+    """Promise 2, also with a remainder or fewer chunks than workers; sums, counts, and lists."""
     alone, *others = (
         result
         for size in (1, 2, 3)
@@ -570,7 +572,7 @@ def test_evaluation_gives_the_same_figures_to_the_last_digit_on_1_2_and_3_worker
 
 
 def test_a_metric_that_cannot_be_merged_is_refused_before_the_evaluation():
-    """torchmetrics would make the mean of means infinite, and refuse the others at the end."""
+    """torchmetrics would compute an infinite mean of means, and refuse the others at the end."""
     from torchmetrics import Metric
     from torchmetrics.regression import PearsonCorrCoef
 
@@ -599,8 +601,8 @@ def test_a_metric_that_cannot_be_merged_is_refused_before_the_evaluation():
         require_mergeable(task, "fine", metric)
 
 
-def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):
-    """A metric whose states are lists of all predictions, against one update with all rows."""
+def test_evaluation_is_correct_for_metrics_with_list_states(workers: Group):
+    """A metric whose states are lists of all predictions, compared with one update of all rows."""
     from torchmetrics.classification import MulticlassAUROC
 
     torch.manual_seed(3)
@@ -623,20 +625,20 @@ def test_evaluation_is_right_also_for_metrics_that_keep_lists(workers: Group):
 
 
 def rates(epochs: int, **schedule: Any) -> list[float]:
-    """The learning rates of all steps, five an epoch, for a peak of 2."""
+    """The learning rates of all steps, five per epoch, for a peak of 2."""
     config = TrainConfig(
         epochs=epochs, optim=OptimConfig(lr=2.0), schedule=ScheduleConfig(**schedule)
     )
     return [learning_rate(config, step, 5) for step in range(5 * epochs)]
 
 
-def test_the_warm_up_rises_in_equal_steps_to_the_peak_and_starts_above_0():
+def test_the_warm_up_is_linear_and_starts_above_0():
     for name in ("cosine", "step", "constant"):
         climb = rates(4, name=name, warmup_epochs=1.8)[:9]  # 9 steps, then the peak
         assert climb == pytest.approx([2.0 * k / 10 for k in range(1, 10)])
 
 
-def test_the_schedules_have_the_values_that_their_names_say():
+def test_constant_step_and_cosine_schedules_have_the_expected_values():
     assert rates(2, name="constant", warmup_epochs=0.0) == [2.0] * 10
     stairs = rates(4, name="step", warmup_epochs=0.0, step_epochs=1.4, gamma=0.5)
     assert stairs == [2.0] * 7 + [1.0] * 7 + [0.5] * 6
@@ -647,18 +649,18 @@ def test_the_schedules_have_the_values_that_their_names_say():
     after_warm_up = rates(4, name="cosine", warmup_epochs=2.0)[10:]
     assert after_warm_up[0] == 2.0
     assert after_warm_up == sorted(after_warm_up, reverse=True)
-    assert after_warm_up[5] == pytest.approx(1.0)  # half way down
+    assert after_warm_up[5] == pytest.approx(1.0)  # halfway down
     assert 0 < after_warm_up[-1] < 0.1
 
 
-def test_a_warm_up_longer_than_the_run_is_no_error():
+def test_a_warm_up_longer_than_the_run_is_accepted():
     assert rates(1, name="cosine", warmup_epochs=3.0) == pytest.approx(
         [2.0 * k / 16 for k in range(1, 6)]
     )
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_weight_decay_leaves_out_biases_and_norm_layers(name: str):
+def test_weight_decay_does_not_apply_to_biases_and_norm_layers(name: str):
     model = TinyNet()
     model.conv.weight.requires_grad = False
     optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.3, weight_decay=0.7))
@@ -674,7 +676,7 @@ def test_weight_decay_leaves_out_biases_and_norm_layers(name: str):
     assert {group["lr"] for group in optimizer.param_groups} == {0.3}
 
 
-def test_momentum_and_betas_reach_the_optimizer():
+def test_momentum_and_betas_are_passed_to_the_optimizer():
     sgd = build_optimizer(TinyNet(), OptimConfig(momentum=0.8, nesterov=False)).param_groups[0]
     assert (sgd["momentum"], sgd["nesterov"]) == (0.8, False)
     assert build_optimizer(TinyNet(), OptimConfig()).param_groups[0]["nesterov"]
@@ -683,11 +685,11 @@ def test_momentum_and_betas_reach_the_optimizer():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_label_smoothing_reaches_the_loss_of_training_but_not_that_of_evaluation(smoothing: float):
+def test_label_smoothing_applies_to_the_training_loss_but_not_to_evaluations(smoothing: float):
     task = ImageClassification(TrainConfig(optim=OptimConfig(label_smoothing=smoothing)))
     logits, labels = torch.randn(7, 10), torch.arange(7)
     batch = {"image": torch.zeros(7, 3, 8, 8, dtype=torch.uint8), "label": labels}
-    model = TinyNet()  # never called: the stub gives the logits
+    model = TinyNet()  # its forward returns fixed logits
     model.forward = lambda _: logits  # type: ignore[method-assign]
     expected = cross_entropy(logits, labels, label_smoothing=smoothing)
     assert task.loss(model, batch).item() == expected.item()
@@ -698,7 +700,7 @@ def test_label_smoothing_reaches_the_loss_of_training_but_not_that_of_evaluation
 
 
 @pytest.mark.parametrize("goal", ["min", "max"])
-def test_a_metric_that_is_not_a_number_is_never_the_best(goal: str):
+def test_a_nan_metric_is_never_the_best(goal: str):
     model = TinyNet()
     optimizer = build_optimizer(model, OptimConfig())
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
@@ -713,8 +715,8 @@ def test_a_metric_that_is_not_a_number_is_never_the_best(goal: str):
     assert (state.best, state.best_step) == (0.5, 10)
 
 
-def test_of_equal_evaluations_the_one_with_the_lower_loss_is_the_best(tmp_path: Path):
-    """In memory, after a restart, and among the checkpoints."""
+def test_between_equal_metrics_the_lower_loss_is_the_best(tmp_path: Path):
+    """In memory, after a restart, and among stored checkpoints."""
     model = TinyNet()
     optimizer = build_optimizer(model, OptimConfig())
     evaluations = [(10, 0.5, 2.0), (20, 0.5, 1.0), (30, 0.5, 1.0), (40, 0.4, 0.1)]
@@ -776,22 +778,24 @@ def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
     assert [r["step"] for r in log if r["kind"] == "eval"] == [12, 24]
     assert newest(config).manifest.world_size == 2
     assert (kept_steps(config), newest(config).manifest.attempt) == ([12, 24], 1)
-    assert out.count("loading torch") == 1  # rank 0 alone speaks
+    assert out.count("loading torch") == 1  # only rank 0 prints
 
 
-def test_other_ranks_wait_for_the_commit_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """They return its checkpoint, too."""
+def test_other_ranks_wait_for_the_commit_of_rank_0_up_to_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """They return when it is listed, or after the time limit."""
     listed = iter([[], [CheckpointName(12, 1)], [CheckpointName(24, 1), CheckpointName(12, 1)]])
     store = SimpleNamespace(names=lambda: next(listed))
     monkeypatch.setattr(finish, "checkpoint_store", lambda _: store)
     finish.wait_for_rank_0(open_storage(str(tmp_path)), 24)
     assert next(listed, None) is None
-    monkeypatch.setattr(finish, "_COMMIT_S", 0.2)  # rank 0 may fail
+    monkeypatch.setattr(finish, "_COMMIT_S", 0.2)  # if rank 0 fails, they do not wait forever
     store.names = list
     finish.wait_for_rank_0(open_storage(str(tmp_path)), 36)
 
 
-def test_fault_35_sigterm_ends_with_143_and_the_same_command_ends_with_the_same_bits(
+def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_same_bits(
     tmp_path: Path,
 ):
     processes = [start(tmp_path, name) for name in ("whole", "stopped")]

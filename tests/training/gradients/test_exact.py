@@ -1,4 +1,4 @@
-"""`exact = true`: the number of workers leaves no trace, not even in the last bit."""
+"""`exact = true`: the result does not depend on the number of workers, not even in the last bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 3, 4, 5, 7, 8, 13, 64])
-def test_the_tree_has_each_leaf_once_and_two_branches_at_each_node(leaves: int):
+def test_the_tree_has_each_leaf_once_and_two_children_at_each_inner_node(leaves: int):
     found = nodes(leaves)
     assert len(found) == 2 * leaves - 1
     assert {(leaf, leaf + 1) for leaf in range(leaves)} <= found
@@ -78,14 +78,14 @@ def test_the_tree_has_each_leaf_once_and_two_branches_at_each_node(leaves: int):
 
 
 @pytest.mark.parametrize(("slots", "workers"), [(8, 2), (8, 4), (8, 8), (64, 16), (6, 1)])
-def test_an_even_deal_gives_each_worker_one_subtree(slots: int, workers: int):
+def test_an_even_distribution_of_slots_gives_each_worker_one_subtree(slots: int, workers: int):
     for rank in range(workers):
         mine = items_of_rank(slots, workers, rank)
         assert subtrees(slots, mine) == [(mine.start, mine.stop)]
 
 
 @pytest.mark.parametrize("slots", [5, 8, 12, 31])
-def test_any_deal_gives_subtrees_that_are_few_and_cover_it(slots: int):
+def test_any_distribution_of_slots_is_covered_by_few_subtrees_per_worker(slots: int):
     for workers in range(1, slots + 1):
         for rank in range(workers):
             mine = items_of_rank(slots, workers, rank)
@@ -94,8 +94,8 @@ def test_any_deal_gives_subtrees_that_are_few_and_cover_it(slots: int):
             assert len(found) <= 2 * len(mine).bit_length()
 
 
-def in_any_deal(rank: int, size: int, slots: int, length: int, missing: list[int]) -> list[float]:
-    """Sums of vectors of which some slots have none; twice, as buffers are used again."""
+def tree_sums(rank: int, size: int, slots: int, length: int, missing: list[int]) -> list[float]:
+    """The sum of the vectors of all slots but `missing`; computed twice, as buffers are reused."""
     world = World(rank, size, rank, CPU, 1)
     total = TreeSum(slots, length, torch.float32, world)
     for _ in range(2):
@@ -118,9 +118,9 @@ def test_sums_have_the_same_bits_on_any_number_of_workers(
     slots: int, missing: list[int], workers: Group
 ):
     length = 1001
-    (alone,) = workers(1, in_any_deal, slots, length, missing)
+    (alone,) = workers(1, tree_sums, slots, length, missing)
     for size in (2, 3, 4):
-        assert workers(size, in_any_deal, slots, length, missing) == [alone] * size
+        assert workers(size, tree_sums, slots, length, missing) == [alone] * size
     true = torch.zeros(length, dtype=torch.float64)
     for slot in {*range(slots)} - {*missing}:
         true += torch.randn(length, generator=torch.Generator().manual_seed(slot))
@@ -131,7 +131,7 @@ def test_sums_have_the_same_bits_on_any_number_of_workers(
 
 
 class Tied(nn.Module):
-    """One weight is used twice; `spare` by even slots only."""
+    """One weight is used twice; only even slots use `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,10 +148,10 @@ class Tied(nn.Module):
         return loss
 
 
-def in_buckets(
+def gradients_in_buckets(
     rank: int, size: int, slots: int, empty: list[int], buckets_mib: list[float]
 ) -> list[tuple[list[bytes], list[str]]]:
-    """For each size of buckets: (gradients of two steps, what happened in the second)."""
+    """For each bucket size: (gradients of two steps, events of the second step)."""
     events: list[str] = []
     exchange = dist.all_to_all_single
 
@@ -188,13 +188,13 @@ def in_buckets(
 @pytest.mark.parametrize(
     ("slots", "empty"), [(4, []), (7, [6]), (8, [0, 5, 7]), (4, [3]), (4, [0, 1, 2, 3])]
 )
-def test_buckets_leave_no_trace_and_travel_while_the_backward_pass_goes_on(
+def test_buckets_change_no_gradient_and_are_exchanged_during_the_backward_pass(
     slots: int, empty: list[int], workers: Group
 ):
     sizes = [25.0, 300 / 2**20, 1 / 2**20]  # MiB: 2 buckets, 3, and 9 of one parameter each
-    ((alone, _),) = workers(1, in_buckets, slots, empty, sizes[:1])[0]
+    ((alone, _),) = workers(1, gradients_in_buckets, slots, empty, sizes[:1])[0]
     for size in (2, 3, 4):
-        for rank, results in enumerate(workers(size, in_buckets, slots, empty, sizes)):
+        for rank, results in enumerate(workers(size, gradients_in_buckets, slots, empty, sizes)):
             assert [found for found, _ in results] == [alone] * 3
             assert [events.count("exchange") for _, events in results] == [2, 3, 9]
             working = [slot for slot in items_of_rank(slots, size, rank) if slot not in empty]
@@ -202,7 +202,7 @@ def test_buckets_leave_no_trace_and_travel_while_the_backward_pass_goes_on(
                 if working:
                     while events.pop() != "backward":
                         pass
-                    uses_all = working[-1] % 2 == 0  # an odd slot leaves `spare` out
+                    uses_all = working[-1] % 2 == 0  # odd slots do not use `spare`
                     assert events.count("exchange") >= (least if uses_all else (least + 1) // 2)
 
 
@@ -219,7 +219,7 @@ class Reentrant(nn.Module):
 
 
 @pytest.mark.parametrize(("bucket_mib", "is_refused"), [(25.0, False), (1 / 2**20, True)])
-def test_a_gradient_that_grows_after_it_was_sent_is_refused(bucket_mib: float, is_refused: bool):
+def test_a_gradient_that_changes_after_it_was_sent_is_refused(bucket_mib: float, is_refused: bool):
     model = Reentrant()
     reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), bucket_mib, Clock(CPU))
     expected = pytest.raises(ConfigError, match="use_reentrant") if is_refused else nullcontext()
@@ -253,7 +253,7 @@ def alone(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_number_of_workers_leaves_no_trace(
+def test_the_bits_do_not_depend_on_the_number_of_workers(
     variant: str, size: int, alone: Alone, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "other", exact=True, **VARIANTS[variant])
@@ -262,7 +262,7 @@ def test_the_number_of_workers_leaves_no_trace(
     assert log_of(config) == log_of(alone(variant)), "losses and metrics, too"
 
 
-def test_the_size_of_buckets_leaves_no_trace(alone: Alone, workers: Group, tmp_path: Path):
+def test_the_bits_do_not_depend_on_the_bucket_size(alone: Alone, workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "small", exact=True, ddp=DdpConfig(bucket_cap_mb=0.0001))
     workers(3, run_tiny, plain(config))
     assert bits(config) == bits(alone("sgd"))
@@ -270,7 +270,7 @@ def test_the_size_of_buckets_leaves_no_trace(alone: Alone, workers: Group, tmp_p
 
 @pytest.mark.parametrize("variant", ["sgd", "adamw-clip-bf16", "fp16"])
 @pytest.mark.each_version
-def test_kills_and_resizes_leave_no_trace(
+def test_a_stopped_killed_and_resized_run_has_the_bits_of_one_undisturbed_worker(
     variant: str, alone: Alone, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "disturbed", exact=True, **VARIANTS[variant])
@@ -284,7 +284,7 @@ def test_kills_and_resizes_leave_no_trace(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_start_at_a_step_in_which_a_rank_has_no_samples_leaves_no_trace(
+def test_a_resume_at_a_step_in_which_a_rank_has_no_samples_gives_the_same_bits(
     precision: str, alone: Alone, workers: Group, tmp_path: Path
 ):
     """The last step of an epoch has 0, 1, 1 and 1 rows in its slots."""
@@ -295,7 +295,9 @@ def test_a_start_at_a_step_in_which_a_rank_has_no_samples_leaves_no_trace(
     assert bits(config) == bits(alone(variant))
 
 
-def test_bad_records_and_steps_that_are_left_out_leave_no_trace(workers: Group, tmp_path: Path):
+def test_with_bad_records_and_skipped_steps_the_bits_do_not_depend_on_the_workers(
+    workers: Group, tmp_path: Path
+):
     changes: dict[str, Any] = {
         "optim": OptimConfig(lr=0.05, nonfinite="skip"),
         "data": DataConfig(workers=1, prefetch=2, bad_records="skip"),
@@ -312,8 +314,8 @@ def test_bad_records_and_steps_that_are_left_out_leave_no_trace(workers: Group, 
     assert (last["skipped"], last["nonfinite"]) == (5, EPOCHS)
 
 
-def unlike(session: ScriptedSession) -> None:
-    """Each rank begins with weights of its own, as if a task drew them from the time of day."""
+def different_initial_weights(session: ScriptedSession) -> None:
+    """Each rank starts with different weights, as if a task seeded them with the time."""
     before = torch.manual_seed
 
     def own(seed: int) -> Any:
@@ -323,14 +325,14 @@ def unlike(session: ScriptedSession) -> None:
     torch.manual_seed = own  # type: ignore[assignment]
 
 
-def test_all_ranks_begin_with_the_weights_of_rank_0(alone: Alone, workers: Group, tmp_path: Path):
+def test_all_ranks_start_with_the_weights_of_rank_0(alone: Alone, workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "unlike", exact=True)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, unlike)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, different_initial_weights)
     assert bits(config) == bits(alone("sgd"))
     assert len({worker.digest for worker in ran}) == 1
 
 
-def test_processes_without_ray_compute_with_as_many_threads_however_many_there_are(
+def test_without_ray_the_number_of_threads_follows_the_config(
     monkeypatch: pytest.MonkeyPatch,
 ):
     seen = []
@@ -349,7 +351,7 @@ def test_processes_without_ray_compute_with_as_many_threads_however_many_there_a
     assert seen == [3, 3, 1, 2]
 
 
-def test_another_number_of_threads_is_refused_at_a_resume():
+def test_a_changed_number_of_threads_is_refused_on_resume():
     then = to_dict(TrainConfig(exact=True))
     now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
     assert [name for name, *_ in changed_fields(then, now)] == ["scaling.cpus_per_worker"]
@@ -378,9 +380,9 @@ class Mixed(nn.Module):
         return outputs.float()
 
 
-class Centred(nn.Module):
-    """Subtracts a running mean that is another tensor after each pass, as DINO's centre is; and
-    forgets that an evaluation should leave it as it is."""
+class Centered(nn.Module):
+    """Subtracts a running mean that each pass replaces by a new tensor, like the center of DINO;
+    wrongly, evaluations replace it, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,8 +398,8 @@ class Centred(nn.Module):
 
 
 class Collected(nn.Module):
-    """Weights drawn by numpy and Python; what a quantized or exported model may bring along; and a
-    count that goes down, by another number in each slot."""
+    """Weights drawn by NumPy and Python, tensors that a quantized or exported model may have, and a
+    counter that changes by a different number in each slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,18 +420,18 @@ class Collected(nn.Module):
 
 
 class WithoutFloat8(Collected):
-    """As DDP over gloo wants it."""
+    """DDP over gloo does not support float8."""
 
     def __init__(self) -> None:
         super().__init__()
         del self.small
 
 
-HASH = 2**60 + 1  # float64 has no such number
+HASH = 2**60 + 1  # not representable in float64
 
 
 class OddTask(TinyTask):
-    """Mixes samples, and evaluates on noisy ones, with random numbers of all kinds."""
+    """Mixes samples and evaluates on noisy ones, with random numbers of all kinds."""
 
     def __init__(self, config: TrainConfig, kind: type[nn.Module], **options: Any) -> None:
         super().__init__(config, **options)
@@ -455,14 +457,14 @@ class OddTask(TinyTask):
 
 ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "parameters of all kinds": (Mixed, {"optim": OptimConfig(name="adamw", clip_norm=0.5)}),
-    "a buffer that is replaced": (Centred, {"optim": OptimConfig(clip_norm=0.5)}),
+    "a buffer that is replaced": (Centered, {"optim": OptimConfig(clip_norm=0.5)}),
     "tensors of odd types": (Collected, {}),
 }
 
 
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.each_version
-def test_odd_models_mixing_and_a_noisy_evaluation_leave_no_trace(
+def test_with_unusual_models_and_random_numbers_the_bits_do_not_depend_on_the_workers(
     name: str, workers: Group, tmp_path: Path
 ):
     kind, changes = ODD[name]
@@ -475,7 +477,7 @@ def test_odd_models_mixing_and_a_noisy_evaluation_leave_no_trace(
     assert found == [found[0]] * 4
 
 
-def test_buffers_and_frozen_parameters_of_odd_types_are_kept_averaged_and_resumed(
+def test_buffers_and_frozen_parameters_of_unusual_types_are_kept_averaged_and_resumed(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "odd", epochs=2)
@@ -486,7 +488,7 @@ def test_buffers_and_frozen_parameters_of_odd_types_are_kept_averaged_and_resume
     assert first[0].outcome.step == 12
     assert after["ids"].tolist() == [HASH]
     assert after["codes"].tolist() == [*range(6)]
-    assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # a mean over slots of 2 and -4 a step
+    assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # the mean over slots of 2 or -4 per step
     assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
 
 
@@ -503,7 +505,7 @@ class Rotary(nn.Module):
         return outputs
 
 
-def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
+def test_a_model_with_a_buffer_that_no_checkpoint_can_store_is_refused_at_the_start(
     workers: Group, tmp_path: Path
 ):
     for persistent, status in ((True, ConfigError.exit_status), (False, None)):
@@ -516,31 +518,31 @@ def test_a_model_with_what_no_checkpoint_can_hold_is_refused_at_the_start(
         )
 
 
-def test_by_default_too_replaced_buffers_are_alike_and_a_noisy_evaluation_is_the_same(
+def test_without_exact_ranks_are_also_equal_and_a_noisy_evaluation_gives_the_same_loss(
     workers: Group, tmp_path: Path
 ):
     found = []
     for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran = workers(size, run_tiny, plain(config), {"kind": Centred}, 0, 0, None, OddTask)
+        ran = workers(size, run_tiny, plain(config), {"kind": Centered}, 0, 0, None, OddTask)
         assert len({worker.digest for worker in ran}) == 1
         found.append(ran[0].outcome.metrics["loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def broadcast_a_part(rank: int, size: int) -> list[list[float]]:
+def broadcast_a_slice(rank: int, size: int) -> list[list[float]]:
     whole = torch.full((3, 4), float(rank))
     broadcast_tensor(whole[:, :2], 1)
     return whole.tolist()
 
 
-def test_a_tensor_with_gaps_in_memory_is_broadcast_without_them(workers: Group):
-    for rank, whole in enumerate(workers(3, broadcast_a_part)):
+def test_the_broadcast_of_a_slice_leaves_the_rest_of_the_tensor_unchanged(workers: Group):
+    for rank, whole in enumerate(workers(3, broadcast_a_slice)):
         assert whole == [[1.0, 1.0, rank, rank]] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_fault_23_a_data_set_smaller_than_a_batch_leaves_no_trace(
+def test_fault_23_with_less_data_than_a_batch_the_bits_do_not_depend_on_the_workers(
     rows: int, workers: Group, tmp_path: Path
 ):
     found = []
@@ -551,7 +553,7 @@ def test_fault_23_a_data_set_smaller_than_a_batch_leaves_no_trace(
     assert found == [found[0]] * 4
 
 
-def test_a_parameter_with_gaps_in_memory_has_its_own_gradient():
+def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
     model = Mixed()
     reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
     batch = torch.randn(4, 1, 4, 4)
@@ -573,7 +575,7 @@ class Spare(nn.Module):
         self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
 
 
-def test_a_parameter_that_the_loss_does_not_depend_on_is_named():
+def test_parameters_that_the_loss_does_not_depend_on_are_named():
     model = Spare()
     model.used(torch.ones(1, 2)).sum().backward()
     reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
@@ -583,8 +585,8 @@ def test_a_parameter_that_the_loss_does_not_depend_on_is_named():
     reduction.require_all(model)
 
 
-def test_without_it_the_last_bits_tell_the_number_of_workers(workers: Group, tmp_path: Path):
-    """Else the tests above would show nothing."""
+def test_without_exact_the_bits_depend_on_the_number_of_workers(workers: Group, tmp_path: Path):
+    """Otherwise the tests above would prove nothing."""
     found = []
     for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}")
@@ -593,7 +595,9 @@ def test_without_it_the_last_bits_tell_the_number_of_workers(workers: Group, tmp
     assert found[0] != found[1]
 
 
-def test_it_learns_what_the_default_learns(alone: Alone, workers: Group, tmp_path: Path):
+def test_the_first_losses_equal_those_without_exact_within_rounding(
+    alone: Alone, workers: Group, tmp_path: Path
+):
     config = tiny_config(tmp_path, "default")
     workers(3, run_tiny, plain(config))
     exact, default = (
@@ -612,6 +616,6 @@ def test_it_learns_what_the_default_learns(alone: Alone, workers: Group, tmp_pat
         ({"compute": ComputeConfig(compile=True)}, "compute.compile"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(changes: dict[str, Any], named: str):
+def test_settings_that_cannot_be_exact_are_refused(changes: dict[str, Any], named: str):
     with pytest.raises(ConfigError, match=named):
         TrainConfig(exact=True, **changes)

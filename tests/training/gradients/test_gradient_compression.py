@@ -1,4 +1,4 @@
-"""Short gradients, with three gloo processes: they keep what the promises say."""
+"""Compressed gradients, with three gloo processes: the promises hold."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from processes import Died, Group, Raised
 from tiny import (
     EPOCHS,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyTask,
+    WorkerResult,
     bits,
     decode_tensors,
     newest,
@@ -58,13 +58,13 @@ def kept(config: TrainConfig) -> dict[str, Tensor]:
 
 
 class Whole:
-    """Uninterrupted runs on three workers; each way is run once."""
+    """Uninterrupted runs on three workers; each compression is run once."""
 
     def __init__(self, workers: Group, folder: Path) -> None:
         self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[Ran]]] = {}
+        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
 
-    def __call__(self, way: str) -> tuple[TrainConfig, list[Ran]]:
+    def __call__(self, way: str) -> tuple[TrainConfig, list[WorkerResult]]:
         if way not in self._done:
             config = tiny_config(self._folder, way, **WAYS[way])
             self._done[way] = config, self._workers(3, run_tiny, plain(config))
@@ -88,10 +88,10 @@ def test_all_ranks_end_with_the_same_weights_to_the_last_bit(way: str, whole: Wh
 
 
 @pytest.mark.parametrize("way", ["bf16", "powersgd", "powersgd-adamw-clip-fp16"])
-def test_a_stopped_and_killed_run_ends_with_the_bits_of_the_whole_run(
+def test_a_stopped_and_killed_run_ends_with_the_bits_of_an_uninterrupted_run(
     way: str, whole: Whole, workers: Group, tmp_path: Path
 ):
-    """Promise 3, for PowerSGD, too: each worker's residual is in the checkpoint."""
+    """Promise 3 holds for PowerSGD, too: each worker's residual is in the checkpoint."""
     reference, _ = whole(way)
     often = CheckpointConfig(every_steps=4, every_s=0.0)
     config = tiny_config(tmp_path, "broken", **{**WAYS[way], "checkpoint": often})
@@ -109,10 +109,10 @@ def test_a_stopped_and_killed_run_ends_with_the_bits_of_the_whole_run(
         )
 
 
-def test_a_run_resized_on_the_way_keeps_the_mean_of_the_residuals(
+def test_a_resized_run_keeps_the_mean_of_the_residuals(
     whole: Whole, workers: Group, tmp_path: Path
 ):
-    """What is sent follows from the sum of the residuals, so the mean of three will do for two."""
+    """Only the sum of the residuals matters, so two workers can use the mean of three."""
     reference, _ = whole("powersgd")
     config = tiny_config(tmp_path, "resized", **WAYS["powersgd"])
     for size, stop in ((3, 4), (2, 15), (3, 0)):
@@ -122,16 +122,20 @@ def test_a_run_resized_on_the_way_keeps_the_mean_of_the_residuals(
         torch.testing.assert_close(tensor, weights(reference)[name], rtol=1e-3, atol=1e-4)
 
 
-def test_several_buckets_are_all_the_same_to_powersgd(whole: Whole, workers: Group, tmp_path: Path):
-    """torch's own hook has gloo abort. (Bits differ: BLAS heeds how a matrix is aligned.)"""
+def test_powersgd_gives_the_same_losses_with_several_buckets(
+    whole: Whole, workers: Group, tmp_path: Path
+):
+    """With torch's own hook, gloo aborts. (Bits differ: BLAS depends on a matrix's alignment.)"""
     several = {"bucket_cap_mb": 0.0005, "find_unused_parameters": True}
     config = tiny_config(tmp_path, "buckets", ddp=dataclasses.replace(POWERSGD, **several))
     workers(3, run_tiny, plain(config))
     assert losses_of(config) == pytest.approx(losses_of(whole("powersgd")[0]), rel=1e-4)
 
 
-def test_a_step_that_is_not_finite_leaves_powersgd_as_it_was(workers: Group, tmp_path: Path):
-    """One rank's loss is nan once an epoch; the residuals stay finite, and the ranks alike."""
+def test_with_powersgd_a_nonfinite_step_leaves_residuals_finite_and_ranks_equal(
+    workers: Group, tmp_path: Path
+):
+    """One rank's loss is NaN once an epoch."""
     optim = OptimConfig(lr=0.05, nonfinite="skip")
     config = tiny_config(tmp_path, "odd", ddp=POWERSGD, optim=optim)
     ran = workers(3, run_tiny, plain(config), {"nan_row": 100})
@@ -142,9 +146,7 @@ def test_a_step_that_is_not_finite_leaves_powersgd_as_it_was(workers: Group, tmp
 
 
 @pytest.mark.each_version
-def test_a_worker_that_goes_on_alone_sends_nothing_and_keeps_nothing(
-    workers: Group, tmp_path: Path
-):
+def test_a_run_continued_by_one_worker_keeps_no_compression_state(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "alone", ddp=POWERSGD)
     for size, stop in ((3, 4), (1, 8), (3, 12)):
         (first, *_) = workers(size, run_tiny, plain(config), None, stop)
@@ -152,14 +154,14 @@ def test_a_worker_that_goes_on_alone_sends_nothing_and_keeps_nothing(
         assert ("compression.safetensors" in newest(config).manifest.files) == (size > 1)
 
 
-def test_where_no_matrix_would_gain_by_it_powersgd_sends_all_as_it_is(
+def test_powersgd_sends_gradients_uncompressed_if_compression_would_not_shrink_them(
     workers: Group, tmp_path: Path
 ):
     ddp = dataclasses.replace(POWERSGD, powersgd_rank=100)
     configs = [tiny_config(tmp_path, "none"), tiny_config(tmp_path, "all", ddp=ddp)]
     for config in configs:
         workers(3, run_tiny, plain(config), None, 12)
-    workers(3, run_tiny, plain(configs[1]), None, 14)  # its empty residuals are read again
+    workers(3, run_tiny, plain(configs[1]), None, 14)  # reads its empty residuals
     losses = [losses_of(config)[:12] for config in configs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
@@ -167,8 +169,8 @@ def test_where_no_matrix_would_gain_by_it_powersgd_sends_all_as_it_is(
 # ------------------------------------------------------------------ step by step
 
 
-class Dictated(nn.Module):
-    """Has the gradients that it is given, for a kernel, a matrix and a vector."""
+class GivenGradients(nn.Module):
+    """Gets the given gradients for a kernel, a matrix, and a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,10 +187,10 @@ Stepped = tuple[list[list[Any]], list[list[Any]], list[dict[str, Any]]]
 
 
 def stepped(rank: int, size: int, ddp: DdpConfig) -> Stepped:
-    """(own gradients, averaged gradients, what was kept before each step and after the last)."""
+    """(own gradients, averaged gradients, the states before each step and after the last)."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    net = DistributedDataParallel(Dictated(), bucket_cap_mb=0.001)
+    net = DistributedDataParallel(GivenGradients(), bucket_cap_mb=0.001)
     compression = compress(net, TrainConfig(ddp=ddp), scaler, world, Clock(world.device))
     compression.forget()
     random = torch.Generator().manual_seed(rank)
@@ -196,7 +198,7 @@ def stepped(rank: int, size: int, ddp: DdpConfig) -> Stepped:
     for step in range(STEPS):
         gradients = [torch.randn(p.shape, generator=random) for p in net.parameters()]
         net.zero_grad()
-        scaler.scale(net(gradients) / size).backward()  # what DDP divides, the hook takes back
+        scaler.scale(net(gradients) / size).backward()  # the hook undoes DDP's division
         scale = scaler.get_scale()
         averaged.append([(p.grad / scale).numpy() for p in net.parameters()])
         own.append([gradient.numpy() for gradient in gradients])
@@ -207,14 +209,18 @@ def stepped(rank: int, size: int, ddp: DdpConfig) -> Stepped:
 
 
 @pytest.fixture(scope="module")
-def by_powersgd(workers: Group) -> list[Stepped]:
+def powersgd_steps(workers: Group) -> list[Stepped]:
     return workers(3, stepped, POWERSGD)
 
 
-def test_powersgd_sends_one_step_of_power_iteration_and_vectors_whole(by_powersgd: list[Stepped]):
-    """Against the paper's algorithm on the mean gradient, without any worker."""
-    _, averaged, states = by_powersgd[0]
-    means = [sum(parts) / 3 for parts in zip(*(own[0] for own, _, _ in by_powersgd), strict=True)]
+def test_powersgd_sends_one_power_iteration_of_matrices_and_uncompressed_vectors(
+    powersgd_steps: list[Stepped],
+):
+    """Compared with the paper's algorithm on the mean gradient, in one process."""
+    _, averaged, states = powersgd_steps[0]
+    means = [
+        sum(parts) / 3 for parts in zip(*(own[0] for own, _, _ in powersgd_steps), strict=True)
+    ]
     kernel, matrix, bias = map(torch.from_numpy, means)
     right = torch.from_numpy(states[0]["right"]).split([144, 60])
     for mean, start, got in (
@@ -230,31 +236,33 @@ def test_powersgd_sends_one_step_of_power_iteration_and_vectors_whole(by_powersg
     torch.testing.assert_close(torch.from_numpy(averaged[0][2]), bias)
 
 
-def test_what_powersgd_has_not_sent_is_in_the_residuals_whatever_the_scale_of_fp16(
-    by_powersgd: list[Stepped],
+def test_the_residuals_have_what_powersgd_did_not_send_at_any_fp16_loss_scale(
+    powersgd_steps: list[Stepped],
 ):
-    """Sent and kept add up to all gradients, but for a step that was refused."""
+    """What was sent and the residuals add up to all gradients, except those of a refused step."""
     steps = [step for step in range(STEPS) if step != REFUSED]
     for place, shape in ((0, (32, 144)), (1, (40, 60))):
-        given = sum(own[step][place] for own, _, _ in by_powersgd for step in steps) / 3
-        sent = sum(by_powersgd[0][1][step][place] for step in steps)
+        given = sum(own[step][place] for own, _, _ in powersgd_steps for step in steps) / 3
+        sent = sum(powersgd_steps[0][1][step][place] for step in steps)
         missing = torch.from_numpy(given - sent)
         missing = missing.permute(0, 2, 3, 1) if missing.ndim == 4 else missing
-        residual = torch.from_numpy(by_powersgd[0][2][-1]["residual"]).mean(0)
+        residual = torch.from_numpy(powersgd_steps[0][2][-1]["residual"]).mean(0)
         residual = residual.split([32 * 144, 40 * 60])[place].view(shape)
         torch.testing.assert_close(residual, missing.reshape(shape), rtol=1e-3, atol=1e-4)
         assert residual.norm() > 1
 
 
-def test_a_refused_step_leaves_residuals_and_factors_as_they_were(by_powersgd: list[Stepped]):
-    states = by_powersgd[0][2]
+def test_a_refused_step_leaves_residuals_and_factors_unchanged(powersgd_steps: list[Stepped]):
+    states = powersgd_steps[0][2]
     for name in ("residual", "right"):
         assert (states[REFUSED][name] == states[REFUSED + 1][name]).all()
         assert (states[REFUSED][name] != states[REFUSED - 1][name]).any()
 
 
-def fresh(rank: int, size: int, plain_config: Mapping[str, Any]) -> tuple[bool, float]:
-    """(whether the warm-up left no trace, the largest of the residuals)."""
+def state_after_warm_up(
+    rank: int, size: int, plain_config: Mapping[str, Any]
+) -> tuple[bool, float]:
+    """(whether the warm-up changed nothing, the largest residual)."""
     config = from_dict(plain_config)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     task = TinyTask(config)
@@ -268,13 +276,13 @@ def fresh(rank: int, size: int, plain_config: Mapping[str, Any]) -> tuple[bool, 
     return same, float(before["residual"].abs().max()) if before else 0.0
 
 
-def test_the_warm_up_leaves_nothing_in_powersgd(workers: Group, tmp_path: Path):
+def test_the_warm_up_does_not_change_the_state_of_powersgd(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "fresh", ddp=POWERSGD)
-    assert workers(3, fresh, plain(config)) == [(True, 0.0)] * 3
+    assert workers(3, state_after_warm_up, plain(config)) == [(True, 0.0)] * 3
 
 
-def without_cuda(rank: int, size: int) -> list[float]:
-    """bf16 in a torch that was built without CUDA."""
+def bf16_without_cuda(rank: int, size: int) -> list[float]:
+    """The averaged vector with bf16, in a torch built without CUDA."""
     built_with = torch.version.cuda
     torch.version.cuda = None
     try:
@@ -284,7 +292,7 @@ def without_cuda(rank: int, size: int) -> list[float]:
     return [float(value) for value in averaged[0][2]]
 
 
-def test_bf16_needs_no_torch_with_cuda(workers: Group):
-    """DDP knows torch's hook by its name and refuses it there."""
-    ranks = workers(3, without_cuda)
+def test_bf16_compression_works_in_a_torch_built_without_cuda(workers: Group):
+    """DDP recognizes torch's own hook by its name and refuses it there."""
+    ranks = workers(3, bf16_without_cuda)
     assert ranks[0] == ranks[1] == ranks[2]

@@ -1,5 +1,5 @@
-"""A rank is killed, a new process takes its place, and the others keep their state: the same bits
-as undisturbed, no step twice."""
+"""A rank is killed, a new process replaces it, and the others keep their state: no step is
+repeated, and the bits are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def forks() -> Any:
 
 
 @pytest.fixture(scope="module")
-def standing() -> Any:
-    """The interpreter that loader processes are forked from stays for all tests."""
+def loader_fork_server() -> Any:
+    """Keeps the interpreter that loader processes are forked from alive for all tests."""
     return loader_processes._server()
 
 
@@ -87,10 +87,10 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.after_backward:kill@rank=1,step=10", [0, 9]),
         ("train.after_step:kill@rank=1,step=10", [0, 10]),
         ("train.after_step:kill@rank=0,step=10", [0, 10]),
-        # The checkpoint of step 10, the best so far, is not committed by then.
+        # The checkpoint of step 10, the best so far, is not committed yet.
         ("checkpoint.begin:sleep(60)@rank=0,step=10;evaluate:kill@rank=0,step=20", [0, 20]),
         ("checkpoint.snapshot:kill@rank=0,step=10", [0, 10]),
-        ("checkpoint.payload:kill@rank=0,step=20", None),  # training goes on meanwhile
+        ("checkpoint.payload:kill@rank=0,step=20", None),  # training continues meanwhile
         ("checkpoint.committed:kill@rank=0,step=30", [0, 30]),
         ("train.after_step:kill@rank=1,step=30", [0, 30]),
         ("train.log:kill@rank=1,step=10", [0, 10]),
@@ -107,7 +107,7 @@ def undisturbed(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> TrainCo
         ("train.after_step:kill@rank=1,step=10;start.loaded:kill@rank=2,after=1", [0, 10, 10]),
     ],
 )
-def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
+def test_fault_49_50_a_killed_rank_is_replaced_and_survivors_repeat_no_step(
     forks: Any,
     undisturbed: TrainConfig,
     tmp_path: Path,
@@ -126,7 +126,7 @@ def test_fault_49_50_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     assert starts is None or on_main == [starts if survived else starts[1:]]
 
 
-def test_fault_15_an_outage_of_the_storage_does_not_cost_the_state_of_survivors(
+def test_fault_15_survivors_keep_their_state_during_a_storage_outage(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run")
@@ -140,7 +140,7 @@ def test_fault_15_an_outage_of_the_storage_does_not_cost_the_state_of_survivors(
 
 
 @pytest.mark.each_version
-def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
+def test_fault_49_with_averages_and_bad_records_killed_ranks_do_not_change_the_bits(
     forks: Any, tmp_path: Path
 ) -> None:
     """Compared with one process that is left alone."""
@@ -169,7 +169,7 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
     ("points", "starts"),
     [
         ("checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15", [14]),
-        # With rank 0, or soon after it, the rank that has a copy of its checkpoint dies.
+        # The rank that has a copy of rank 0's checkpoint dies with rank 0 or soon after it.
         (
             "checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "train.before_step:kill@rank=1,step=15",
@@ -180,7 +180,7 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
             "checkpoint.payload:kill@step=10,after=2",
             [0],
         ),
-        # The disk is full when the copy is written, but not for long.
+        # The disk is full for a short time when the copy is written.
         (
             "checkpoint.payload:sleep(30)@rank=0,step=10;train.before_step:kill@rank=0,step=15;"
             "checkpoint.payload:enospc@step=10,after=2",
@@ -188,7 +188,7 @@ def test_fault_49_averages_bad_records_and_exact_sums_survive_as_well(
         ),
     ],
 )
-def test_fault_50_a_second_rank_commits_the_best_weights_that_rank_0_has_not(
+def test_fault_50_another_rank_commits_the_best_weights_that_rank_0_did_not(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path, points: str, starts: list[int]
 ) -> None:
     config = tiny_config(tmp_path, "run")
@@ -200,7 +200,7 @@ def test_fault_50_a_second_rank_commits_the_best_weights_that_rank_0_has_not(
     assert [note["steps"] for note in notes if note["steps"]] == [starts]
 
 
-def test_a_copy_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_that_cannot_be_committed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
 
@@ -220,14 +220,14 @@ def test_a_copy_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPat
     [
         ("train.after_step:kill@rank=2,step=12", False),
         ("train.after_step:kill@rank=2,step=12;checkpoint.manifest:eio@step=10", False),
-        ("train.after_step:kill@rank=1,step=12", True),  # which has the only copy
+        ("train.after_step:kill@rank=1,step=12", True),  # rank 1 has the only copy
         ("train.after_step:kill@rank=2,step=12;train.after_step:kill@rank=0,step=14", None),
     ],
 )
-def test_fault_49_50_a_slow_commit_of_rank_0_goes_on_beside_the_next_steps(
+def test_fault_49_50_after_a_kill_a_slow_commit_of_rank_0_continues_during_the_next_steps(
     forks: Any, exact_alone: TrainConfig, tmp_path: Path, points: str, waits: bool | None
 ) -> None:
-    """It is that of the best weights so far. Exact: the others do not wait for the new rank."""
+    """The commit of the best weights so far; with exact, survivors do not wait for the new rank."""
     config = tiny_config(tmp_path, "run", exact=True)
     points = f"checkpoint.payload:sleep(8)@step=10;{points}"
     run = Run(forks, config, tmp_path / "fired", points, least=1)
@@ -236,7 +236,7 @@ def test_fault_49_50_a_slow_commit_of_rank_0_goes_on_beside_the_next_steps(
     assert log_of(config) == log_of(exact_alone)
     (told,) = [note["told"] for note in notes if ["Train", TOTAL_STEPS] in note["told"]]
     if waits is None:
-        assert ["Train", 13] not in told  # another process of rank 0 was told the rest
+        assert ["Train", 13] not in told  # a replaced rank 0 reported the rest
     else:
         assert told.count(["Checkpoint", 10]) == 1
         assert newest(config).name.attempt == 1
@@ -251,17 +251,17 @@ def test_fault_50_without_a_survivor_the_checkpoint_is_loaded(
     run = Run(forks, config, tmp_path / "fired", points)
     notes = run.wait()
     assert run.deaths == W
-    # The commit of step 20 goes on beside the training.
+    # The commit of step 20 runs during training.
     assert [note["steps"] for note in notes if note["steps"]] in ([[10]], [[20]])
     assert all(each is None for note in notes for each in note["replaced"])
     assert bits(config) == bits(undisturbed)
     assert log_of(config) == log_of(undisturbed)
 
 
-def test_without_the_share_of_the_dead_all_go_on_from_the_checkpoint(
+def test_without_the_optimizer_share_of_a_killed_rank_all_resume_from_the_checkpoint(
     forks: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
-    """Under Ray such workers are restarted, see `start_of`."""
+    """Under Ray, such workers are restarted; see `start_of`."""
     config = tiny_config(tmp_path, "run", ddp=DdpConfig(shard_optimizer=True))
     run = Run(forks, config, tmp_path / "fired", "train.after_backward:kill@rank=1,step=17")
     notes = run.wait()
@@ -279,10 +279,14 @@ def test_without_the_share_of_the_dead_all_go_on_from_the_checkpoint(
         ("train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5", 1, 1),
         ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 1, 1),
         ("train.before_step:kill@rank=0,step=3;train.before_step:kill@rank=2,step=3", 2, None),
-        ("checkpoint.payload:kill@rank=0,step=10", 1, 2),  # the only one, of the best weights
+        (
+            "checkpoint.payload:kill@rank=0,step=10",
+            1,
+            2,
+        ),  # the only checkpoint, with the best weights
     ],
 )
-def test_fault_49_with_exact_the_others_do_not_wait(
+def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
     forks: Any,
     exact_alone: TrainConfig,
     tmp_path: Path,
@@ -340,8 +344,8 @@ class _SometimesNan(TinyTask):
         return loss * math.nan if is_odd else loss
 
 
-class _Counted(TinyTask):
-    """Counts what is made."""
+class _CountingTask(TinyTask):
+    """Counts how often the model and the data are created."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
@@ -356,11 +360,11 @@ class _Counted(TinyTask):
         return super().train_data()
 
 
-class _Loses(LocalSession):
-    """Loses the others in `step`, counted from 1; 0: never.
+class _LosesPeers(LocalSession):
+    """Loses its peers in `step`, counted from 1; 0: never.
 
     Args:
-        late: only in the collectives at the end of the step.
+        late: loses them only in the collectives at the end of the step.
     """
 
     step, late = 0, False
@@ -387,20 +391,20 @@ def _trained(
     kept: Kept | None = None,
     late: bool = False,
 ) -> Any:
-    """Returns the step that it began with, and the state that is left."""
+    """Returns the step that the training began with and the live state after it."""
     plans: list[Any] = []
-    session = _Loses(config, ALONE, Best("loss", "min"), plans.append, live)
+    session = _LosesPeers(config, ALONE, Best("loss", "min"), plans.append, live)
     session.step, session.late, session.kept = step, late, session.kept or kept
     with session, suppress(RankLost):
         train(config, task, session)
     return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
 
 
-def test_with_exact_a_survivor_keeps_its_data_and_its_model(
+def test_with_exact_a_survivor_keeps_its_data_and_model(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run", exact=True)
-    task = _Counted(config)
+    task = _CountingTask(config)
     live = None
     for begins in (0, 6, 12, 18):
         began, live = _trained(config, task, live, 7 if begins < 18 else 0)
@@ -410,13 +414,13 @@ def test_with_exact_a_survivor_keeps_its_data_and_its_model(
     assert log_of(config) == log_of(exact_alone)
 
 
-@pytest.mark.usefixtures("standing")
+@pytest.mark.usefixtures("loader_fork_server")
 @pytest.mark.parametrize("changes", [{"exact": False}, {"exact": True}])
-def test_other_survivors_keep_nothing_but_their_state(
+def test_with_ddp_or_loader_processes_survivors_keep_only_their_state(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """With DDP, and with data for loader processes, which may be open here by then."""
-    kind = _FromProcesses if changes["exact"] else TinyTask
+    """Data for loader processes may be open in this process already."""
+    kind = _LoaderProcessTask if changes["exact"] else TinyTask
     whole = tiny_config(tmp_path, "whole", epochs=1, **changes)
     _trained(whole, kind(whole), None, 0)
     config = tiny_config(tmp_path, "run", epochs=1, **changes)
@@ -427,8 +431,8 @@ def test_other_survivors_keep_nothing_but_their_state(
     assert log_of(config) == log_of(whole)
 
 
-def test_a_kept_model_forgets_a_loss_that_was_not_finite(tmp_path: Path) -> None:
-    """The others are lost in a step that would have been refused."""
+def test_a_kept_model_does_not_keep_a_nonfinite_loss(tmp_path: Path) -> None:
+    """The peers are lost in a step that would have been refused."""
     changes: dict[str, Any] = {
         "exact": True,
         "optim": OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9),
@@ -446,21 +450,21 @@ def test_a_kept_model_forgets_a_loss_that_was_not_finite(tmp_path: Path) -> None
         assert log_of(config) == log_of(whole)
 
 
-def test_without_a_state_and_a_checkpoint_those_that_have_trained_begin_anew(
+def test_without_a_usable_state_or_checkpoint_a_survivor_raises_no_state_left(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
-    """The best weights are in no checkpoint: rank 0 has died while it wrote it."""
+    """The best weights are in no checkpoint: rank 0 died while it wrote them."""
     config = tiny_config(tmp_path, "run", exact=True)
-    task = _Counted(config)
+    task = _CountingTask(config)
     _, live = _trained(config, task, None, 7)
     with pytest.raises(NoStateLeft):
         _trained(config, task, replace(live, needed=(5,)), 0)
-    plain_config = tiny_config(tmp_path, "plain")  # a survivor keeps nothing but its state
-    _, live = _trained(plain_config, _Counted(plain_config), None, 7)
+    plain_config = tiny_config(tmp_path, "plain")  # a survivor keeps only its state
+    _, live = _trained(plain_config, _CountingTask(plain_config), None, 7)
     assert live.kept is None
     with pytest.raises(NoStateLeft):
-        _trained(plain_config, _Counted(plain_config), replace(live, needed=(5,)), 0)
-    _, live = _trained(config, _Counted(config), None, 14)
+        _trained(plain_config, _CountingTask(plain_config), replace(live, needed=(5,)), 0)
+    _, live = _trained(config, _CountingTask(config), None, 14)
     began, _ = _trained(config, task, replace(live, needed=(12,)), 0)
     assert began == 10
     assert bits(config) == bits(exact_alone)
@@ -468,7 +472,7 @@ def test_without_a_state_and_a_checkpoint_those_that_have_trained_begin_anew(
 
 
 class _ThreeStarts:
-    """Stands for a `Place` that is alone in its generations."""
+    """A fake `Place` that is alone in its generations."""
 
     starts, is_broken = 0, False
 
@@ -481,13 +485,13 @@ class _ThreeStarts:
     def part(self) -> None: ...
 
 
-class _Progresses:
-    """A session that keeps no live state, as with PowerSGD."""
+class _SessionAtStep:
+    """A fake session at a step, without a live state, as with PowerSGD."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def __enter__(self) -> _Progresses:
+    def __enter__(self) -> _SessionAtStep:
         return self
 
     def __exit__(self, *_: object) -> None: ...
@@ -506,12 +510,12 @@ class _ManyStarts(_ThreeStarts):
 
 
 @pytest.mark.parametrize("each", [10, 0])
-def test_losses_with_progress_between_do_not_add_up_without_a_live_state(each: int) -> None:
+def test_lost_ranks_with_progress_in_between_do_not_count_toward_the_limit(each: int) -> None:
     place, steps = _ManyStarts(), []
 
     def start(_: LiveState | None) -> Any:
         steps.append(each * place.starts)
-        return _Progresses(steps[-1])
+        return _SessionAtStep(steps[-1])
 
     def run(_: Any) -> None:
         raise RankLost("a rank is lost")
@@ -526,10 +530,10 @@ def test_losses_with_progress_between_do_not_add_up_without_a_live_state(each: i
     ("stored", "goes_on"),
     [([40, 80], True), ([40], False), ([40, 60], True), ([40, 80, 100], False)],
 )
-def test_best_weights_that_are_nowhere_do_not_cost_a_state_from_which_they_do_not_follow(
+def test_a_state_is_usable_only_if_its_best_weights_or_a_later_checkpoint_are_stored(
     stored: list[int], goes_on: bool
 ) -> None:
-    """The best ones so far are those of step 60."""
+    """The best weights so far are those of step 60, and the state is of step 85."""
     step, alone = 85, World(0, 1, 0, torch.device("cpu"), 1)
     progress = live_state._Progress(step, 1, (60,), 0)
     mine: Any = SimpleNamespace(
@@ -540,8 +544,8 @@ def test_best_weights_that_are_nowhere_do_not_cost_a_state_from_which_they_do_no
     assert found is None or found.uncommitted == {}
 
 
-def test_ranks_that_cannot_connect_are_a_loss_that_names_the_address() -> None:
-    """Another start may succeed: the task did not fail."""
+def test_ranks_that_cannot_connect_raise_rank_lost_with_the_address() -> None:
+    """The cause is outside the task, so another start may succeed."""
     registry = SimpleNamespace(meet=lambda _: Seat(1, "127.0.0.1:9", "key", 1, 2))
     place = Place.__new__(Place)
     place._registry, place._host, place.seat = registry, "127.0.0.1", Seat(0)
@@ -558,7 +562,7 @@ def test_ranks_that_cannot_connect_are_a_loss_that_names_the_address() -> None:
     assert cause_of(caught.value) == "outside"
 
 
-def test_after_no_state_is_left_the_next_generation_begins_anew(
+def test_after_no_state_is_left_the_next_generation_starts_from_scratch(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run", exact=True)
@@ -567,10 +571,10 @@ def test_after_no_state_is_left_the_next_generation_begins_anew(
     def start(live: LiveState | None) -> LocalSession:
         seen.append(live.manifest.step if live else None)
         lost = replace(live, needed=(5,)) if live else None
-        session = _Loses(config, ALONE, Best("loss", "min"), plans.append, lost)
+        session = _LosesPeers(config, ALONE, Best("loss", "min"), plans.append, lost)
         session.step = 7 if place.starts == 1 else 0
         if session.kept is None:
-            tasks.append(_Counted(config))
+            tasks.append(_CountingTask(config))
         return session
 
     def run(session: LocalSession) -> None:
@@ -584,12 +588,12 @@ def test_after_no_state_is_left_the_next_generation_begins_anew(
     assert log_of(config) == log_of(exact_alone)
 
 
-def test_what_a_process_makes_before_it_joins_is_not_made_again(
+def test_a_model_and_data_prepared_before_joining_are_reused(
     exact_alone: TrainConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(tmp_path, "run", exact=True)
     _trained(config, TinyTask(config), None, 14)
-    task = _Counted(config)
+    task = _CountingTask(config)
     kept = prepare_alone(config, task, ALONE)
     began, _ = _trained(config, task, None, 0, kept)
     assert (began, task.calls) == (10, {"model": 1, "data": 1})
@@ -597,8 +601,8 @@ def test_what_a_process_makes_before_it_joins_is_not_made_again(
     assert log_of(config) == log_of(exact_alone)
 
 
-class _Opens(Dataset[Any]):
-    """Opens what cannot be copied when it is read from, as for HDF5 files."""
+class _OpensOnRead(Dataset[Any]):
+    """Has an attribute that cannot be pickled once it was read from, as with HDF5 files."""
 
     lock: Any = None
 
@@ -613,13 +617,13 @@ class _Opens(Dataset[Any]):
         return {name: array[index] for name, array in self.records.items()}
 
 
-class _FromProcesses(TinyTask):
-    """Has its data from the beginning, as a user's task may."""
+class _LoaderProcessTask(TinyTask):
+    """Creates its data in the constructor, as a user's task may."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
         made = super().train_data(), super().eval_data()
-        self._sets = [Data(MapSource(_Opens(each))) for each in made if each]
+        self._sets = [Data(MapSource(_OpensOnRead(each))) for each in made if each]
 
     def train_data(self) -> Data:
         return self._sets[0]
@@ -628,12 +632,12 @@ class _FromProcesses(TinyTask):
         return self._sets[1]
 
 
-@pytest.mark.usefixtures("standing")
+@pytest.mark.usefixtures("loader_fork_server")
 def test_data_that_loader_processes_copy_can_be_opened_before_joining(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", epochs=1, exact=True)
-    _trained(whole, _FromProcesses(whole), None, 0)
+    _trained(whole, _LoaderProcessTask(whole), None, 0)
     config = tiny_config(tmp_path, "run", epochs=1, exact=True)
-    task = _FromProcesses(config)
+    task = _LoaderProcessTask(config)
     _trained(config, task, None, 0, prepare_alone(config, task, ALONE))
     assert bits(config) == bits(whole)
 

@@ -1,5 +1,5 @@
 """A worker on a GPU is killed and replaced, and the others keep their state: opt in with ``-m gpu``
-(tests/fakecuda runs it on emulated ones, too)."""
+(tests/fakecuda runs these tests on emulated GPUs, too)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def undisturbed(
         ("train.before_step:kill@rank=1,step=7;start.loaded:kill@rank=1,after=1", [0, 6, 6]),
     ],
 )
-def test_fault_49_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
+def test_fault_49_a_killed_rank_is_replaced_and_survivors_repeat_no_step(
     forks: Any,
     backend: str,
     undisturbed: TrainConfig,
@@ -82,7 +82,9 @@ def test_fault_49_a_killed_rank_is_replaced_and_the_others_repeat_nothing(
     assert on_main == [starts if survived else starts[1:]]
 
 
-def test_fault_49_with_exact_the_others_do_not_wait(forks: Any, backend: str, tmp_path: Path):
+def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
+    forks: Any, backend: str, tmp_path: Path
+):
     whole, made = config(tmp_path / "whole", exact=True), config(tmp_path, exact=True)
     Run(forks, whole, tmp_path / "whole-fired", "", backend=backend).wait()
     points = "train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5"
@@ -94,10 +96,10 @@ def test_fault_49_with_exact_the_others_do_not_wait(forks: Any, backend: str, tm
     assert min(max((note["sizes"] for note in notes), key=len)) == 1
 
 
-def test_a_step_that_was_not_finite_is_not_what_the_others_go_on_from(
+def test_survivors_do_not_continue_from_a_step_that_was_not_finite(
     forks: Any, backend: str, tmp_path: Path
 ):
-    """The host has not yet learned whether the step before the death was applied."""
+    """The host does not know yet whether the step before the kill was applied."""
     changes = {
         "optim": OptimConfig(lr=0.05, nonfinite="skip"),
         "log": LogConfig(every_steps=10, tensorboard=False),

@@ -1,4 +1,4 @@
-"""Which processes form which generation: by examples, and by any order of deaths, messages and
+"""Which processes form which generation: examples, and random sequences of deaths, messages, and
 restarts of the roster."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ W = 3
 ALL = 5  # of which the last two join later
 
 
-class Desk:
-    """A roster, and its clock."""
+class ClockedRoster:
+    """A roster with a clock that tests set."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -36,24 +36,24 @@ class Desk:
 
 
 def test_a_generation_is_complete_with_all_ranks_and_the_address_of_rank_0() -> None:
-    desk = Desk()
-    assert desk.asks(0, "a") is None
-    assert desk.asks(1, "b") is None
-    assert desk.asks(2, "c") == (1, "host:97")
-    assert desk.asks(0, "a") == desk.asks(1, "b") == (1, "host:97")
+    clocked = ClockedRoster()
+    assert clocked.asks(0, "a") is None
+    assert clocked.asks(1, "b") is None
+    assert clocked.asks(2, "c") == (1, "host:97")
+    assert clocked.asks(0, "a") == clocked.asks(1, "b") == (1, "host:97")
 
 
-def test_survivors_wait_for_the_new_process_of_a_rank() -> None:
-    desk = Desk()
+def test_survivors_wait_for_the_replacement_of_a_rank() -> None:
+    clocked = ClockedRoster()
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token)
-    assert desk.asks(0, "a", last=1) is None
-    assert desk.asks(2, "c", last=1) is None
-    assert desk.asks(1, "d") == (2, "host:97")
-    assert desk.asks(2, "c", last=1) == (2, "host:97")
+        clocked.asks(rank, token)
+    assert clocked.asks(0, "a", last=1) is None
+    assert clocked.asks(2, "c", last=1) is None
+    assert clocked.asks(1, "d") == (2, "host:97")
+    assert clocked.asks(2, "c", last=1) == (2, "host:97")
 
 
-def test_nobody_was_silent_while_the_roster_itself_stood_still(
+def test_a_pause_of_the_roster_does_not_count_as_silence_of_members(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
@@ -72,7 +72,7 @@ def test_nobody_was_silent_while_the_roster_itself_stood_still(
     assert seat.size == 3
     members = [replace(each, last=2) for each in members]
     assert roster.meet(members[0])[0] is None
-    for _ in range(20):  # now they are: it was asked all the time
+    for _ in range(20):  # now they are silent: the roster was asked all the time
         now[0] += 0.5
         seat = roster.meet(members[0])[0]
     assert seat is not None
@@ -80,215 +80,215 @@ def test_nobody_was_silent_while_the_roster_itself_stood_still(
 
 
 def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
-    desk = Desk()
+    clocked = ClockedRoster()
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token)
-    desk.asks(1, "d")
-    assert desk.asks(1, "b", last=1) == (OVER, "")
-    desk.asks(0, "a", last=1)
-    assert desk.asks(2, "c", last=1) == (2, "host:97"), "with the new one"
-    assert desk.asks(1, "d") == (2, "host:97")
+        clocked.asks(rank, token)
+    clocked.asks(1, "d")
+    assert clocked.asks(1, "b", last=1) == (OVER, "")
+    clocked.asks(0, "a", last=1)
+    assert clocked.asks(2, "c", last=1) == (2, "host:97"), "with the new one"
+    assert clocked.asks(1, "d") == (2, "host:97")
 
 
-def test_who_no_longer_asks_is_not_counted() -> None:
-    desk = Desk()
-    desk.asks(1, "b")
-    desk.now_s += 10
-    desk.asks(0, "a")
-    assert desk.asks(2, "c") is None, "rank 1 has died while it waited"
-    assert desk.asks(1, "d") == (1, "host:97")
+def test_a_process_that_no_longer_asks_does_not_count_as_present() -> None:
+    clocked = ClockedRoster()
+    clocked.asks(1, "b")
+    clocked.now_s += 10
+    clocked.asks(0, "a")
+    assert clocked.asks(2, "c") is None, "rank 1 has died while it waited"
+    assert clocked.asks(1, "d") == (1, "host:97")
 
 
-def test_a_roster_that_is_lost_costs_nothing() -> None:
-    desk = Desk()
+def test_after_the_loss_of_the_roster_the_next_generation_forms_as_before() -> None:
+    clocked = ClockedRoster()
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token)
-    desk.asks(0, "a", last=1)
-    desk.roster = Roster(lambda: desk.now_s)
-    assert desk.asks(1, "b", last=1) is None
-    assert desk.asks(2, "c", last=1) is None
-    assert desk.asks(0, "a", last=1) == (2, "host:97")
+        clocked.asks(rank, token)
+    clocked.asks(0, "a", last=1)
+    clocked.roster = Roster(lambda: clocked.now_s)
+    assert clocked.asks(1, "b", last=1) is None
+    assert clocked.asks(2, "c", last=1) is None
+    assert clocked.asks(0, "a", last=1) == (2, "host:97")
 
 
-def begun(desk: Desk, least: int = 1) -> Desk:
+def training_roster(clocked: ClockedRoster, least: int = 1) -> ClockedRoster:
     """All three train in generation 1."""
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token, least=least)
-    return desk
+        clocked.asks(rank, token, least=least)
+    return clocked
 
 
-def test_those_that_are_left_go_on_as_soon_as_the_dead_are_known() -> None:
-    desk = begun(Desk())
-    assert desk.asks(0, "a", last=1, least=1) is None, "rank 1 may only be slow"
-    assert not desk.is_over(2, "c", last=1)
-    desk.roster.died(1)
-    assert desk.is_over(2, "c", last=1), "rank 2 may not notice it otherwise"
-    assert desk.asks(0, "a", last=1, least=1) is None
-    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+def test_survivors_continue_as_soon_as_a_death_is_reported() -> None:
+    clocked = training_roster(ClockedRoster())
+    assert clocked.asks(0, "a", last=1, least=1) is None, "rank 1 may only be slow"
+    assert not clocked.is_over(2, "c", last=1)
+    clocked.roster.died(1)
+    assert clocked.is_over(2, "c", last=1), "rank 2 may not notice it otherwise"
+    assert clocked.asks(0, "a", last=1, least=1) is None
+    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
 
 
-def test_the_first_of_those_that_are_left_has_the_store() -> None:
-    desk = begun(Desk())
-    desk.roster.died(0)
-    desk.asks(2, "c", last=1, least=1)
-    assert desk.asks(1, "b", last=1, least=1) == (2, "host:98")
-    assert desk.asks(2, "c", last=1, least=1) == (2, "host:98")
+def test_the_lowest_surviving_rank_hosts_the_store() -> None:
+    clocked = training_roster(ClockedRoster())
+    clocked.roster.died(0)
+    clocked.asks(2, "c", last=1, least=1)
+    assert clocked.asks(1, "b", last=1, least=1) == (2, "host:98")
+    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:98")
 
 
-def test_fewer_than_the_least_wait() -> None:
-    desk = begun(Desk(), least=2)
-    desk.roster.died(0)
-    desk.roster.died(1)
-    assert desk.asks(2, "c", last=1, least=2) is None
-    assert desk.asks(0, "d", least=2) == (2, "host:100"), "two are there"
+def test_fewer_survivors_than_the_minimum_wait() -> None:
+    clocked = training_roster(ClockedRoster(), least=2)
+    clocked.roster.died(0)
+    clocked.roster.died(1)
+    assert clocked.asks(2, "c", last=1, least=2) is None
+    assert clocked.asks(0, "d", least=2) == (2, "host:100"), "two are there"
 
 
-def test_those_that_train_learn_that_a_process_waits() -> None:
-    desk = begun(Desk())
-    desk.roster.died(1)
-    desk.asks(0, "a", last=1, least=1)
-    desk.asks(2, "c", last=1, least=1)
-    assert not desk.roster.has_newcomer()
-    assert desk.asks(1, "d", least=1) is None
-    assert desk.roster.has_newcomer()
-    assert not desk.is_over(0, "a", last=2), "they leave at the end of a step"
-    desk.asks(0, "a", last=2, least=1)
-    desk.asks(1, "d", least=1)
-    assert desk.asks(2, "c", last=2, least=1) == (3, "host:97")
+def test_training_ranks_learn_of_a_waiting_newcomer() -> None:
+    clocked = training_roster(ClockedRoster())
+    clocked.roster.died(1)
+    clocked.asks(0, "a", last=1, least=1)
+    clocked.asks(2, "c", last=1, least=1)
+    assert not clocked.roster.has_newcomer()
+    assert clocked.asks(1, "d", least=1) is None
+    assert clocked.roster.has_newcomer()
+    assert not clocked.is_over(0, "a", last=2), "they leave at the end of a step"
+    clocked.asks(0, "a", last=2, least=1)
+    clocked.asks(1, "d", least=1)
+    assert clocked.asks(2, "c", last=2, least=1) == (3, "host:97")
 
 
-def test_a_new_process_does_not_begin_without_those_that_train() -> None:
-    desk = begun(Desk())
-    desk.roster.died(0)
-    assert desk.asks(0, "d", least=1) is None
-    desk.roster.died(1)
-    desk.roster.died(2)
-    assert desk.asks(0, "d", least=1) is None, "nobody is left: all begin together"
-    desk.asks(1, "e", least=1)
-    assert desk.asks(2, "f", least=1) == (2, "host:100")
+def test_a_replacement_does_not_start_without_the_survivors() -> None:
+    clocked = training_roster(ClockedRoster())
+    clocked.roster.died(0)
+    assert clocked.asks(0, "d", least=1) is None
+    clocked.roster.died(1)
+    clocked.roster.died(2)
+    assert clocked.asks(0, "d", least=1) is None, "nobody is left: all begin together"
+    clocked.asks(1, "e", least=1)
+    assert clocked.asks(2, "f", least=1) == (2, "host:100")
 
 
-def test_a_silent_process_counts_as_dead_though_ray_does_not_say_so() -> None:
-    desk = begun(Desk())
+def test_a_silent_process_counts_as_dead_without_a_report_of_ray() -> None:
+    clocked = training_roster(ClockedRoster())
     for _ in range(130):
-        desk.now_s += 1
-        assert not desk.is_over(0, "a", last=1) or desk.now_s > 120
-        desk.is_over(2, "c", last=1)
-    assert desk.is_over(0, "a", last=1)
-    desk.asks(0, "a", last=1, least=1)
-    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
-    desk.now_s += 1
-    assert desk.is_over(1, "b", last=1), "it was only stopped"
-    desk.asks(1, "b", last=1, least=1)
-    assert desk.roster.has_newcomer()
+        clocked.now_s += 1
+        assert not clocked.is_over(0, "a", last=1) or clocked.now_s > 120
+        clocked.is_over(2, "c", last=1)
+    assert clocked.is_over(0, "a", last=1)
+    clocked.asks(0, "a", last=1, least=1)
+    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
+    clocked.now_s += 1
+    assert clocked.is_over(1, "b", last=1), "it was only stopped"
+    clocked.asks(1, "b", last=1, least=1)
+    assert clocked.roster.has_newcomer()
 
 
-def test_a_restarted_roster_hears_from_all_before_a_smaller_generation() -> None:
-    desk = begun(Desk())
-    desk.roster = Roster(lambda: desk.now_s)
-    assert desk.asks(0, "a", last=1, least=1) is None
-    desk.now_s += 1
-    assert not desk.is_over(2, "c", last=1)
-    desk.now_s += 1
-    assert desk.asks(2, "c", last=1, least=1) is None
-    assert desk.asks(1, "b", last=1, least=1) is None
-    desk.now_s += 5
+def test_a_restarted_roster_waits_for_all_ranks_before_it_forms_a_smaller_generation() -> None:
+    clocked = training_roster(ClockedRoster())
+    clocked.roster = Roster(lambda: clocked.now_s)
+    assert clocked.asks(0, "a", last=1, least=1) is None
+    clocked.now_s += 1
+    assert not clocked.is_over(2, "c", last=1)
+    clocked.now_s += 1
+    assert clocked.asks(2, "c", last=1, least=1) is None
+    assert clocked.asks(1, "b", last=1, least=1) is None
+    clocked.now_s += 5
     for rank, token in enumerate("ab"):
-        desk.asks(rank, token, last=1, least=1)
-    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+        clocked.asks(rank, token, last=1, least=1)
+    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
 
 
 def test_a_member_in_a_long_step_is_waited_for() -> None:
-    """It sends heartbeats, though it has not noticed that a peer is gone."""
-    desk = begun(Desk())
-    desk.roster.died(1)
+    """It sends heartbeats but has not noticed that a peer is gone."""
+    clocked = training_roster(ClockedRoster())
+    clocked.roster.died(1)
     for _ in range(60):
-        desk.now_s += 1
-        assert desk.asks(0, "a", last=1, least=1) is None
-        assert desk.is_over(2, "c", last=1)
-    assert desk.asks(2, "c", last=1, least=1) == (2, "host:97")
+        clocked.now_s += 1
+        assert clocked.asks(0, "a", last=1, least=1) is None
+        assert clocked.is_over(2, "c", last=1)
+    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
 
 
-def test_newcomers_join_together_if_they_come_within_seconds() -> None:
-    desk = begun(Desk())
+def test_newcomers_within_a_few_seconds_join_together() -> None:
+    clocked = training_roster(ClockedRoster())
     for rank in (1, 2):
-        desk.roster.died(rank)
-    assert desk.asks(0, "a", last=1, least=1) == (2, "host:97")
-    desk.asks(1, "d", least=1)
-    assert not desk.roster.has_newcomer(), "rank 2 may come soon"
-    desk.asks(2, "e", least=1)
-    assert desk.roster.has_newcomer()
+        clocked.roster.died(rank)
+    assert clocked.asks(0, "a", last=1, least=1) == (2, "host:97")
+    clocked.asks(1, "d", least=1)
+    assert not clocked.roster.has_newcomer(), "rank 2 may come soon"
+    clocked.asks(2, "e", least=1)
+    assert clocked.roster.has_newcomer()
     for _ in range(11):
-        desk.now_s += 1
-        desk.asks(1, "d", least=1)
-    assert desk.roster.has_newcomer(), "one has waited long enough"
+        clocked.now_s += 1
+        clocked.asks(1, "d", least=1)
+    assert clocked.roster.has_newcomer(), "one has waited long enough"
 
 
-def test_further_ranks_join_those_that_train_and_stay_without_the_first_ones() -> None:
-    """The run begins with as many as there is room for."""
-    desk, of = Desk(), {"least": 3, "most": 6}
+def test_additional_ranks_join_and_continue_after_the_first_ranks_died() -> None:
+    """The run starts with as many ranks as there is room for."""
+    clocked, of = ClockedRoster(), {"least": 3, "most": 6}
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token, **of)
-    assert desk.asks(3, "d", **of) is None
-    assert not desk.roster.has_newcomer(), "ranks 4 and 5 may come at the same time"
-    desk.now_s += 1
-    assert desk.asks(5, "f", **of) is None
-    assert not desk.roster.has_newcomer()
-    desk.now_s += 2.5
-    assert desk.asks(3, "d", **of) is None
-    assert desk.roster.has_newcomer()
+        clocked.asks(rank, token, **of)
+    assert clocked.asks(3, "d", **of) is None
+    assert not clocked.roster.has_newcomer(), "ranks 4 and 5 may come at the same time"
+    clocked.now_s += 1
+    assert clocked.asks(5, "f", **of) is None
+    assert not clocked.roster.has_newcomer()
+    clocked.now_s += 2.5
+    assert clocked.asks(3, "d", **of) is None
+    assert clocked.roster.has_newcomer()
     for rank, token in enumerate("abc"):
-        desk.asks(rank, token, last=1, **of)
-    assert desk.asks(5, "f", **of) == (2, "host:97")
+        clocked.asks(rank, token, last=1, **of)
+    assert clocked.asks(5, "f", **of) == (2, "host:97")
 
-    desk.roster.died(0)
-    desk.roster.died(2)
-    assert desk.asks(1, "b", last=2, **of) is None
-    assert desk.asks(3, "d", last=2, **of) is None
-    assert desk.asks(5, "f", last=2, **of) == (3, "host:98")
-    left = desk.roster.meet(Member(3, W, 3, "d", 2, "a", most=6))[0]
+    clocked.roster.died(0)
+    clocked.roster.died(2)
+    assert clocked.asks(1, "b", last=2, **of) is None
+    assert clocked.asks(3, "d", last=2, **of) is None
+    assert clocked.asks(5, "f", last=2, **of) == (3, "host:98")
+    left = clocked.roster.meet(Member(3, W, 3, "d", 2, "a", most=6))[0]
     assert left is not None
     assert (left.rank, left.size, left.ranks) == (1, 3, (1, 3, 5)), "for texts: those of the run"
-    assert desk.asks(0, "g", **of) is None
-    assert not desk.roster.has_newcomer(), "rank 2 is replaced, too"
-    assert desk.asks(2, "h", **of) is None
-    assert desk.roster.has_newcomer(), "rank 4 has had no room yet"
+    assert clocked.asks(0, "g", **of) is None
+    assert not clocked.roster.has_newcomer(), "rank 2 is replaced, too"
+    assert clocked.asks(2, "h", **of) is None
+    assert clocked.roster.has_newcomer(), "rank 4 has had no room yet"
 
 
-def test_those_that_begin_wait_for_the_first_ranks_but_not_for_ever() -> None:
-    desk, of = begun(Desk(), least=2), {"least": 2, "most": 4}
+def test_starting_processes_wait_a_minute_for_the_first_ranks() -> None:
+    clocked, of = training_roster(ClockedRoster(), least=2), {"least": 2, "most": 4}
     for rank in range(W):
-        desk.roster.died(rank)
+        clocked.roster.died(rank)
     for _ in range(59):
-        assert desk.asks(3, "d", **of) is None
-        assert desk.asks(1, "e", **of) is None
-        desk.now_s += 1
-    desk.now_s += 1
-    desk.asks(3, "d", **of)
-    assert desk.asks(1, "e", **of) == (2, "host:101")
+        assert clocked.asks(3, "d", **of) is None
+        assert clocked.asks(1, "e", **of) is None
+        clocked.now_s += 1
+    clocked.now_s += 1
+    clocked.asks(3, "d", **of)
+    assert clocked.asks(1, "e", **of) == (2, "host:101")
 
 
-def test_a_newcomer_never_begins_while_those_that_train_are_busy() -> None:
-    desk, of = begun(Desk()), {"least": 1, "most": 4}
+def test_a_newcomer_never_starts_alone_while_others_train() -> None:
+    clocked, of = training_roster(ClockedRoster()), {"least": 1, "most": 4}
     for _ in range(100):
-        desk.now_s += 1
-        assert desk.asks(3, "d", **of) is None
+        clocked.now_s += 1
+        assert clocked.asks(3, "d", **of) is None
         for rank, token in enumerate("abc"):
-            desk.is_over(rank, token, last=1)
+            clocked.is_over(rank, token, last=1)
 
 
-def test_processes_that_give_signs_of_life_are_counted() -> None:
-    desk = begun(Desk())
-    assert desk.roster.alive() == 3
-    desk.roster.died(1)
-    assert desk.roster.alive() == 2
-    desk.now_s += 10
-    desk.is_over(0, "a", last=1)
-    desk.now_s += 10
-    assert desk.roster.alive() == 1
+def test_alive_counts_processes_with_recent_heartbeats() -> None:
+    clocked = training_roster(ClockedRoster())
+    assert clocked.roster.alive() == 3
+    clocked.roster.died(1)
+    assert clocked.roster.alive() == 2
+    clocked.now_s += 10
+    clocked.is_over(0, "a", last=1)
+    clocked.now_s += 10
+    assert clocked.roster.alive() == 1
 
 
-def test_places_on_several_nodes() -> None:
+def test_seats_have_local_and_node_ranks_on_several_nodes() -> None:
     roster = Roster()
     nodes = ["x", "y", "x", "y", "y"]
     for _ in range(2):
@@ -305,12 +305,12 @@ def test_places_on_several_nodes() -> None:
     ]
 
 
-# ------------------------------------------------------------------ any order
+# ------------------------------------------------------------------ random sequences of events
 
 
 @dataclass
 class Process:
-    """A process of a rank, as `Place` behaves: it asks until it has a seat, then it trains."""
+    """A process of a rank that behaves like `Place`: it asks until it has a seat, then trains."""
 
     member: Member
     seat: Seat = field(default_factory=lambda: Seat(0))
@@ -320,7 +320,7 @@ class Process:
 
 
 class Run:
-    """Some ranks, each with processes one after another. Time passes with each action."""
+    """Some ranks, each with a sequence of processes. Each action takes time."""
 
     def __init__(self, least: int, ranks: int) -> None:
         self.now_s, self.least, self.made, self.most = 0.0, least, 0, ranks
@@ -351,7 +351,7 @@ class Run:
             self.turn(process)
 
     def turn(self, process: Process) -> None:
-        """A look of a process, which has lost its peers if one of them is dead or has left."""
+        """A process asks the roster; it has lost its peers if one of them is dead or has left."""
         if process.trains:
             peers, key = self.formed[process.seat.key], process.seat.key
             there = {p.member.token for p in self.ranks if p.trains and p.seat.key == key}
@@ -384,7 +384,7 @@ ACTIONS = ["turn"] * 6 + ["kill", "report", "replace", "wait", "lose roster"]
     st.sampled_from((W, ALL)),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, ALL - 1)), max_size=80),
 )
-def test_whatever_happens_all_that_live_train_together_in_the_end(
+def test_after_any_sequence_of_events_all_live_processes_finally_train_together(
     least: int, ranks: int, actions: list[tuple[str, int]]
 ) -> None:
     run = Run(least, ranks)

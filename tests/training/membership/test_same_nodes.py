@@ -1,4 +1,4 @@
-"""Ranks with other software, other code or other hardware than the first; three processes."""
+"""Ranks whose software, code, or hardware differs from rank 0's; three processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from raytrain_ddp.user_code import UserCode
 HOST = {"host": "host-b"}
 
 
-class Told:
-    """What a session is told."""
+class FakeSession:
+    """Keeps the events that a session gets."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -32,17 +32,19 @@ class Told:
             self.notes.append(event.text)
 
 
-def compared(rank: int, size: int, others: dict[int, dict[str, Any]]) -> list[str]:
-    """The notes of a rank, whose node differs from the usual one in these fields."""
+def compare_nodes(rank: int, size: int, others: dict[int, dict[str, Any]]) -> list[str]:
+    """The notes of a rank; the nodes of the ranks in `others` differ in these fields."""
     before = same_nodes.Node.here
-    same_nodes.user_code._digests.clear()  # this process has served other tests
+    same_nodes.user_code._digests.clear()  # other tests have used this process
     usual = replace(before(torch.device("cpu")), host="host-a")
 
     def here(device: torch.device) -> same_nodes.Node:
         return replace(usual, **others.get(rank, {}))
 
     same_nodes.Node.here = here  # type: ignore[method-assign]
-    session = Told(World(rank, size, rank, torch.device("cpu"), 1, tuple(range(5, 5 + size))))
+    session = FakeSession(
+        World(rank, size, rank, torch.device("cpu"), 1, tuple(range(5, 5 + size)))
+    )
     try:
         same_nodes.require_same_nodes(session)  # type: ignore[arg-type]
     finally:
@@ -51,8 +53,12 @@ def compared(rank: int, size: int, others: dict[int, dict[str, Any]]) -> list[st
 
 
 def test_equal_nodes_pass(workers: Group) -> None:
-    assert workers(3, compared, {}) == [[], [], []]
-    assert workers(3, compared, {1: {"versions": {}}}) == [[], [], []]  # it has nothing else
+    assert workers(3, compare_nodes, {}) == [[], [], []]
+    assert workers(3, compare_nodes, {1: {"versions": {}}}) == [
+        [],
+        [],
+        [],
+    ]  # no package is known there
 
 
 @pytest.mark.parametrize(
@@ -70,24 +76,26 @@ def test_equal_nodes_pass(workers: Group) -> None:
         ),
     ],
 )
-def test_other_software_or_code_is_refused(
+def test_different_software_or_code_is_refused(
     workers: Group, differs: dict[str, Any], text: str
 ) -> None:
-    first, second, third = workers.outcomes(3, compared, {1: {**HOST, **differs}})
+    first, second, third = workers.outcomes(3, compare_nodes, {1: {**HOST, **differs}})
     assert isinstance(second, Raised)
     assert second.name == PreflightError.__name__
     assert re.search(text, second.text)
     assert [first, third] == [[], []]
 
 
-def test_other_hardware_is_noted_once(workers: Group) -> None:
-    ((note,), *others) = workers(3, compared, {1: {"device": "NVIDIA A100"}})
+def test_different_hardware_is_noted_once(workers: Group) -> None:
+    ((note,), *others) = workers(3, compare_nodes, {1: {"device": "NVIDIA A100"}})
     assert others == [[], []]
     assert "CPU with" in note
     assert ": ranks 5, 7; NVIDIA A100: rank 6)" in note
 
 
-def test_the_code_is_that_which_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compared_code_is_the_loaded_code_not_the_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     same_nodes.user_code._digests.clear()
     before = same_nodes.Node.here(torch.device("cpu"))
     assert any(path == __file__ for path, _ in before.code.values())

@@ -1,4 +1,4 @@
-"""Metrics over chunks: one tree on any number of workers, little memory, all values kept."""
+"""Metrics over chunks: one merge tree on any number of workers, little memory, all values kept."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from raytrain_ddp.training.runtime.world import World, choose_device
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
 
-class Traced:
-    """A metric whose state says how it was merged."""
+class TracedMetric:
+    """A metric whose state records the order of merges."""
 
     def __init__(self) -> None:
         self.metric_state: dict[str, Any] = {"tree": []}
@@ -63,10 +63,10 @@ class Traced:
         return torch.tensor(0.0)
 
 
-def trace(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
-    """How a worker of `size` merges `chunks`, of which some have no samples."""
+def merge_tree(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
+    """The merge tree of a worker, and the most states it held; `empty` chunks have no samples."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    scores = TreeMetrics(TinyTask(TrainConfig()), {"loss": Traced()}, world.device)
+    scores = TreeMetrics(TinyTask(TrainConfig()), {"loss": TracedMetric()}, world.device)
     most = 0
     for chunk in items_of_rank(chunks, size, rank):
         scores.reset()
@@ -80,10 +80,10 @@ def trace(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("chunks", "empty"), [(1, []), (2, []), (7, []), (13, [0, 5, 12]), (100, [3]), (3, [0, 1, 2])]
 )
-def test_the_states_are_merged_along_one_tree_on_any_number_of_workers(
+def test_states_are_merged_along_the_same_tree_on_any_number_of_workers(
     chunks: int, empty: list[int], workers: Group
 ):
-    found = [tree for size in (1, 2, 3) for tree, _ in workers(size, trace, chunks, empty)]
+    found = [tree for size in (1, 2, 3) for tree, _ in workers(size, merge_tree, chunks, empty)]
     assert found == [found[0]] * 6
     flat = json.dumps(found[0]).replace("[", "").replace("]", "")
     assert [int(each) for each in flat.split(",") if each.strip()] == [
@@ -92,12 +92,12 @@ def test_the_states_are_merged_along_one_tree_on_any_number_of_workers(
     if chunks == 7:
         assert found[0] == [[[[0, 1], [2, 3]], [[4, 5], 6]]]
     for size in (1, 3):
-        for _, most in workers(size, trace, chunks, empty):
+        for _, most in workers(size, merge_tree, chunks, empty):
             assert most <= 2 * math.log2(chunks + 1) + 1
 
 
-class Many(Task):
-    """A confusion matrix of 1,000 classes, of which one state takes 8 MB."""
+class ManyClasses(Task):
+    """A confusion matrix of 1,000 classes: one state takes 8 MB."""
 
     monitor = "loss"
 
@@ -128,10 +128,10 @@ class Many(Task):
 
 
 def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]:
-    """(added MiB of memory at its peak, sum of the matrix, loss)."""
+    """(MiB of memory added at the peak, sum of the matrix, loss)."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     config = TrainConfig(eval=EvalConfig(micro_batch=16))
-    task, few = Many(config, str(rows)), Many(config, "32").eval_data()
+    task, few = ManyClasses(config, str(rows)), ManyClasses(config, "32").eval_data()
     evaluate(config, task, task.model(), few, ALONE, LoaderThreads(0))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     values = evaluate(config, task, task.model(), task.eval_data(), world, LoaderThreads(0))
@@ -139,8 +139,8 @@ def evaluate_many(rank: int, size: int, rows: int) -> tuple[float, float, float]
     return added, values["confusion"].sum().item(), values["loss"].item()
 
 
-def test_memory_does_not_grow_with_the_number_of_chunks(workers: Group):
-    """25 chunks of 8 MB were 0.2 GB."""
+def test_memory_use_does_not_grow_with_the_number_of_chunks(workers: Group):
+    """25 chunks of 8 MB would be 0.2 GB."""
     added, total, loss = workers(1, evaluate_many, 400)[0]
     assert total == 400
     assert added < 150
@@ -149,7 +149,7 @@ def test_memory_does_not_grow_with_the_number_of_chunks(workers: Group):
 
 
 class Collected(TinyTask):
-    """MetricCollections, alone or in a dict, against plain metrics; and what is no scalar."""
+    """A MetricCollection, alone or in a dict, or separate metrics; not all values are scalars."""
 
     def __init__(self, config: TrainConfig, form: str = "dict", **options: Any) -> None:
         super().__init__(config, **options)
@@ -200,8 +200,8 @@ def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
     return {name: value.tolist() for name, value in values.items()}
 
 
-def test_a_collection_gives_what_its_metrics_give_alone(workers: Group):
-    """On any number of workers: compute groups would depend on a worker's first batch."""
+def test_a_metric_collection_gives_the_values_of_its_separate_metrics(workers: Group):
+    """On any number of workers, although compute groups depend on a worker's first batch."""
     plain_values = workers(1, evaluate_form, "dict")[0]
     for size in (1, 3):
         for form, before in (("dict", ""), ("collection", ""), ("inside", "all/my_")):
@@ -212,7 +212,7 @@ def test_a_collection_gives_what_its_metrics_give_alone(workers: Group):
                 }
 
 
-def test_what_is_no_scalar_is_in_the_log_and_shown(
+def test_vectors_and_matrices_are_in_the_log_and_shown_in_the_report(
     workers: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "kept", epochs=2)
@@ -228,13 +228,13 @@ def test_what_is_no_scalar_is_in_the_log_and_shown(
     assert all(f">{max(row)}<" in page for row in best["tables"]["confusion"])
 
 
-def test_numbers_of_numpy_are_values_of_metrics():
+def test_numpy_numbers_are_accepted_as_metric_values():
     task = TinyTask(TrainConfig())
     values = flat_values(task, "scores", {"one": np.float32(1.5), "two": np.int64(3)})
     assert scalars(values) == {"scores/one": 1.5, "scores/two": 3}
 
 
-def test_large_values_are_shapes_in_the_log_and_not_finite_ones_are_null(tmp_path: Path):
+def test_the_log_has_the_shape_of_large_values_and_null_for_nonfinite_ones(tmp_path: Path):
     large = torch.zeros(MOST_NUMBERS + 1)
     assert tables({"one": torch.ones(()), "large": large}) == {"large": {"shape": [len(large)]}}
     line = json_of(to_record(Eval(3, tables={"c": [[1.0, math.nan], [math.inf, 2.0]]})))
@@ -281,7 +281,7 @@ def test_evaluate_prints_and_writes_all_values(tmp_path: Path):
         ("cuda:99", PreflightError),
     ],
 )
-def test_a_device_that_is_none_is_refused(name: str, error: type[Exception]):
+def test_an_invalid_device_is_refused(name: str, error: type[Exception]):
     with pytest.raises(error, match=f"--device {name}"):
         choose_device(name)
     assert choose_device("cpu").type == "cpu"
@@ -292,15 +292,15 @@ def test_a_device_that_is_none_is_refused(name: str, error: type[Exception]):
             choose_device("cuda")
 
 
-def test_an_evaluation_that_is_resumed_has_the_same_figures(tmp_path: Path):
-    """One process that is asked to stop; `fit_locally` is what a notebook calls."""
+def test_fit_locally_returns_the_metrics_of_the_last_evaluation(tmp_path: Path):
+    """A notebook calls `fit_locally`."""
     result = fit_locally(tiny_config(tmp_path, "whole", epochs=1, task=Collected))
     assert result.status == "finished"
     assert set(result.last) >= {"loss", "accuracy"}
 
 
-class Precise(TinyTask):
-    """Notes in which type the model computes in evaluations."""
+class RecordsDtypes(TinyTask):
+    """Records the dtype in which the model computes in evaluations."""
 
     types: list[torch.dtype] = []  # noqa: RUF012
 
@@ -313,14 +313,16 @@ class Precise(TinyTask):
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )
-def test_an_evaluation_computes_in_the_precision_of_the_training(
+def test_evaluations_compute_in_the_precision_of_the_training(
     precision: Any, dtype: torch.dtype, tmp_path: Path
 ):
-    """Also the one that is tried at the start, and that of the command `evaluate`."""
-    Precise.types.clear()
+    """Including the trial at the start and the command `evaluate`."""
+    RecordsDtypes.types.clear()
     compute = ComputeConfig(precision=precision)
-    config = tiny_config(tmp_path, "run", task="test_evaluation:Precise", steps=1, compute=compute)
+    config = tiny_config(
+        tmp_path, "run", task="test_evaluation:RecordsDtypes", steps=1, compute=compute
+    )
     assert fit_locally(config).step == 1
     assert evaluate_main([str(tmp_path / "run")]) == 0
-    assert {*Precise.types} == {dtype}
-    assert len(Precise.types) == 1 + 2 * -(-EVAL_ROWS // 8)
+    assert {*RecordsDtypes.types} == {dtype}
+    assert len(RecordsDtypes.types) == 1 + 2 * -(-EVAL_ROWS // 8)

@@ -22,7 +22,7 @@ from raytrain_ddp.training.runtime.world import World
 
 
 def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[list[Path], str]:
-    """The traces of a run on three ranks, and what rank 0 tells of them."""
+    """The traces of a run on three ranks, and rank 0's notes about them."""
     log = LogConfig(tensorboard=False, profile_steps=steps, profile_ranks=(0, 2))
     config = tiny_config(folder, "traced", log=log, **changes)
     ran = workers(3, run_tiny, plain(config))
@@ -31,9 +31,7 @@ def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[li
 
 
 @pytest.mark.each_version
-def test_the_ranks_that_are_asked_for_trace_the_steps_after_the_first_ten(
-    workers: Group, tmp_path: Path
-):
+def test_the_chosen_ranks_trace_the_steps_after_the_first_ten(workers: Group, tmp_path: Path):
     traces, reported = traced(tmp_path, workers, 4, epochs=2)
     names = [f"rank-{rank}-steps-11-14.json.gz" for rank in (0, 2)]
     assert [path.name for path in traces] == names
@@ -47,13 +45,13 @@ def test_the_ranks_that_are_asked_for_trace_the_steps_after_the_first_ten(
     assert any(name.startswith("aten::") for name in operations)
 
 
-def test_a_run_that_ends_sooner_leaves_what_there_is(workers: Group, tmp_path: Path):
+def test_a_run_that_ends_early_writes_the_trace_of_its_steps(workers: Group, tmp_path: Path):
     traces, reported = traced(tmp_path, workers, 100, epochs=2)
     assert traces[0].name == "rank-0-steps-11-20.json.gz"
     assert reported.startswith("steps 11 to 20")
 
 
-def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
+def test_a_profiler_failure_does_not_end_the_run_and_writing_a_trace_is_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     phases: list[str] = []
@@ -92,7 +90,7 @@ def test_a_profiler_that_fails_ends_no_run_and_writing_a_trace_is_no_hang(
     assert phases == [WRITING, WRITING]
 
 
-def test_ranks_are_those_of_the_run_where_one_is_missing(tmp_path: Path):
+def test_profile_ranks_are_ranks_of_the_run_even_if_a_worker_is_missing(tmp_path: Path):
     log, clock = LogConfig(profile_steps=1, profile_ranks=(2,)), Clock(torch.device("cpu"))
     run = open_storage(str(tmp_path))
     for rank, steps in ((0, 0), (1, 1)):
@@ -100,7 +98,7 @@ def test_ranks_are_those_of_the_run_where_one_is_missing(tmp_path: Path):
         assert Profile(log, world, run, clock, print)._steps == steps
 
 
-def test_the_flag_is_short_for_five_steps():
+def test_the_flag_profile_means_five_steps_by_default():
     assert parse_fit(["--profile"]).config.log.profile_steps == 5
     assert parse_fit(["--profile", "--log.profile-steps", "2"]).config.log.profile_steps == 2
     assert parse_fit([]).config.log.profile_steps == 0

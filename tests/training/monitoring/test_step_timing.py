@@ -1,4 +1,4 @@
-"""Where the time of a step goes: clocks of one rank, and what those of all say together."""
+"""Where the time of a step goes: the clock of one rank, and the summary of all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reading(**phases: float) -> Reading:
     return Reading(10.0, in_order(phases), 1000)
 
 
-def test_each_moment_belongs_to_the_phase_that_the_next_mark_names():
+def test_time_counts_toward_the_phase_that_the_next_mark_names():
     clock = Clock(CPU)
 
     def slow() -> Iterator[int]:
@@ -62,7 +62,7 @@ def test_each_moment_belongs_to_the_phase_that_the_next_mark_names():
     assert clock.window()[1] == {}, "what has been reported is not reported again"
 
 
-def test_the_split_is_the_mean_over_the_ranks_of_a_step():
+def test_the_split_is_the_mean_over_ranks_per_step():
     reported = summary([reading(data=2, compute=8), reading(compute=10)], 10, 0.0, None)
     assert reported.split_s == {"data": 0.1, "compute": 0.9}
     assert reported.step_s == 1.0
@@ -71,25 +71,25 @@ def test_the_split_is_the_mean_over_the_ranks_of_a_step():
 
 
 @pytest.mark.parametrize("phase", ["data", "copy", "compute", "optimizer"])
-def test_the_slowest_rank_is_the_one_that_does_not_wait(phase: str):
+def test_the_slowest_rank_is_the_one_that_does_not_wait_in_communication(phase: str):
     usual = {"data": 1.0, "copy": 1.0, "compute": 4.0, "optimizer": 1.0, "communication": 7.0}
     slow = {**usual, "communication": 0.0, phase: usual[phase] + 7.0}
     reported = summary([reading(**usual), reading(**usual), reading(**slow)], 1, 0.0, None)
     assert reported.slowest == Slowest(2, phase, 2.0)
 
 
-def test_each_ranks_own_split_is_of_a_step_and_leaves_out_what_took_no_time():
+def test_the_split_of_each_rank_is_per_step_without_phases_that_took_no_time():
     two = [reading(compute=4.0), reading(compute=1.0, data=2.00049)]
     assert by_rank(two, 2) == [{"compute": 2.0}, {"data": 1.0, "compute": 0.5}]
 
 
-def test_of_two_ranks_one_may_take_ten_times_as_long_as_the_other():
+def test_the_slower_of_two_ranks_is_reported_with_its_ratio():
     reported = summary([reading(compute=1), reading(data=9, compute=1)], 1, 0.0, None)
     assert reported.slowest == Slowest(1, "data", 10.0)
 
 
-def test_a_rank_that_is_dealt_more_slots_is_no_straggler_until_it_is_slow():
-    """The default's 4 slots on 3 workers: the last one has two of them."""
+def test_a_rank_with_more_slots_is_a_straggler_only_if_it_is_slow_for_its_load():
+    """With the default of 4 slots on 3 workers, the last one has two."""
     assert [relative_load(4, 3, rank) for rank in range(3)] == [1, 1, 2]
     assert [relative_load(5, 3, rank) for rank in range(3)] == [1, pytest.approx(4 / 3), 4 / 3]
     assert (relative_load(4, 2, 1), relative_load(4, 1, 0)) == (1, 1)
@@ -102,25 +102,25 @@ def test_a_rank_that_is_dealt_more_slots_is_no_straggler_until_it_is_slow():
             assert "2.5 x" in str(events[-1])
 
 
-def lines(*ranks: int, phase: str = "data") -> list[Slowest]:
-    """Those in which a rank is 3 times as slow as the others; -1: none is."""
+def log_lines(*ranks: int, phase: str = "data") -> list[Slowest]:
+    """Log lines in which the given rank takes 3 times as long as the others; -1: no rank does."""
     return [Slowest(max(0, r), phase, 3.0 if r >= 0 else 1.1) for r in ranks]
 
 
 def reported_of(*shown: Slowest) -> list[tuple[int, int | None]]:
-    """(line from 1, rank) of each event."""
+    """(line, from 1; rank) of each event."""
     stragglers = Stragglers(3, 3)
     events = [stragglers.look(n, each, ["a", "b", "c"]) for n, each in enumerate(shown, start=1)]
     return [(event.step, event.rank) for event in events if event is not None]
 
 
 def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
-    assert reported_of(*lines(*[1] * 20)) == [(5, 1)]
-    assert reported_of(*lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
-    assert reported_of(*lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
-    assert reported_of(*lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
+    assert reported_of(*log_lines(*[1] * 20)) == [(5, 1)]
+    assert reported_of(*log_lines(1, 1, 1, 1, -1, 1, 1, 1, 1, 0)) == []
+    assert reported_of(*log_lines(*[1] * 8, *[2] * 8, *[-1] * 3, *[2] * 8)) == [(5, 1), (13, 2)]
+    assert reported_of(*log_lines(*[1] * 6, *[-1] * 6, *[1] * 6)) == [(5, 1), (11, None), (17, 1)]
     stragglers = Stragglers(3, 3)
-    *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in lines(*[1] * 5))
+    *_, event = (stragglers.look(10, each, ["a", "b", "c"]) for each in log_lines(*[1] * 5))
     assert event is not None
     assert event.text == (
         "rank 1 on b takes 3.0 x as long as the others, which wait for it: mostly in data, "
@@ -128,8 +128,8 @@ def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
     )
 
 
-def test_while_some_workers_are_missing_a_straggler_has_its_rank_of_the_run():
-    """Ranks 0, 3 and 4 are left; the last one has two of four slots, and the middle one is slow."""
+def test_a_straggler_is_reported_by_its_rank_in_the_run_when_workers_are_missing():
+    """Ranks 0, 3 and 4 remain; the last one has two of four slots, and the middle one is slow."""
     of_run = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4)).of_run
     readings = [Reading(1.0, (each,) * len(PHASES), 1) for each in (0.1, 0.5, 0.1)]
     timing = summary(readings, 1, 0, None, of_run)
@@ -142,11 +142,11 @@ def test_while_some_workers_are_missing_a_straggler_has_its_rank_of_the_run():
     assert [bool(each) for each in by_rank(readings, 1, of_run)] == [True, False, False, True, True]
 
 
-def test_one_rank_alone_is_not_the_slowest():
+def test_a_single_rank_is_not_reported_as_the_slowest():
     assert summary([reading(compute=1)], 1, 0.0, None).slowest is None
 
 
-def test_utilization_is_reported_where_the_gpus_peak_is_known_and_nowhere_else():
+def test_utilization_is_reported_only_if_the_peak_of_the_gpu_is_known():
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
     assert peak_flops_per_s("NVIDIA H200", "bf16") == 989.4e12
     assert peak_flops_per_s("NVIDIA H200 NVL", "bf16") == 835.5e12
@@ -156,8 +156,8 @@ def test_utilization_is_reported_where_the_gpus_peak_is_known_and_nowhere_else()
     assert peak_flops_per_s("NVIDIA GeForce RTX 3090 Ti", "bf16") is None
     assert peak_flops_per_s("NVIDIA L40S", "bf16") == 362e12
     assert peak_flops_per_s("NVIDIA A10G", "bf16") == 70e12
-    assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp32") is None  # some of it runs in TF32
-    assert peak_flops_per_s("Tesla T4", "bf16") is None  # it has none
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3", "fp32") is None  # some operations run in TF32
+    assert peak_flops_per_s("Tesla T4", "bf16") is None  # it does not support bf16
     assert peak_flops_per_s("NVIDIA T400 4GB", "fp16") is None
     assert peak_flops_per_s("cpu", "bf16") is None
     reported = summary([reading(compute=1)], 1, 40e12, 80e12)
@@ -165,9 +165,9 @@ def test_utilization_is_reported_where_the_gpus_peak_is_known_and_nowhere_else()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_operations_are_those_of_the_forward_and_backward_pass(compiled: bool):
-    """A product of (4, 10) and (10, 3) is 2 x 4 x 10 x 3, and twice that backward, less what the
-    input, which needs no gradient, saves."""
+def test_counted_operations_are_those_of_the_forward_and_backward_pass(compiled: bool):
+    """A product of (4, 10) and (10, 3) takes 2 x 4 x 10 x 3 operations. The backward pass takes as
+    many, because the input needs no gradient."""
     model = nn.Linear(10, 3)
     if compiled:
         model.compile()
@@ -176,19 +176,19 @@ def test_operations_are_those_of_the_forward_and_backward_pass(compiled: bool):
     assert counter.get_total_flops() == 2 * (2 * 4 * 10 * 3)
 
 
-def rank_1_dawdles(session: ScriptedSession) -> None:
-    def dawdle(_: int) -> None:
+def slow_down_rank_1(session: ScriptedSession) -> None:
+    def pause(_: int) -> None:
         if session.world.rank == 1:
             time.sleep(0.2)
 
-    session.before_step = dawdle
+    session.before_step = pause
 
 
 @pytest.fixture(scope="module")
 def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The training lines of a run with a slow rank."""
     config: TrainConfig = tiny_config(tmp_path_factory.mktemp("slow"), "slow", epochs=2)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, rank_1_dawdles)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_rank_1)
     reported = [event for event in ran[0].events if event["kind"] == "straggler"]
     assert (reported[0]["rank"], reported[0]["phase"], reported[0]["host"]) == (
         *(1, "compute"),
@@ -197,12 +197,12 @@ def records(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[di
     return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
 
 
-def test_a_slow_rank_is_named_with_what_it_is_slow_in(records: list[dict[str, Any]]):
+def test_a_slow_rank_is_named_with_its_slow_phase(records: list[dict[str, Any]]):
     named = [(r["timing"]["slowest"]["rank"], r["timing"]["slowest"]["phase"]) for r in records]
     assert named.count((1, "compute")) >= 0.9 * len(named), named
 
 
-def test_the_others_wait_for_it_in_communication(records: list[dict[str, Any]]):
+def test_time_spent_waiting_for_a_slow_rank_counts_as_communication(records: list[dict[str, Any]]):
     waits = [record["timing"]["split_s"]["communication"] for record in records]
     waits = sorted(waits)
     assert waits[len(waits) // 2] > 0.5 * (0.2 * 2 / 3)  # two of three ranks wait for 0.2 s
@@ -219,8 +219,8 @@ def test_the_split_accounts_for_the_whole_step(records: list[dict[str, Any]]):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_phases_are_those_of_the_device():
-    """The host runs ahead; a wait of the host while the device has work is no wait for data."""
+def test_on_a_gpu_phases_are_measured_on_the_device():
+    """The host runs ahead: if it waits while the device is busy, that is not a wait for data."""
     device = torch.device("cuda", 0)
     weights = torch.randn(4096, 4096, device=device)
     clock = Clock(device)

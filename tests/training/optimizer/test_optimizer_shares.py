@@ -1,5 +1,5 @@
 """ddp.shard_optimizer, with three gloo processes: the bits and the checkpoints are those of a run
-without it; each rank has only its share."""
+without it, and each rank has only its share of the optimizer state."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def divided(config: TrainConfig) -> TrainConfig:
+def with_shares(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         name=f"{config.name}-shared",
@@ -64,7 +64,7 @@ def divided(config: TrainConfig) -> TrainConfig:
 
 
 def files(config: TrainConfig) -> dict[str, str]:
-    """Hashes of all that the newest checkpoint has of tensors, and the optimizer's structure."""
+    """Hashes of all tensors in the newest checkpoint, and of the optimizer's structure."""
     checkpoint = newest(config)
     rest = json.loads(checkpoint.read("state.json"))["optimizer"]
     named = checkpoint.manifest.files.items()
@@ -72,7 +72,7 @@ def files(config: TrainConfig) -> dict[str, str]:
     return hashes | {"rest": json.dumps(rest)}
 
 
-class Whole:
+class Unshared:
     """Runs on three workers without shares; each variant is run once."""
 
     def __init__(self, workers: Group, folder: Path) -> None:
@@ -88,19 +88,19 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(workers, tmp_path_factory.mktemp("whole"))
+def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Unshared:
+    return Unshared(workers, tmp_path_factory.mktemp("whole"))
 
 
 # ------------------------------------------------------------------ the same bits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_and_checkpoints_are_those_of_a_run_without_shares(
-    variant: str, whole: Whole, workers: Group
+def test_weights_and_checkpoints_equal_those_of_a_run_without_shares(
+    variant: str, whole: Unshared, workers: Group
 ):
     reference = whole(variant)
-    config = divided(reference)
+    config = with_shares(reference)
     ran = workers(3, run_tiny, plain(config))
     assert {worker.outcome.step for worker in ran} == {TOTAL_STEPS}
     assert len({worker.digest for worker in ran}) == 1
@@ -108,13 +108,13 @@ def test_weights_and_checkpoints_are_those_of_a_run_without_shares(
 
 
 @pytest.mark.parametrize("variant", ["exact-adamw-clip-ema", "powersgd"])
-def test_a_run_stopped_killed_and_if_exact_resized_with_and_without_shares_has_the_same_bits(
-    variant: str, whole: Whole, workers: Group, tmp_path: Path
+def test_stops_kills_and_if_exact_resizes_with_or_without_shares_give_the_same_bits(
+    variant: str, whole: Unshared, workers: Group, tmp_path: Path
 ):
-    """A checkpoint does not say whether the state was divided."""
+    """Checkpoints are the same whether the state was divided or not."""
     reference = whole(variant)
     without = tiny_config(tmp_path, "disturbed", checkpoint=OFTEN, **VARIANTS[variant])
-    shared = dataclasses.replace(divided(without), name="disturbed")
+    shared = dataclasses.replace(with_shares(without), name="disturbed")
     sizes = (3, 2, 3, 1, 3) if without.exact else (3,) * 5
     workers(sizes[0], run_tiny, plain(shared), None, 5)  # asked to stop
     workers(sizes[1], run_tiny, plain(without), None, 9)
@@ -128,25 +128,27 @@ def test_a_run_stopped_killed_and_if_exact_resized_with_and_without_shares_has_t
 
 
 @pytest.mark.parametrize("kind", ["exact", "ddp"])
-def test_several_optimizers_are_divided_together(kind: str, workers: Group, tmp_path: Path):
+def test_several_optimizers_have_the_same_bits_with_shares(
+    kind: str, workers: Group, tmp_path: Path
+):
     config = gan_config(tmp_path, kind, exact=kind == "exact")
-    for each in (config, divided(config)):
+    for each in (config, with_shares(config)):
         workers(3, run_tiny, plain(each), None, 0, 0, None, Watched)
-    assert files(divided(config)) == files(config)
+    assert files(with_shares(config)) == files(config)
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all(workers: Group, tmp_path: Path):
-    """Fused optimizers skip it on the device: each owner its own share."""
+def test_a_nonfinite_step_is_skipped_by_all_ranks(workers: Group, tmp_path: Path):
+    """Fused optimizers skip it on the device, each rank for its own share."""
     optim = OptimConfig(name="adamw", lr=0.01, nonfinite="skip", max_nonfinite=5)
     config = tiny_config(tmp_path, "skipped", optim=optim)
-    for each in (config, divided(config)):
+    for each in (config, with_shares(config)):
         ran = workers(3, run_tiny, plain(each), {"nan_row": 100})
         assert len({worker.digest for worker in ran}) == 1
-    assert files(divided(config)) == files(config)
+    assert files(with_shares(config)) == files(config)
 
 
 def die_in_exchange(session: ScriptedSession) -> None:
-    """Rank 1 dies in the eighth exchange, with an update that the others lack."""
+    """Rank 1 dies in the eighth exchange: it has an update that the others lack."""
     run, calls = optimizer_shares._Exchange.__call__, [0]
 
     def exchange(self: Any) -> None:
@@ -171,17 +173,19 @@ def die_in_checkpoint(session: ScriptedSession) -> None:
     optimizer_shares._send = sending
 
 
-@pytest.mark.parametrize("meddle", [die_in_exchange, die_in_checkpoint])
-def test_fault_01_a_death_while_shares_are_sent_ends_all_and_is_resumed_with_the_same_bits(
-    meddle: Any, whole: Whole, workers: Group, tmp_path: Path
+@pytest.mark.parametrize("prepare_session", [die_in_exchange, die_in_checkpoint])
+def test_fault_01_a_death_while_shares_are_sent_ends_all_and_the_resume_gives_the_same_bits(
+    prepare_session: Any, whole: Unshared, workers: Group, tmp_path: Path
 ):
     reference = whole("sgd")
     config = dataclasses.replace(
-        divided(reference), name="dies", storage=str(tmp_path), checkpoint=OFTEN
+        with_shares(reference), name="dies", storage=str(tmp_path), checkpoint=OFTEN
     )
-    own = Group()  # whose modules are changed
+    own = Group()  # these processes are patched
     try:
-        first, dead, last = own.outcomes(3, run_tiny, plain(config), None, 0, 0, meddle, wait_s=10)
+        first, dead, last = own.outcomes(
+            3, run_tiny, plain(config), None, 0, 0, prepare_session, wait_s=10
+        )
         assert dead == Died(9)
         assert isinstance(first, Raised)
         assert isinstance(last, Raised)
@@ -195,8 +199,8 @@ def test_fault_01_a_death_while_shares_are_sent_ends_all_and_is_resumed_with_the
 # ------------------------------------------------------------------ what each rank has
 
 
-class Odd(nn.Module):
-    """Parameters of several types, orders in memory and sizes; one has gaps, one is empty."""
+class UnusualParameters(nn.Module):
+    """Parameters of several dtypes, memory formats, and sizes; one has gaps, one is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,15 +214,15 @@ class Odd(nn.Module):
         self.late = nn.Parameter(torch.randn(11))
 
 
-def steps_of_odd(rank: int, size: int, shared: bool, round_bytes: int) -> tuple[Any, int, int]:
-    """(the state, weights first), its own bytes on this rank, and those of all."""
-    # This process serves other tests, with processes that may be younger.
+def train_unusual(rank: int, size: int, shared: bool, round_bytes: int) -> tuple[Any, int, int]:
+    """(the weights and the state, bytes of this rank's state, bytes of the whole state)."""
+    # This process serves other tests, together with newer processes.
     with mock.patch.multiple(optimizer_shares, _ROUND_BYTES=round_bytes, _LEAST_BYTES=round_bytes):
-        return _steps_of_odd(rank, size, shared)
+        return _train_unusual(rank, size, shared)
 
 
-def _steps_of_odd(rank: int, size: int, shared: bool) -> tuple[Any, int, int]:
-    model, world = Odd(), World(rank, size, rank, torch.device("cpu"), 1)
+def _train_unusual(rank: int, size: int, shared: bool) -> tuple[Any, int, int]:
+    model, world = UnusualParameters(), World(rank, size, rank, torch.device("cpu"), 1)
     named = dict(model.named_parameters())
     groups = [{"params": [named.pop("coarse")], "lr": 0.1}, {"params": [*named.values()]}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, fused=True)
@@ -244,9 +248,11 @@ def _steps_of_odd(rank: int, size: int, shared: bool) -> tuple[Any, int, int]:
 
 
 @pytest.mark.parametrize("round_bytes", [64, 1 << 26])
-def test_each_rank_has_only_its_share_and_all_get_what_it_updates(round_bytes: int, workers: Group):
-    (alone, _, total), *_ = [steps_of_odd(0, 1, False, round_bytes)]
-    ran = workers(3, steps_of_odd, True, round_bytes)
+def test_each_rank_has_only_its_share_and_all_get_the_updated_weights(
+    round_bytes: int, workers: Group
+):
+    (alone, _, total), *_ = [train_unusual(0, 1, False, round_bytes)]
+    ran = workers(3, train_unusual, True, round_bytes)
     for (weights, _, _), _, _ in ran:
         for one, other in zip(weights, alone[0], strict=True):
             assert torch.equal(one, other)
@@ -260,7 +266,7 @@ def test_each_rank_has_only_its_share_and_all_get_what_it_updates(round_bytes: i
     assert all(0 < own < total for _, own, _ in ran)
 
 
-def test_parameters_are_dealt_by_size_and_the_same_each_time():
+def test_parameters_are_assigned_by_size_and_deterministically():
     sizes = [5, 100, 30, 30, 40, 5, 0]
     owners = deal(sizes, 3)
     assert owners == deal(sizes, 3) == [1, 0, 2, 2, 1, 1, 1]
@@ -268,7 +274,7 @@ def test_parameters_are_dealt_by_size_and_the_same_each_time():
     assert deal([7], 3) == [0]
 
 
-def test_momentum_that_was_allocated_for_others_is_freed():
+def test_optimizer_state_of_other_ranks_shares_is_freed():
     task = TinyTask(TrainConfig())
     model = task.model()
     optimizer = optimizer_of(task, model, TrainConfig())
@@ -283,7 +289,7 @@ def test_momentum_that_was_allocated_for_others_is_freed():
 
 
 class Global(torch.optim.SGD):
-    """Clips by the norm of all gradients, as LAMB of timm does."""
+    """Clips by the norm of all gradients, like timm's LAMB."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         every = [p for p in parameters_of(self) if p.grad is not None]
@@ -292,7 +298,7 @@ class Global(torch.optim.SGD):
 
 
 class Estimating(torch.optim.SGD):
-    """Keeps a sum over all parameters in a group, as Prodigy does."""
+    """Keeps a sum over all parameters in a group, like Prodigy."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -301,7 +307,7 @@ class Estimating(torch.optim.SGD):
 
 
 class Noisy(torch.optim.SGD):
-    """Draws from one generator for one parameter after another."""
+    """Draws random numbers for all parameters from one generator."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for parameter in parameters_of(self):
@@ -315,8 +321,8 @@ class Averaging(torch.optim.SGD):
     def eval(self) -> None: ...
 
 
-class Chosen(TinyTask):
-    """The optimizer that is given by the class."""
+class ChosenOptimizerTask(TinyTask):
+    """Uses the optimizer class `kind`."""
 
     kind: Any
 
@@ -328,9 +334,9 @@ class Chosen(TinyTask):
 @pytest.mark.parametrize("kind", [Global, Estimating, Noisy, Averaging])
 def test_an_optimizer_whose_steps_depend_on_all_parameters_is_refused(kind: Any):
     config = TrainConfig()
-    task = Chosen(config)
+    task = ChosenOptimizerTask(config)
     task.kind = kind
-    optimizer_of(task, task.model(), config)  # without shares it is fine
+    optimizer_of(task, task.model(), config)  # accepted without shares
     with pytest.raises(TaskError) as raised:
         optimizer_of(task, task.model(), TrainConfig(ddp=SHARED))
     (line,) = str(raised.value).splitlines()
@@ -338,8 +344,8 @@ def test_an_optimizer_whose_steps_depend_on_all_parameters_is_refused(kind: Any)
 
 
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "Adafactor", "ASGD", "NAdam"])
-def test_others_of_torch_are_not_refused(name: str):
-    task = Chosen(TrainConfig())
+def test_other_optimizers_of_torch_are_accepted(name: str):
+    task = ChosenOptimizerTask(TrainConfig())
     task.kind = getattr(torch.optim, name)
     optimizer = optimizer_of(task, task.model(), TrainConfig(ddp=SHARED))
     assert not any(
@@ -347,6 +353,6 @@ def test_others_of_torch_are_not_refused(name: str):
     )
 
 
-def test_resynchronizing_is_refused_as_nobody_has_the_state_of_another():
+def test_on_divergence_resync_is_refused_with_shares():
     with pytest.raises(ConfigError, match=r"^scaling\.on_divergence = 'resync'.*shard_optimizer"):
         TrainConfig(ddp=SHARED, scaling=ScalingConfig(on_divergence="resync"))

@@ -1,4 +1,4 @@
-"""What is frozen, decayed, and learns at which rate; beside timm and torchvision's references."""
+"""Frozen parameters, weight decay, and learning rates, compared with timm and torchvision."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decayed_names(model: nn.Module, **optim: Any) -> set[str]:
 def names_by(
     model: nn.Module, groups: list[dict[str, Any]], key: str = "weight_decay", default: float = 0
 ) -> dict[float, set[str]]:
-    """Value of the groups -> names of their parameters; each is in one group."""
+    """Value of a group -> names of its parameters; each parameter is in one group."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[float, set[str]] = {0.0: set(), 0.7: set()} if key == "weight_decay" else {}
     for group in groups:
@@ -55,9 +55,11 @@ def names_by(
     return found
 
 
-def of_references(model: nn.Module, norm: float | None, custom: dict[str, float]) -> set[str]:
-    """The names that `set_weight_decay` of torchvision's references/classification/utils.py gives
-    the weight decay of all others, with these --norm-weight-decay and custom keys."""
+def decayed_in_torchvision(
+    model: nn.Module, norm: float | None, custom: dict[str, float]
+) -> set[str]:
+    """The names to which `set_weight_decay` of torchvision's references/classification/utils.py
+    gives the common weight decay, with these --norm-weight-decay and custom keys."""
     norms = (
         nn.modules.batchnorm._BatchNorm,
         nn.LayerNorm,
@@ -76,8 +78,8 @@ def of_references(model: nn.Module, norm: float | None, custom: dict[str, float]
 
 
 REFERENCE = {"bias": 0.0, "class_token": 0.0, "relative_position_bias_table": 0.0}
-# What they decay and we do not: biases whose name is another, and what their keys miss.
-MORE_THERE = {
+# Decayed there but not here: biases with other names, and parameters that their keys miss.
+DECAYED_ONLY_THERE = {
     "resnet18": set(),
     "vit_b_16": {"in_proj_bias", "pos_embedding"},
     "swin_t": set(),
@@ -85,26 +87,30 @@ MORE_THERE = {
 }
 
 
-@pytest.mark.parametrize("name", MORE_THERE)
-def test_what_is_decayed_is_what_torchvisions_references_decay(name: str):
+@pytest.mark.parametrize("name", DECAYED_ONLY_THERE)
+def test_the_decayed_parameters_are_those_of_torchvisions_references(name: str):
     from torchvision.models import get_model
 
     model = get_model(name, num_classes=5)
-    theirs = of_references(model, 0.0, REFERENCE)
+    theirs = decayed_in_torchvision(model, 0.0, REFERENCE)
     ours = decayed_names(model)
     assert ours < {key for key, _ in model.named_parameters()}
-    assert {key.rpartition(".")[2] for key in theirs - ours} == MORE_THERE[name]
+    assert {key.rpartition(".")[2] for key in theirs - ours} == DECAYED_ONLY_THERE[name]
     assert ours - theirs == set()
-    if name == "resnet18":  # --weight-decay alone
+    if name == "resnet18":  # only --weight-decay
         both = decayed_names(model, decay_norms=True, decay_bias=True)
-        assert both == of_references(model, None, {}) == {k for k, _ in model.named_parameters()}
+        assert (
+            both
+            == decayed_in_torchvision(model, None, {})
+            == {k for k, _ in model.named_parameters()}
+        )
 
 
 @pytest.mark.parametrize(
     "name",
     ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny"],
 )
-def test_what_is_decayed_is_what_timm_decays(name: str):
+def test_the_decayed_parameters_are_those_of_timm(name: str):
     import timm
     from timm.optim import param_groups_weight_decay
 
@@ -125,7 +131,7 @@ def test_norms_and_biases_are_decayed_on_request():
 
 
 @pytest.mark.parametrize("weight_decay", [5e-4, 0.0])
-def test_a_plain_conv_net_has_the_groups_that_it_always_had(weight_decay: float):
+def test_a_conv_net_has_a_group_of_matrices_and_a_group_of_vectors(weight_decay: float):
     from torchvision.models import resnet18
 
     model = resnet18()
@@ -137,14 +143,14 @@ def test_a_plain_conv_net_has_the_groups_that_it_always_had(weight_decay: float)
         assert group.keys() == {"params", "weight_decay"}
         assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
         assert group["weight_decay"] == decay
-    # The order in which its state is written: the files of checkpoints keep their bytes.
+    # The order in which the state is written, so that checkpoint files keep their bytes.
     assert [*map(id, build_optimizer(model, OptimConfig()).state)] == [*map(id, parameters)]
 
 
 # ------------------------------------------------------------------ learning rates
 
 
-def test_layer_decay_is_that_of_timm():
+def test_layer_decay_equals_that_of_timm():
     import timm
     from timm.optim import param_groups_layer_decay
 
@@ -160,7 +166,7 @@ def test_layer_decay_is_that_of_timm():
         param_groups(TinyNet(), optim)
 
 
-def test_the_head_and_groups_have_rates_and_decay_of_their_own():
+def test_the_head_and_groups_have_their_own_learning_rates_and_weight_decay():
     groups = ("conv", "lr=0.02", "norm.*", "weight_decay=0.3", "*.bias", "lr=0.4")
     optim = OptimConfig(lr=0.1, weight_decay=0.7, head_lr=0.2, groups=groups)
     model = TinyNet()
@@ -191,7 +197,7 @@ def test_the_head_and_groups_have_rates_and_decay_of_their_own():
         ({}, {"layer_decay": 0.5}, "optim.layer_decay = 0.5: the model has no group_matcher"),
     ],
 )
-def test_a_wrong_pattern_is_one_line_before_workers_are_taken(
+def test_an_invalid_pattern_is_a_one_line_error_before_workers_start(
     model: dict[str, Any], optim: dict[str, Any], reported: str
 ):
     config = TrainConfig(model=ModelConfig(**model), optim=OptimConfig(**optim))
@@ -203,8 +209,10 @@ def test_a_wrong_pattern_is_one_line_before_workers_are_taken(
 OWN_RATES = OptimConfig(lr=0.05, head_lr=0.2, groups=("conv", "lr=0.01", "weight_decay=0.1"))
 
 
-def test_a_stopped_run_with_rates_by_group_ends_with_the_same_bits(workers: Group, tmp_path: Path):
-    """With 3 workers; and in exact mode, 1 worker has the bits of 3."""
+def test_a_stopped_run_with_learning_rates_by_group_ends_with_the_same_bits(
+    workers: Group, tmp_path: Path
+):
+    """With 3 workers; in exact mode, 1 worker gives the bits of 3."""
     for exact in (False, True):
         straight = tiny_config(tmp_path, f"straight-{exact}", optim=OWN_RATES, exact=exact)
         workers(3, run_tiny, plain(straight))
@@ -220,8 +228,8 @@ def test_a_stopped_run_with_rates_by_group_ends_with_the_same_bits(workers: Grou
         assert json.dumps(last * share) in text
 
 
-class AsBefore(TinyTask):
-    """With a matrix that is not decayed anymore."""
+class UnchangedTask(TinyTask):
+    """One matrix is no longer decayed."""
 
     def model(self) -> nn.Module:
         self.made = super().model()
@@ -229,14 +237,14 @@ class AsBefore(TinyTask):
         return self.made
 
 
-def test_the_steps_are_those_of_a_plain_loop_with_these_groups(tmp_path: Path):
-    """One worker, one slot, no batch norm: the weights of PyTorch's own loop."""
+def test_the_weights_equal_those_of_a_plain_loop_with_the_same_groups(tmp_path: Path):
+    """One worker, one slot, no batch norm."""
     config = tiny_config(
         tmp_path, "rates", optim=OWN_RATES, epochs=1, batch_size=32, micro_batch=32
     )
     ran = run_tiny(0, 1, plain(config), {"norm": False, "rows": 64})
     assert ran.outcome.step == 2
-    from tiny import tiny_arrays  # the rows of each step are as the run had them
+    from tiny import tiny_arrays  # the rows of each step are those of the run
 
     torch.manual_seed(config.seed)
     seed_all(config.seed)
@@ -265,7 +273,7 @@ def test_the_steps_are_those_of_a_plain_loop_with_these_groups(tmp_path: Path):
 # ------------------------------------------------------------------ freezing
 
 
-def test_what_is_frozen_is_reported_and_rests_in_evaluation_mode():
+def test_frozen_parameters_are_reported_and_frozen_modules_stay_in_evaluation_mode():
     model = DigitsCNN(10, dropout=0.5)
     reported = freeze(model, ["features.0", "features.1.*", "*.bias"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
@@ -288,7 +296,7 @@ def test_what_is_frozen_is_reported_and_rests_in_evaluation_mode():
     assert not model.features.training
 
 
-def test_frozen_weights_and_statistics_stay_as_they_are(tmp_path: Path):
+def test_frozen_weights_and_statistics_do_not_change(tmp_path: Path):
     config = TrainConfig(
         name="frozen",
         storage=str(tmp_path),
@@ -315,7 +323,7 @@ def test_frozen_weights_and_statistics_stay_as_they_are(tmp_path: Path):
 
 class FrozenAtFirst(TinyTask):
     @property
-    def frozen_at_first(self) -> tuple[str, ...]:  # what the built-in task takes from model.freeze
+    def frozen_at_first(self) -> tuple[str, ...]:  # the built-in task uses model.freeze
         return ("conv", "norm") if self._norm else ("conv",)
 
 
@@ -323,10 +331,10 @@ UNFREEZE = ModelConfig(freeze=("conv", "norm"), unfreeze_epoch=1)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_is_frozen_at_first_has_the_same_bits_after_stops_on_either_side(
+def test_a_run_that_unfreezes_has_the_same_bits_if_stopped_before_and_after_that(
     exact: bool, workers: Group, tmp_path: Path
 ):
-    """And, in exact mode, on any number of workers. The statistics rest as long as the weights."""
+    """In exact mode, on any number of workers. Frozen statistics do not change, either."""
     every = CheckpointConfig(every_epochs=1, every_s=0.0, keep_last=9)
     optim = OptimConfig(name="adamw", lr=0.01, clip_norm=1.0)
     made = {"model": UNFREEZE, "exact": exact, "optim": optim, "checkpoint": every}
@@ -351,7 +359,7 @@ def test_what_is_frozen_at_first_has_the_same_bits_after_stops_on_either_side(
         assert not torch.equal(tensor, after[1][name])
 
 
-def test_what_is_frozen_at_first_takes_the_steps_of_a_plain_loop(workers: Group, tmp_path: Path):
+def test_a_run_that_unfreezes_has_the_weights_of_a_plain_loop(workers: Group, tmp_path: Path):
     schedule = ScheduleConfig("constant", warmup_epochs=0.0)
     optim = OptimConfig(lr=0.05, weight_decay=0.01)
     config = tiny_config(tmp_path, "ours", model=UNFREEZE, schedule=schedule, optim=optim, epochs=2)
@@ -375,7 +383,7 @@ def test_what_is_frozen_at_first_takes_the_steps_of_a_plain_loop(workers: Group,
         torch.testing.assert_close(weights(config)[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_the_built_in_task_is_unfrozen_after_so_many_epochs(tmp_path: Path):
+def test_the_built_in_task_is_unfrozen_at_the_unfreeze_epoch(tmp_path: Path):
     config = TrainConfig(
         name="unfrozen",
         storage=str(tmp_path),
@@ -412,7 +420,7 @@ def test_the_built_in_task_is_unfrozen_after_so_many_epochs(tmp_path: Path):
         ),
     ],
 )
-def test_an_epoch_that_unfreezes_nothing_or_may_not_is_refused(
+def test_an_unfreeze_epoch_without_effect_or_with_incompatible_settings_is_refused(
     changes: dict[str, Any], reported: str
 ):
     with pytest.raises(ConfigError, match=reported):

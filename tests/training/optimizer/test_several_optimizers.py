@@ -1,5 +1,5 @@
-"""Several optimizers that take turns: the DCGAN of examples/, killed, resized and resumed, beside a
-loop of plain torch; and what cannot work."""
+"""Several optimizers that take turns: the DCGAN of examples/, killed, resized, and resumed; the
+steps of a plain torch loop; and invalid tasks."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ from raytrain_ddp.training.runtime.seeding import seed_slot
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from dcgan import DCGAN, GAN, digits
 
-STEPS = 7  # two epochs of these
+STEPS = 7  # per epoch; runs have two epochs
 
 
-class Static(DCGAN):
+class StaticLoss(DCGAN):
     @staticmethod
     def loss(model: nn.Module, batch: Any, name: str) -> Any:  # type: ignore[override]
         return model(batch), name
 
 
-class OfClass(DCGAN):
+class ClassmethodLoss(DCGAN):
     @classmethod
     def loss(cls, model: nn.Module, batch: Any, name: str) -> Any:  # type: ignore[override]
         return model(batch), name
 
 
 class Watched(DCGAN):
-    """The example with what the tests look at; `turns` as text: the generator's."""
+    """The example with a scalar for tests and an optional nonfinite step."""
 
     def __init__(self, config: TrainConfig, width: str = "8", bad_step: int = 0) -> None:
         super().__init__(config, width)
@@ -74,15 +74,15 @@ class Watched(DCGAN):
         return (loss * torch.nan if bad else loss), {"seen": float(len(batch["image"]))}
 
 
-class Critic(Watched):
-    """The generator has a turn in each third step, and then comes first."""
+class GeneratorEveryThirdStep(Watched):
+    """The generator has a turn in every third step, and then it is first."""
 
     def turns(self, step: int) -> Sequence[str]:
         return ["generator", "discriminator"] if step % 3 == 2 else ["discriminator"]
 
 
-class Clipped(Watched):
-    """As a Wasserstein GAN's critic is."""
+class ClippedWeights(Watched):
+    """Clips the weights of the discriminator, like a Wasserstein GAN."""
 
     def after_step(self, model: Any, step: int) -> None:
         for weight in model.discriminator.parameters():
@@ -96,11 +96,11 @@ def gan_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
 
 
 @pytest.mark.each_version
-@pytest.mark.parametrize("kind", [Watched, Critic])
-def test_a_dcgan_takes_the_steps_of_a_plain_loop_of_torch(
+@pytest.mark.parametrize("kind", [Watched, GeneratorEveryThirdStep])
+def test_a_dcgan_has_the_weights_of_a_plain_torch_loop(
     kind: type[Watched], workers: Group, tmp_path: Path
 ):
-    """With one micro-batch a step, on three processes, of which two have no samples."""
+    """With one micro-batch per step."""
     config = gan_config(tmp_path, "ours", micro_batch=32)
     workers(1, run_tiny, plain(config), None, 0, 0, None, kind)
 
@@ -112,7 +112,7 @@ def test_a_dcgan_takes_the_steps_of_a_plain_loop_of_torch(
         epoch, step = divmod(number, STEPS)
         rows = EpochOrder(data.blocks, "full", config.seed, epoch).read(*plan.span(step, 0))
         real = images[torch.from_numpy(rows)]
-        names = kind.turns(None, number) if kind is Critic else [*optimizers]  # type: ignore
+        names = kind.turns(None, number) if kind is GeneratorEveryThirdStep else [*optimizers]  # type: ignore
         for turn, name in enumerate(names):
             rate = learning_rate(config, number, STEPS) / config.optim.lr * 1e-3
             optimizers[name].param_groups[0]["lr"] = rate
@@ -134,12 +134,12 @@ def test_a_dcgan_takes_the_steps_of_a_plain_loop_of_torch(
         torch.testing.assert_close(weights(config)[key], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", [Critic, Clipped])
+@pytest.mark.parametrize("kind", [GeneratorEveryThirdStep, ClippedWeights])
 @pytest.mark.each_version
-def test_exact_a_gan_is_killed_resized_and_resumed_with_equal_bits(
+def test_a_killed_and_resized_gan_ends_with_the_same_bits_if_exact(
     kind: type[Watched], workers: Group, tmp_path: Path
 ):
-    """With an average of the weights, gradients that are clipped, and a turn that is refused."""
+    """With a weight average, clipped gradients, and a refused turn."""
     made = {"exact": True, "ema": EmaConfig(decay=0.9)}
     optim = OptimConfig(clip_norm=1.0, nonfinite="skip")
     alone = gan_config(tmp_path, "alone", optim=optim, **made)
@@ -162,28 +162,28 @@ def losses(config: TrainConfig) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_with_ddp_a_stopped_gan_is_resumed_with_equal_bits(
+def test_with_ddp_a_stopped_and_resumed_gan_ends_with_the_same_bits(
     precision: str, workers: Group, tmp_path: Path
 ):
     changes = {"compute": ComputeConfig(precision=precision), "ddp": DdpConfig(compression="bf16")}
     whole = gan_config(tmp_path, "whole", **changes)
-    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, Critic)
+    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, GeneratorEveryThirdStep)
     assert len({worker.digest for worker in ran}) == 1
     config = gan_config(tmp_path, "stopped", **changes)
     for stop in (4, 9, 0):
-        workers(3, run_tiny, plain(config), None, stop, 0, None, Critic)
+        workers(3, run_tiny, plain(config), None, stop, 0, None, GeneratorEveryThirdStep)
     assert bits(config) == bits(whole)
 
 
-def test_each_loss_is_logged_by_the_name_of_its_optimizer(workers: Group, tmp_path: Path):
+def test_each_loss_is_logged_under_the_name_of_its_optimizer(workers: Group, tmp_path: Path):
     config = gan_config(tmp_path, "logged")
-    workers(3, run_tiny, plain(config), None, 0, 0, None, Critic)
+    workers(3, run_tiny, plain(config), None, 0, 0, None, GeneratorEveryThirdStep)
     found = losses(config)
     assert len(found) == 2 * STEPS
     for number, each in enumerate(found):
         assert each["discriminator/seen"] == 8
         due = number % 3 == 2
-        assert (each["generator"] == each["generator"]) is due  # nan without a turn
+        assert (each["generator"] == each["generator"]) is due  # NaN without a turn
         total = each["discriminator"] + (each["generator"] if due else 0)
         assert each["loss"] == pytest.approx(total)
 
@@ -191,7 +191,7 @@ def test_each_loss_is_logged_by_the_name_of_its_optimizer(workers: Group, tmp_pa
 # ------------------------------------------------------------------ several as one
 
 
-def test_several_optimizers_have_the_state_of_one_over_all_their_groups():
+def test_several_optimizers_have_the_state_of_one_with_all_groups():
     model = GAN(4)
     task = DCGAN(TrainConfig())
     several = optimizer_of(task, model, TrainConfig())
@@ -209,7 +209,7 @@ def test_several_optimizers_have_the_state_of_one_over_all_their_groups():
     assert str(other.state_dict()) == str(several.state_dict())
 
 
-def with_optimizer(make: Any) -> DCGAN:
+def task_with_optimizer(make: Any) -> DCGAN:
     task = DCGAN(TrainConfig(), width="4")
     task.optimizer = make  # type: ignore[method-assign]
     return task
@@ -237,15 +237,15 @@ Adam = torch.optim.Adam
         ),
     ],
 )
-def test_optimizers_that_cannot_work_are_refused_in_one_line(make: Any, reported: str):
-    task = with_optimizer(make)
+def test_an_invalid_result_of_optimizer_is_refused_in_one_line(make: Any, reported: str):
+    task = task_with_optimizer(make)
     with pytest.raises(TaskError) as raised:
         optimizer_of(task, task.model(), TrainConfig())
     (line,) = str(raised.value).splitlines()
     assert reported in line
 
 
-def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
+def test_invalid_turns_and_losses_are_refused():
     model, task = GAN(4), DCGAN(TrainConfig(), "4")
     several = optimizer_of(task, model, TrainConfig())
     assert turns_of(task, several, [0])(0) == ("discriminator", "generator")
@@ -274,10 +274,10 @@ def test_turns_and_losses_that_do_not_fit_are_refused_in_one_line():
         turns_of(TinyTask(TrainConfig()), several, [0])
 
 
-def test_a_task_is_checked_with_either_loss():
+def test_check_task_accepts_every_valid_signature_of_loss():
     check_task(DCGAN)
     check_task(DCGAN(TrainConfig()))
-    for kind in (Static, OfClass):
+    for kind in (StaticLoss, ClassmethodLoss):
         check_task(kind)
         check_task(kind(TrainConfig()))
 
@@ -294,8 +294,8 @@ class Free(Adam):
     def eval(self) -> None: ...
 
 
-def test_what_needs_one_optimizer_is_refused(workers: Group, tmp_path: Path):
-    task = with_optimizer(
+def test_features_that_need_a_single_optimizer_are_refused(workers: Group, tmp_path: Path):
+    task = task_with_optimizer(
         lambda m: {"a": Free(m.generator.parameters()), "b": Adam(m.discriminator.parameters())}
     )
     with pytest.raises(TaskError, match="Free cannot be one of several"):
@@ -306,13 +306,11 @@ def test_what_needs_one_optimizer_is_refused(workers: Group, tmp_path: Path):
     assert all("cannot be used with several optimizers" in each.text for each in ended)
     with pytest.raises(ConfigError, match="cannot be used with several optimizers"):
         dry_run(replace(config, task=Watched))
-    alone = with_optimizer(lambda m: {"only": Adam(m.parameters())})
+    alone = task_with_optimizer(lambda m: {"only": Adam(m.parameters())})
     assert [*optimizer_of(alone, alone.model(), config).named] == ["only"]  # type: ignore[attr-defined]
 
 
-def test_with_static_graphs_each_optimizer_has_the_gradients_of_all_ranks(
-    workers: Group, tmp_path: Path
-):
+def test_with_static_graphs_all_ranks_end_with_the_same_weights(workers: Group, tmp_path: Path):
     often = ScalingConfig(check_every_steps=1)
     config = gan_config(tmp_path, "static", ddp=DdpConfig(static_graph=True), scaling=often)
     ran = workers(3, run_tiny, plain(config), None, 0, 0, None, Watched)

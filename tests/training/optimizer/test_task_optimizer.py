@@ -11,9 +11,9 @@ import pytest
 import torch
 from processes import Died, Group, Raised
 from tiny import (
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     newest,
     plain,
@@ -39,13 +39,13 @@ from raytrain_ddp.training.optimizer.lr_schedule import (
 from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer, skips_on_device
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
 
-ROWS, STEPS = 75, 3  # steps of an epoch
+ROWS, STEPS = 75, 3  # steps per epoch
 SKIP = OptimConfig(lr=0.02, nonfinite="skip")
 
 
 class Lion(torch.optim.Optimizer):
-    """As third parties write them (arXiv:2302.06675): state that comes late and is no tensor only,
-    numbers in the groups, and weights that get another `data`."""
+    """Like third-party optimizers (arXiv:2302.06675): state that is created late and is not only
+    tensors, numbers in the groups, and weights whose `data` is replaced."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "k": 0, "mode": None})
@@ -61,7 +61,7 @@ class Lion(torch.optim.Optimizer):
                 average = state["average"]
                 average = torch.zeros_like(parameter) if average is None else average
                 update = (average * one + parameter.grad * (1 - one)).sign()
-                noise = torch.rand(()) * 1e-3  # as stochastic rounding
+                noise = torch.rand(()) * 1e-3  # like stochastic rounding
                 state["master"] = state["master"] - group["lr"] * (update + noise).double()
                 parameter.data = state["master"].float()
                 state["average"] = average * two + parameter.grad * (1 - two)
@@ -95,7 +95,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Given(TinyTask):
-    """With the optimizer of that name."""
+    """Uses the optimizer of that name in `OPTIMIZERS`."""
 
     def __init__(self, config: TrainConfig, name: str, **options: Any) -> None:
         super().__init__(config, rows=ROWS, norm=False, **options)
@@ -111,13 +111,13 @@ class Given(TinyTask):
         return OPTIMIZERS[self._name](model)
 
 
-class Scheduled(Given):
+class ScheduledTask(Given):
     def schedule(self, step: int) -> float:
         return 1 / (1 + step)
 
 
-def by_hand(config: TrainConfig, name: str, bad_row: int) -> dict[str, Tensor]:
-    """The weights after a loop of plain torch that leaves steps with the bad row out."""
+def plain_loop_weights(config: TrainConfig, name: str, bad_row: int) -> dict[str, Tensor]:
+    """The weights after a plain torch loop that skips steps with the bad row."""
     torch.manual_seed(config.seed)
     model = TinyNet(norm=False) if name != "muon" else Given(config, name).model()
     optimizer = OPTIMIZERS[name](model)
@@ -146,10 +146,10 @@ def by_hand(config: TrainConfig, name: str, bad_row: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("sgd", "adagrad-fused")])
-def test_any_optimizer_is_stopped_resumed_and_guarded_with_the_same_bits(
+def test_with_any_optimizer_a_stopped_run_with_skipped_steps_ends_with_the_same_bits(
     name: str, workers: Group, tmp_path: Path
 ):
-    """And takes the steps of plain torch."""
+    """The weights are also those of a plain torch loop."""
     if name == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     options = {"name": name, "nan_row": 7}  # one step of each epoch is refused
@@ -166,31 +166,33 @@ def test_any_optimizer_is_stopped_resumed_and_guarded_with_the_same_bits(
         workers(3, run_tiny, plain(config), options, stop, 0, None, Given)
     assert bits(config) == bits(whole)
     assert newest(config).read("state.json") == newest(whole).read("state.json")
-    if name != "lion":  # which draws random numbers
-        for key, tensor in by_hand(whole, name, 7).items():
+    if name != "lion":  # it draws random numbers
+        for key, tensor in plain_loop_weights(whole, name, 7).items():
             torch.testing.assert_close(weights(whole)[key], tensor, rtol=1e-4, atol=1e-5)
 
 
-def log(ran: list[Ran]) -> list[Mapping[str, Any]]:
+def log(ran: list[WorkerResult]) -> list[Mapping[str, Any]]:
     return [event for event in ran[0].events if event["kind"] == "train"]
 
 
 @pytest.mark.parametrize("name", ["adam", "lion"])
-def test_exact_holds_for_any_optimizer_and_a_killed_run_is_resumed_on_another_number_of_workers(
+def test_with_any_optimizer_a_killed_and_resized_run_ends_with_the_same_bits_if_exact(
     name: str, workers: Group, tmp_path: Path
 ):
     options = {"name": name}
     alone = tiny_config(tmp_path, "alone", epochs=2, exact=True)
-    workers(1, run_tiny, plain(alone), options, 0, 0, None, Scheduled)
+    workers(1, run_tiny, plain(alone), options, 0, 0, None, ScheduledTask)
     config = tiny_config(tmp_path, "three", epochs=2, exact=True)
-    *_, last = workers.outcomes(3, run_tiny, plain(config), options, 0, 5, None, Scheduled)
+    *_, last = workers.outcomes(3, run_tiny, plain(config), options, 0, 5, None, ScheduledTask)
     assert last == Died(9)
-    ran = workers(2, run_tiny, plain(config), options, 0, 0, None, Scheduled)
+    ran = workers(2, run_tiny, plain(config), options, 0, 0, None, ScheduledTask)
     assert ran[0].start_step == STEPS
     assert bits(config) == bits(alone)
 
 
-def test_fp16_unscales_for_an_optimizer_that_knows_no_scaler(workers: Group, tmp_path: Path):
+def test_fp16_gradients_are_unscaled_for_an_optimizer_without_scaler_support(
+    workers: Group, tmp_path: Path
+):
     both = []
     for precision in ("fp32", "fp16"):
         compute = ComputeConfig(precision=precision)
@@ -201,11 +203,11 @@ def test_fp16_unscales_for_an_optimizer_that_knows_no_scaler(workers: Group, tmp
         torch.testing.assert_close(tensor, both[1][key], rtol=0.1, atol=0.02)
 
 
-# ------------------------------------------------------------------ what is refused before a step
+# ------------------------------------------------------------------ invalid optimizers
 
 
-class Forgetful(Lion):
-    """Has a number that is in no state_dict()."""
+class UnsavedCounter(Lion):
+    """Has a number that is not in state_dict()."""
 
     count = 0
 
@@ -216,7 +218,7 @@ class Forgetful(Lion):
                 parameter.data -= group["lr"] * self.count
 
 
-class Sam(Lion):
+class NeedsClosure(Lion):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is not None, "SAM needs a closure"
 
@@ -228,7 +230,7 @@ class Coded(Lion):
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "lbfgs": (lambda m: torch.optim.LBFGS(m.parameters()), "the LBFGS needs a closure"),
-    "sam": (lambda m: Sam(m.parameters()), "SAM needs a closure"),
+    "sam": (lambda m: NeedsClosure(m.parameters()), "SAM needs a closure"),
     "none": (lambda m: None, "returned None; expected a torch.optim.Optimizer"),
     "class": (lambda m: torch.optim.Adam, "returned the class Adam"),
     "some": (lambda m: torch.optim.Adam(m.head.parameters()), "lacks conv.weight and 3 more"),
@@ -247,13 +249,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "the SGD has the learning rate -0.1 for a group",
     ),
     "text": (lambda m: [{"params": [*m.parameters()], "lr": "0.1"}], "the learning rate '0.1'"),
-    "forgetful": (lambda m: Forgetful(m.parameters()), "outside its state_dict()"),
+    "forgetful": (lambda m: UnsavedCounter(m.parameters()), "outside its state_dict()"),
     "coded": (lambda m: Coded(m.parameters()), "a state that cannot be stored"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_optimizer_that_cannot_work_is_refused_in_one_line_before_the_first_step(
+def test_an_invalid_optimizer_is_refused_in_one_line_before_the_first_step(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     make, reported = REFUSED[name]
@@ -268,7 +270,7 @@ def test_an_optimizer_that_cannot_work_is_refused_in_one_line_before_the_first_s
     assert "in Given.optimizer: " in line
 
 
-def test_the_trial_of_an_optimizer_leaves_no_trace():
+def test_the_trial_of_an_optimizer_changes_no_weights_state_or_random_numbers():
     config, task = TrainConfig(), Given(TrainConfig(), "lion")
     model = task.model().to(memory_format=torch.channels_last)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -292,7 +294,7 @@ def test_the_state_of_another_optimizer_is_not_loaded():
         load_optimizer(torch.optim.SGD(second.parameters()), saved)
 
 
-def test_moments_keep_their_own_dtype_and_kernels_are_not_part_of_the_state():
+def test_loaded_moments_keep_their_dtype_and_the_choice_of_kernels_is_not_loaded():
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = Lion([weight])
     weight.grad = torch.ones_like(weight)
@@ -314,15 +316,15 @@ def test_moments_keep_their_own_dtype_and_kernels_are_not_part_of_the_state():
         *(("sgd", False), ("adamw", False), ("sgd-fused-dampened", False)),
     ],
 )
-def test_only_fused_optimizers_of_torch_skip_on_the_device(name: str, expected: bool):
+def test_only_fused_torch_optimizers_skip_steps_on_the_device(name: str, expected: bool):
     task = Given(TrainConfig(), name)
     optimizer = optimizer_of(task, task.model(), TrainConfig())
     if name == "adagrad-fused" and not hasattr(optimizer, "_step_supports_amp_scaling"):
-        expected = False  # fused Adagrad, in older versions of torch
+        expected = False  # fused Adagrad in older versions of torch
     assert skips_on_device(optimizer) is expected
 
 
-def test_a_field_that_the_optimizer_or_the_schedule_of_a_task_replaces_is_reported(tmp_path: Path):
+def test_fields_replaced_by_the_optimizer_or_schedule_of_a_task_are_reported(tmp_path: Path):
     schedule, optim = ScheduleConfig(name="step", gamma=0.5), OptimConfig(lr=0.4, clip_norm=1.0)
     config = tiny_config(
         tmp_path, "reported", task="mine", epochs=1, optim=optim, schedule=schedule
@@ -332,7 +334,7 @@ def test_a_field_that_the_optimizer_or_the_schedule_of_a_task_replaces_is_report
     ]
     for name, kind, expected in (
         ("adam", Given, {"optim.lr", "optim.name"}),
-        ("groups", Scheduled, {"schedule.gamma"}),
+        ("groups", ScheduledTask, {"schedule.gamma"}),
         ("groups", Given, set()),
     ):
         task = kind(config, name)
@@ -353,13 +355,13 @@ def rates_of(schedule: Callable[[int], Any] | None, name: str = "sgd") -> Learni
     return LearningRates(task, optimizer_of(task, task.model(), config), config, 1)
 
 
-def test_a_group_has_its_own_peak_and_the_schedule_multiplies_it():
+def test_the_schedule_multiplies_the_peak_learning_rate_of_each_group():
     assert rates_of(None, "groups")(3) == pytest.approx([0.5 * 0.1, 0.1])
     assert rates_of(lambda step: step / 10)(3) == pytest.approx([0.02 * 0.3])
     assert rates_of(lambda step: (1, 0.5), "groups")(3) == pytest.approx([0.05, 0.05])
 
 
-def test_the_rate_of_the_configured_optimizer_is_that_of_the_schedule_to_the_bit():
+def test_the_learning_rate_of_the_configured_optimizer_equals_the_schedule_bit_for_bit():
     config = TrainConfig(optim=OptimConfig(lr=0.3))
     task = TinyTask(config)
     rates = LearningRates(task, optimizer_of(task, task.model(), config), config, 7)
@@ -377,7 +379,7 @@ def test_the_rate_of_the_configured_optimizer_is_that_of_the_schedule_to_the_bit
         (lambda step: torch.ones(2), "returned tensor"),
     ],
 )
-def test_a_schedule_that_gives_no_factor_is_refused_before_the_first_step(
+def test_an_invalid_schedule_is_refused_in_one_line_before_the_first_step(
     schedule: Callable[[int], Any], reported: str
 ):
     with pytest.raises(TaskError) as raised:
@@ -391,7 +393,9 @@ class Broken(TinyTask):
         return math.nan if step == 4 else 1.0
 
 
-def test_no_rank_takes_a_step_with_a_schedule_that_gives_nan(workers: Group, tmp_path: Path):
+def test_a_schedule_that_gives_nan_is_refused_by_all_ranks_before_the_first_step(
+    workers: Group, tmp_path: Path
+):
     ended = workers.outcomes(
         3, run_tiny, plain(tiny_config(tmp_path, "nan")), None, 0, 0, None, Broken
     )
@@ -400,9 +404,7 @@ def test_no_rank_takes_a_step_with_a_schedule_that_gives_nan(workers: Group, tmp
     assert not (tmp_path / "nan" / "checkpoints").exists()
 
 
-def test_the_rates_of_a_run_are_logged_as_the_schedule_of_the_task_says(
-    workers: Group, tmp_path: Path
-):
+def test_the_logged_learning_rates_follow_the_schedule_of_the_task(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "logged", epochs=1)
-    ran = workers(1, run_tiny, plain(config), {"name": "adam"}, 0, 0, None, Scheduled)
+    ran = workers(1, run_tiny, plain(config), {"name": "adam"}, 0, 0, None, ScheduledTask)
     assert [r["lr"] for r in log(ran)] == pytest.approx([0.01, 0.01 / 2, 0.01 / 3])

@@ -50,7 +50,7 @@ def trained(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("trained.safetensors"))
 
 
-def moved(model: nn.Module, step: int) -> None:
+def move_weights(model: nn.Module, step: int) -> None:
     torch.manual_seed(step)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -59,30 +59,30 @@ def moved(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("peer", ["timm", "torch"])
-def test_the_average_is_that_of_timm_and_torch(peer: str, on_device: bool):
+def test_the_average_equals_that_of_timm_and_torch(peer: str, on_device: bool):
     model = TinyNet()
     ours = WeightAverage(model, EmaConfig(decay=0.9, warmup=False))
-    ours.on_device = on_device  # what a GPU does
+    ours.on_device = on_device  # as on a GPU
     if peer == "timm":
         theirs: Any = pytest.importorskip("timm.utils").ModelEmaV3(model, decay=0.9)
     else:
         average = get_ema_multi_avg_fn(0.9)
         theirs = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-        theirs.update_parameters(model)  # its first one copies
+        theirs.update_parameters(model)  # the first update copies
     for step in range(1, 6):
-        moved(model, step)
+        move_weights(model, step)
         ours.follow(NO, step)
         (theirs.update if peer == "timm" else theirs.update_parameters)(model)
     expected = theirs.module.state_dict()
     assert ours.state_dict().keys() == expected.keys()
     for name, tensor in ours.state_dict().items():
         if peer == "torch" and not tensor.is_floating_point():
-            continue  # it moves counters, too, and rounds them
+            continue  # torch averages and rounds counters
         torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_refused_step_leaves_the_average_and_the_warm_up_begins_with_a_short_one(
+def test_a_refused_step_does_not_change_the_average_and_the_warm_up_starts_with_a_low_decay(
     on_device: bool,
 ):
     model = TinyNet()
@@ -101,7 +101,7 @@ def test_a_refused_step_leaves_the_average_and_the_warm_up_begins_with_a_short_o
     assert WeightAverage(model, EmaConfig(decay=0.5, warmup=False)).decay(1) == 0.5
 
 
-def test_tied_weights_and_what_is_not_stored_are_averaged_once_or_not():
+def test_tied_weights_are_averaged_once_and_unstored_buffers_not_at_all():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     model.register_buffer("scratch", torch.ones(2), persistent=False)
@@ -116,7 +116,7 @@ def test_tied_weights_and_what_is_not_stored_are_averaged_once_or_not():
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_float8_is_copied_as_it_has_no_arithmetic(on_device: bool):
+def test_float8_tensors_are_copied_instead_of_averaged(on_device: bool):
     model = nn.Linear(2, 2)
     one, two = (torch.full((3,), value).to(torch.float8_e4m3fn) for value in (1.0, 2.0))
     model.register_parameter("frozen", nn.Parameter(one.clone(), requires_grad=False))
@@ -130,7 +130,7 @@ def test_float8_is_copied_as_it_has_no_arithmetic(on_device: bool):
         assert torch.equal(average.state_dict()[name], two)
 
 
-class WithState(TinyNet):
+class ExtraStateNet(TinyNet):
     """Has a tensor in its checkpoints that is neither a parameter nor a buffer."""
 
     extra = torch.zeros(2)
@@ -142,26 +142,28 @@ class WithState(TinyNet):
         self.extra = state - 1
 
 
-class WithStateTask(TinyTask):
+class ExtraStateTask(TinyTask):
     def model(self) -> nn.Module:
-        self.made = WithState()
+        self.made = ExtraStateNet()
         return self.made
 
 
 def test_a_model_with_an_extra_state_is_averaged_and_stored(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "extra", epochs=1, ema=EMA)
-    workers(3, run_tiny, plain(config), {}, 0, 0, None, WithStateTask)
+    workers(3, run_tiny, plain(config), {}, 0, 0, None, ExtraStateTask)
     for stored in (weights(config), trained(config)):
         assert torch.equal(stored["_extra_state"], torch.ones(2))
 
 
-def test_weights_that_are_too_coarse_are_refused():
+def test_trainable_bf16_weights_are_refused_as_too_coarse_for_an_average():
     with pytest.raises(ConfigError, match=r"weight is torch.bfloat16, too coarse"):
         WeightAverage(nn.Linear(2, 2, dtype=torch.bfloat16), EMA)
     WeightAverage(nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False), EMA)
 
 
-def steps_of(config: TrainConfig) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
+def averages_and_weights(
+    config: TrainConfig,
+) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
     """(average, weights) in the checkpoint of each step."""
     store = checkpoint_store(run_storage(config))
     opened = [store.open(name) for name in sorted(store.names())]
@@ -171,10 +173,10 @@ def steps_of(config: TrainConfig) -> list[tuple[Mapping[str, Tensor], Mapping[st
     ]
 
 
-def test_the_model_file_has_the_average_of_the_applied_steps_and_it_is_evaluated(
+def test_the_model_file_has_the_average_over_applied_steps_and_evaluations_use_it(
     workers: Group, tmp_path: Path
 ):
-    """One step is refused. The evaluation's loss is that of the file."""
+    """One step is refused. The loss of the evaluation is that of the model file."""
     often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
     optim = OptimConfig(lr=0.05, nonfinite="skip")
     made = {"epochs": 1, "optim": optim, "checkpoint": often, "eval": EvalConfig(every_steps=5)}
@@ -182,12 +184,12 @@ def test_the_model_file_has_the_average_of_the_applied_steps_and_it_is_evaluated
     ran = workers(3, run_tiny, plain(config), {"nan_row": 7})
     plainly = tiny_config(tmp_path, "plain", **made)
     workers(3, run_tiny, plain(plainly), {"nan_row": 7})
-    for name, tensor in trained(config).items():  # the training is that without an average
+    for name, tensor in trained(config).items():  # the average does not change the training
         assert torch.equal(tensor, weights(plainly)[name])
 
     nonfinite = [r["nonfinite"] for r in log_of(config) if r["kind"] == "train"]
     refused = 1 + nonfinite.index(1)
-    steps = steps_of(config)
+    steps = averages_and_weights(config)
     assert len(steps) == 10
     for step, (before, after) in enumerate(pairwise(steps), 2):
         decay = min(0.9, (1 + step) / (10 + step))
@@ -217,7 +219,7 @@ class OwnOptimizer(TinyTask):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_an_averaged_run_is_stopped_killed_and_if_exact_resized_with_the_same_bits(
+def test_an_averaged_run_ends_with_the_same_bits_after_stops_kills_and_if_exact_resizes(
     exact: bool, workers: Group, tmp_path: Path
 ):
     often = CheckpointConfig(every_steps=4, every_s=0.0)
@@ -226,7 +228,9 @@ def test_an_averaged_run_is_stopped_killed_and_if_exact_resized_with_the_same_bi
     whole = tiny_config(tmp_path, "whole", **made)
     workers(3, run_tiny, plain(whole), None, 0, 0, None, kind)
     config = tiny_config(tmp_path, "disturbed", **made)
-    workers(3, run_tiny, plain(config), None, 10, 0, None, kind)  # owes an evaluation
+    workers(
+        3, run_tiny, plain(config), None, 10, 0, None, kind
+    )  # the evaluation of step 10 is missing
     size = 2 if exact else 3
     *_, last = workers.outcomes(size, run_tiny, plain(config), None, 0, 15, None, kind)
     assert last == Died(9)
@@ -237,7 +241,7 @@ def test_an_averaged_run_is_stopped_killed_and_if_exact_resized_with_the_same_bi
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """SGD as in the schedulefree package (arXiv:2405.15682): it trains y, and x is to be used."""
+    """SGD as in the schedulefree package (arXiv:2405.15682): it trains y; x is to be used."""
 
     def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
@@ -269,22 +273,22 @@ class ScheduleFree(torch.optim.Optimizer):
                 z.sub_(p.grad, alpha=group["lr"])
 
 
-class Free(TinyTask):
+class ScheduleFreeTask(TinyTask):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return ScheduleFree(model.parameters(), lr=0.05)
 
 
-def test_a_schedule_free_optimizer_trains_other_weights_than_it_evaluates_and_stores(
+def test_with_a_schedule_free_optimizer_evaluated_weights_differ_from_trained_weights(
     workers: Group, tmp_path: Path
 ):
     often = CheckpointConfig(every_steps=4, every_s=0.0)
     whole = tiny_config(tmp_path, "whole", epochs=2, checkpoint=often)
-    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, Free)
+    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, ScheduleFreeTask)
     config = tiny_config(tmp_path, "disturbed", epochs=2, checkpoint=often)
-    workers(3, run_tiny, plain(config), None, 10, 0, None, Free)
-    *_, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 15, None, Free)
+    workers(3, run_tiny, plain(config), None, 10, 0, None, ScheduleFreeTask)
+    *_, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 15, None, ScheduleFreeTask)
     assert last == Died(9)
-    workers(3, run_tiny, plain(config), None, 0, 0, None, Free)
+    workers(3, run_tiny, plain(config), None, 0, 0, None, ScheduleFreeTask)
     assert hashes(config) == hashes(whole)
     assert log_of(config) == log_of(whole)
     assert len({worker.digest for worker in ran}) == 1
@@ -310,15 +314,13 @@ def test_two_averages_are_refused():
     assert average_of(model, torch.optim.SGD(model.parameters()), EmaConfig()) is None
 
 
-def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued_without(
-    workers: Group, tmp_path: Path
-):
-    """What a run with allowed changes does."""
+def test_an_average_can_be_switched_on_or_off_on_resume(workers: Group, tmp_path: Path):
+    """As in a run with allowed changes."""
     from raytrain_ddp.training.state.train_state import encode
 
     def stored(state: Any) -> Any:
         items = encode(state.snapshot(None, [])).items()
-        return Stored({k: v if isinstance(v, bytes) else b"".join(v) for k, v in items})
+        return StoredFiles({k: v if isinstance(v, bytes) else b"".join(v) for k, v in items})
 
     without, averaged = small_state(), small_state()
     averaged.average = WeightAverage(averaged.model, EMA)
@@ -331,8 +333,8 @@ def test_a_checkpoint_without_an_average_begins_one_and_one_with_it_is_continued
     assert torch.equal(averaged.average.values["0.weight"], torch.full((4, 3), 3.0))
 
 
-class Stored:
-    """Files as those of a checkpoint."""
+class StoredFiles:
+    """A fake checkpoint with these files."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files, self.manifest = files, self
@@ -347,7 +349,7 @@ class Stored:
         return view_tensors(memoryview(bytearray(self.files[name])))
 
 
-def test_no_decay_is_refused_that_is_none():
+def test_an_invalid_decay_is_refused():
     for decay in (1.0, -0.1, math.nan):
         with pytest.raises(ConfigError, match=r"ema\.decay"):
             EmaConfig(decay=decay)

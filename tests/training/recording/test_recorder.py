@@ -30,8 +30,8 @@ from processes import Group, Raised
 from pyarrow import fs as pafs
 from tiny import (
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -93,13 +93,13 @@ def snapshot(step: int, **changes: Any) -> Snapshot:
     return Snapshot(manifest, tensors, {"state.json": {"step": step}}, **changes)
 
 
-# ------------------------------------------------------------------ trying again
+# ------------------------------------------------------------------ retries
 
 
 def test_pauses_double_with_jitter_and_are_bounded():
     firsts = set()
     for _ in range(100):
-        random.seed(0)  # as training scripts do on all machines
+        random.seed(0)  # like training scripts, on every machine
         before = random.getstate()
         waits = list(retry_pauses())
         assert random.getstate() == before
@@ -122,7 +122,7 @@ def no_pause(_: float, __: OSError) -> bool:
     return True
 
 
-def test_fault_15_what_may_pass_is_tried_five_times():
+def test_fault_15_a_transient_error_is_retried_up_to_five_attempts():
     throttled = OSError(THROTTLED)
     for times in range(TRIES):
         assert with_backoff(failing(times, throttled), no_pause) == times
@@ -130,7 +130,7 @@ def test_fault_15_what_may_pass_is_tried_five_times():
         with_backoff(failing(TRIES, throttled), no_pause)
 
 
-def test_fault_15_an_outage_may_last_for_minutes_where_steps_are_at_stake(
+def test_fault_15_retries_continue_for_the_given_outage_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     now, waited = [1.0], []
@@ -151,12 +151,12 @@ def test_fault_15_an_outage_may_last_for_minutes_where_steps_are_at_stake(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS])
-def test_fault_08_a_full_disk_is_not_tried_again_at_once(number: int):
+def test_fault_08_a_full_disk_is_not_retried_immediately(number: int):
     with pytest.raises(OSError, match="full"):
         with_backoff(failing(1, OSError(number, "full")), no_pause)
 
 
-def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
+def test_fault_15_retries_stop_when_the_session_ends_and_after_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with pytest.raises(OSError, match="SLOW_DOWN"):
@@ -167,11 +167,11 @@ def test_fault_15_trying_again_ends_with_the_session_and_after_a_minute(
         with_backoff(failing(1, OSError(THROTTLED)), no_pause)
 
 
-# ------------------------------------------------------------------ one at a time
+# ------------------------------------------------------------------ one commit at a time
 
 
 class Store:
-    """Stands for the store: commits last until they are let go, and fail as scripted."""
+    """A fake store: commits block until `free` is set, and fail as scripted."""
 
     def __init__(self) -> None:
         self.free = threading.Event()
@@ -227,7 +227,7 @@ def test_fault_16_a_second_commit_waits_for_the_first_and_the_wait_is_reported(
     assert not commits.postpones()
 
 
-def test_fault_16_a_commit_that_hangs_is_reported_while_the_training_waits_for_it(
+def test_fault_16_a_hanging_commit_is_reported_while_the_training_waits_for_it(
     commits: AsyncCheckpointer,
     store: Store,
     reported: list[Record],
@@ -243,7 +243,7 @@ def test_fault_16_a_commit_that_hangs_is_reported_while_the_training_waits_for_i
     assert all("step 9" in note and "does not respond" in note for note in notes(reported))
 
 
-def test_fault_16_a_commit_that_hangs_is_reported_at_the_end_of_a_session_too(
+def test_fault_16_a_hanging_commit_is_reported_at_the_end_of_a_session_too(
     commits: AsyncCheckpointer,
     store: Store,
     reported: list[Record],
@@ -265,7 +265,7 @@ def test_fault_16_a_commit_that_hangs_is_reported_at_the_end_of_a_session_too(
     assert {"does not respond" in note for note in notes(reported)} == {True}
 
 
-def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them(
+def test_fault_08_consecutive_failures_end_the_training_and_a_success_resets_the_count(
     commits: AsyncCheckpointer, store: Store, reported: list[Record]
 ):
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -282,7 +282,7 @@ def test_fault_08_failures_in_a_row_end_the_training_and_a_success_forgives_them
     assert "checkpoint.max_failed = 3 fail in a row; this was number 1" in notes(reported)[0]
 
 
-def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store):
+def test_a_failure_of_the_last_commit_is_an_error(commits: AsyncCheckpointer, store: Store):
     store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
     commits.submit(snapshot(30))
     with pytest.raises(CheckpointError, match="step 30") as caught:
@@ -290,7 +290,7 @@ def test_the_last_commit_must_not_fail(commits: AsyncCheckpointer, store: Store)
     assert caught.value.exit_status == 5
 
 
-def test_fault_15_each_try_is_reported_and_the_training_hears_of_none(
+def test_fault_15_each_retry_is_reported_and_does_not_fail_the_training(
     commits: AsyncCheckpointer, store: Store, reported: list[Record]
 ):
     store.errors = iter([OSError(THROTTLED)] * 3)
@@ -302,34 +302,36 @@ def test_fault_15_each_try_is_reported_and_the_training_hears_of_none(
 
 
 @pytest.mark.parametrize("error", [RunLockedError("taken over"), ValueError("a bug")])
-def test_what_is_not_the_storages_fault_ends_the_training_at_its_next_step(
+def test_a_commit_error_unrelated_to_storage_ends_the_training_at_the_next_step(
     error: Exception, commits: AsyncCheckpointer, store: Store
 ):
     store.errors = iter([error])
-    commits.submit(snapshot(1)).result()  # not here: this is what Ray's upload thread waits for
+    commits.submit(snapshot(1)).result()  # does not raise: Ray's upload thread waits for this
     with pytest.raises(type(error), match=str(error)):
         commits.require()
 
 
-@pytest.mark.parametrize("deaf", [RunLockedError("the lease is lost"), BrokenPipeError(32, "gone")])
-def test_whoever_cannot_be_reached_ends_the_training_at_its_next_step(
-    deaf: Exception, store: Store
+@pytest.mark.parametrize(
+    "failure", [RunLockedError("the lease is lost"), BrokenPipeError(32, "gone")]
+)
+def test_an_event_that_cannot_be_delivered_ends_the_training_at_the_next_step(
+    failure: Exception, store: Store
 ):
     def tell(_: Record) -> None:
-        raise deaf
+        raise failure
 
     commits = AsyncCheckpointer(store, 3, tell, lambda _: True)
     store.errors = iter([OSError(errno.ENOSPC, "No space left on device")])
-    commits.submit(snapshot(1)).result()  # not here
+    commits.submit(snapshot(1)).result()  # does not raise
     commits.close()
-    with pytest.raises(type(deaf)):
+    with pytest.raises(type(failure)):
         commits.require()
 
 
 # ------------------------------------------------------------------ the log
 
 
-def test_the_log_is_encoded_piece_by_piece_to_the_bytes_of_json():
+def test_the_log_is_encoded_in_pieces_that_join_to_valid_json():
     for records in (0, 1, 499, 500, 501, 1700):
         log = [
             {"kind": "eval", "step": n, "epoch": 0, "metrics": {"ü": n / 7, "none": None}}
@@ -345,7 +347,7 @@ def test_the_log_is_encoded_piece_by_piece_to_the_bytes_of_json():
         assert files["state.json"] == b'{"a": [1, 2]}'
 
 
-def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_readers(
+def test_nonfinite_values_are_null_in_metrics_jsonl_and_nan_when_read_back(
     tmp_path: Path, reported: list[Record]
 ):
     run = open_storage(str(tmp_path))
@@ -360,7 +362,7 @@ def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_re
     undefined = dict.fromkeys(("loss", "samples_per_s", "seconds_total"))
     assert train == {**record(first), **undefined}
     assert evaluated["metrics"] == {"loss": None, "top1": 0.5}
-    assert math.isnan(book.records[0].loss)  # the checkpoint keeps what it was
+    assert math.isnan(book.records[0].loss)  # the checkpoint keeps the value
     train, evaluated = read_history(run)
     assert math.isnan(train["loss"])
     assert math.isnan(evaluated["metrics"]["loss"])
@@ -369,10 +371,10 @@ def test_figures_that_are_not_finite_are_null_in_metrics_jsonl_and_nan_to_its_re
     assert image.getvalue().startswith(b"\x89PNG")
 
 
-def test_tensorboard_is_imported_when_there_is_something_to_show(
+def test_tensorboard_is_imported_only_when_there_is_a_new_record(
     tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
-    """0.4 s of each start, also of one that goes on."""
+    """The import takes 0.4 s of each start, including a resume."""
     run = open_storage(str(tmp_path))
     book = MetricsLog(
         run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported)
@@ -394,11 +396,11 @@ def events_of(run: Path) -> list[tuple[int, float]]:
     return [(e.step, e.summary.value[0].tensor.float_val[0]) for e in events if e.summary.value]
 
 
-def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
+def test_fault_08_a_log_that_cannot_be_restored_is_rewritten_at_the_next_checkpoint(
     tmp_path: Path, reported: list[Record]
 ):
     run = open_storage(str(tmp_path))
-    (tmp_path / "metrics.jsonl").mkdir()  # stands for any storage that cannot be written
+    (tmp_path / "metrics.jsonl").mkdir()  # makes writing fail
     book = MetricsLog(
         run, {"TensorBoard": partial(TensorBoard, tmp_path / "tensorboard")}, to(reported)
     )
@@ -413,14 +415,14 @@ def test_fault_08_a_log_that_cannot_be_restored_is_no_reason_not_to_train(
     assert events_of(tmp_path) == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
-# ------------------------------------------------------------------ the recorder alone
+# ------------------------------------------------------------------ the recorder
 
 
 def recorder(config: TrainConfig, reported: list[Record]) -> Recorder:
     return Recorder(config, ALONE, Best("loss", "min"), to(reported))
 
 
-def test_each_start_says_how_many_workers_it_has_also_if_the_recorder_goes_on(tmp_path: Path):
+def test_each_start_records_its_number_of_workers_even_if_the_recorder_is_reused(tmp_path: Path):
     made = recorder(tiny_config(tmp_path, "run"), [])
     made.begin()
     made.resume(replace(ALONE, size=3), lambda _: None)
@@ -430,8 +432,8 @@ def test_each_start_says_how_many_workers_it_has_also_if_the_recorder_goes_on(tm
     assert [(attempt, claim["workers"]) for attempt, claim in claims] == [(1, 1), (2, 3)]
 
 
-class Weather(Faults):
-    """An object store that is slow, or out of order for the next so many writes or reads."""
+class FaultyStore(Faults):
+    """An object store that is slow, or fails for a number of writes or reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -454,15 +456,15 @@ class Weather(Faults):
         return act()
 
 
-def in_weather(made: Recorder) -> Weather:
-    """Puts the checkpoints of a recorder on a store of which the test makes the weather."""
-    weather, place = Weather(), made.store.storage
-    fs = pafs.PyFileSystem(FaultyHandler(weather, False))
+def use_faulty_store(made: Recorder) -> FaultyStore:
+    """Puts the checkpoints of a recorder on a faulty store and returns that."""
+    faulty_store, place = FaultyStore(), made.store.storage
+    fs = pafs.PyFileSystem(FaultyHandler(faulty_store, False))
     made.store = CheckpointStore(Storage(fs, place.path, is_local=False))
-    return weather
+    return faulty_store
 
 
-def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
+def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
     tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "zombie")
@@ -474,7 +476,7 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
     found = second.begin()
     assert found is not None
     assert str(found.name) == "step-00000010-a0001"
-    first.committer.submit(snapshot(20))  # it was stopped for a while, and knows nothing
+    first.committer.submit(snapshot(20))  # it was paused and does not know of the second
     with pytest.raises(RunLockedError, match="attempt 2"):
         first.finish()
     second.committer.submit(snapshot(15))
@@ -484,18 +486,18 @@ def test_fault_07_a_replaced_start_commits_nothing_more_and_ends(
     assert str(newest(config).name) == "step-00000015-a0002"
 
 
-def test_fault_15_a_store_out_of_order_at_the_start_is_tried_again(
+def test_fault_15_storage_errors_at_the_start_are_retried(
     tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
     made = recorder(tiny_config(tmp_path, "start"), reported)
-    in_weather(made).failures = 2
+    use_faulty_store(made).failures = 2
     assert made.begin() is None
     assert ["etrying in" in note for note in notes(reported)] == [True, True]
     made.close()
 
 
-def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_the_next_start(
+def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_deleted(
     tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "vanished")
@@ -505,7 +507,7 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
     first.finish()
     first.close()
     place = Path(first.store.storage.path)
-    journal = "".join(json.dumps(event) + "\n" for event in reported)  # the driver keeps it
+    journal = "".join(json.dumps(event) + "\n" for event in reported)  # the driver writes it
     run_storage(config).write("events.jsonl", journal.encode())
     shutil.rmtree(place)
     for _ in range(2):
@@ -513,11 +515,11 @@ def test_fault_12_checkpoints_that_vanish_while_the_driver_lives_are_missed_by_t
         with pytest.raises(CheckpointError, match=r"checkpoint of step 20 .* there is none now"):
             again.begin()
         again.close()
-    assert not place.exists()  # it has claimed nothing
+    assert not place.exists()  # it made no claim
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"attempt": 1}', b'{"attempt": null}'])
-def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
+def test_a_run_starts_even_if_its_life_json_cannot_be_read(
     content: bytes, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "ageless", checkpoint=CheckpointConfig(every_s="auto"))
@@ -533,10 +535,10 @@ def test_a_run_goes_on_without_its_age_where_that_cannot_be_read(
 
 
 @pytest.fixture
-def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """That of all checkpoints of this test; trying again takes no time."""
+def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    """The store of all checkpoints of this test; pauses between retries are short."""
     monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
-    made = Weather()
+    made = FaultyStore()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 
     def store(run: Storage) -> CheckpointStore:
@@ -547,7 +549,7 @@ def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
     return made
 
 
-def begun(config: TrainConfig) -> None:
+def commit_step_10(config: TrainConfig) -> None:
     made = recorder(config, [])
     made.begin()
     made.committer.submit(snapshot(10))
@@ -555,29 +557,29 @@ def begun(config: TrainConfig) -> None:
     made.close()
 
 
-def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_order(
-    weather: Weather, tmp_path: Path, reported: list[Record]
+def test_fault_15_failed_reads_of_the_checkpoint_at_the_start_are_retried(
+    faulty_store: FaultyStore, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "reads")
-    begun(config)
+    commit_step_10(config)
     with LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session:
         assert session.recorder is not None
         begin = session.recorder.begin
 
         def begin_and_break(*given: Any) -> Any:
             newest = begin(*given)
-            weather.unread = 2
+            faulty_store.unread = 2
             return newest
 
         session.recorder.begin = begin_and_break  # type: ignore[method-assign]
         found = session.latest()
         assert found is not None
-        assert weather.unread == 2  # the other ranks need not ask the storage which it is
+        assert faulty_store.unread == 2  # the name of the checkpoint needs no read
         assert json.loads(found.read("state.json")) == {"step": 10}
-        assert weather.unread == 2  # it was read when it was verified
+        assert faulty_store.unread == 2  # it was read for verification
         assert json.loads(found.read("state.json")) == {"step": 10}
         assert ["etrying in" in note for note in notes(reported)] == [True, True]
-        weather.unread = 99
+        faulty_store.unread = 99
         with pytest.raises(CheckpointError, match="SLOW_DOWN") as caught:
             found.read("state.json")
     assert caught.value.exit_status == 5
@@ -586,12 +588,12 @@ def test_fault_15_what_a_start_reads_is_read_again_where_the_store_is_out_of_ord
 
 
 @pytest.mark.parametrize("what", ["failures", "unread"])
-def test_fault_15_a_store_out_of_order_for_good_ends_the_start_with_5_and_one_line(
-    what: str, weather: Weather, tmp_path: Path, reported: list[Record]
+def test_fault_15_permanent_storage_errors_end_the_start_with_5_and_one_line(
+    what: str, faulty_store: FaultyStore, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "broken")
-    begun(config)
-    setattr(weather, what, 99)
+    commit_step_10(config)
+    setattr(faulty_store, what, 99)
     with (
         LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session,
         pytest.raises(CheckpointError, match="SLOW_DOWN") as caught,
@@ -603,7 +605,7 @@ def test_fault_15_a_store_out_of_order_for_good_ends_the_start_with_5_and_one_li
     assert len(notes(reported)) == TRIES - 1
 
 
-def test_a_commit_whose_answer_was_lost_is_not_written_twice(
+def test_a_commit_with_a_lost_response_is_not_written_twice(
     tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "late")
@@ -626,7 +628,7 @@ def test_a_commit_whose_answer_was_lost_is_not_written_twice(
     assert newest(config).manifest == commits[0].manifest
 
 
-def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
+def test_a_failure_to_remove_old_checkpoints_does_not_fail_the_commit(
     tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
 ):
     config = tiny_config(tmp_path, "prune")
@@ -647,7 +649,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_commit(
     assert kept_steps(config) == [3, 4]
 
 
-def test_what_is_kept_is_a_json_file_in_the_runs_folder_and_a_note_says_so(
+def test_keep_writes_a_json_file_to_the_run_folder_and_reports_it(
     tmp_path: Path, reported: list[Record]
 ):
     made = recorder(tiny_config(tmp_path, "kept"), reported)
@@ -664,26 +666,26 @@ def test_what_is_kept_is_a_json_file_in_the_runs_folder_and_a_note_says_so(
     assert "cannot be written" in failed
 
 
-def test_the_next_interval_begins_with_each_checkpoint(tmp_path: Path, reported: list[Record]):
+def test_each_checkpoint_starts_a_new_interval(tmp_path: Path, reported: list[Record]):
     config = tiny_config(tmp_path, "timed", checkpoint=CheckpointConfig(every_s=0.05))
     made = recorder(config, reported)
-    weather = in_weather(made)
+    faulty_store = use_faulty_store(made)
     made.begin()
     assert not made.time_to_save()
     time.sleep(0.06)
     assert made.time_to_save()
-    weather.slow_s = 0.1
+    faulty_store.slow_s = 0.1
     made.committer.submit(snapshot(1))
     made.timer.saved(0.01)
     assert not made.time_to_save()
     time.sleep(0.06)
-    assert not made.time_to_save()  # the one before is still being written
+    assert not made.time_to_save()  # the previous one is still being written
     made.drain()
     assert made.time_to_save()
     made.close()
 
 
-def test_the_interval_follows_the_latest_stalls_not_the_one_that_allocated(reported: list[Record]):
+def test_the_interval_follows_recent_stalls_not_the_long_first_one(reported: list[Record]):
     timer = SaveTimer("auto", Life(), to(reported))
     timer.saved(100.0)
     timer.committed(0.1)
@@ -709,13 +711,15 @@ def assert_same_run(config: TrainConfig, whole: TrainConfig) -> None:
     assert newest(config).name.step == TOTAL_STEPS
 
 
-def on_rank_0(session: ScriptedSession, act: Callable[[ScriptedSession, int], None]) -> None:
+def before_each_step_on_rank_0(
+    session: ScriptedSession, act: Callable[[ScriptedSession, int], None]
+) -> None:
     if session.recorder is not None:
         session.before_step = partial(act, session)
 
 
-def full_from_11_to(session: ScriptedSession, last: int) -> None:
-    """Really full, for all files that this process writes: no byte behind the first 1000."""
+def fill_disk_from_11_to(session: ScriptedSession, last: int) -> None:
+    """This process can write no file beyond 1,000 bytes, as on a full disk."""
 
     def limit(session: ScriptedSession, step: int) -> None:
         if step in (11, last):
@@ -724,16 +728,16 @@ def full_from_11_to(session: ScriptedSession, last: int) -> None:
             most = 1000 if step == 11 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
-    on_rank_0(session, limit)
+    before_each_step_on_rank_0(session, limit)
 
 
-def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> Ran:
-    """A process that raises would end, and its peers hear of it; this one stays, so it lets go of
-    its process group by hand."""
+def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> WorkerResult:
+    """A process that raises would exit, and its peers would notice. This one stays alive, so it
+    leaves its process group explicitly."""
     try:
-        return run_tiny(rank, size, config, meddle=partial(full_from_11_to, last=99))
+        return run_tiny(rank, size, config, prepare_session=partial(fill_disk_from_11_to, last=99))
     except Exception as error:
-        # First: the end of a FileStore writes to its file, and torch aborts if it cannot.
+        # First: closing a FileStore writes to its file, and torch aborts if that fails.
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         traceback.clear_frames(error.__traceback__)
         gc.collect()
@@ -746,12 +750,12 @@ def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> Ran:
     resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
     reason="the size of files is limited here",
 )
-def test_fault_08_a_full_disk_ends_no_training_and_leaves_no_trace_once_there_is_room(
+def test_fault_08_training_survives_a_full_disk_and_the_run_is_complete_once_space_is_free(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
     every_3 = CheckpointConfig(every_epochs=0, every_steps=3, every_s=0.0)
     config = tiny_config(tmp_path, "full", checkpoint=every_3)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, partial(full_from_11_to, last=17))
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, partial(fill_disk_from_11_to, last=17))
     failed = [e for e in ran[0].events if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(12, 1), (15, 2)]
     assert all("too large" in str(event["message"]) for event in failed)
@@ -767,7 +771,7 @@ def test_fault_08_a_full_disk_ends_no_training_and_leaves_no_trace_once_there_is
     reason="the size of files is limited here",
 )
 @pytest.mark.parametrize("every_steps", [3, 0])
-def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes_on_later(
+def test_fault_08_too_many_failed_commits_exit_with_5_and_the_run_can_be_resumed(
     every_steps: int, reference: TrainConfig, workers: Group, tmp_path: Path
 ):
     checkpoint = CheckpointConfig(every_epochs=1, every_steps=every_steps, every_s=0.0)
@@ -781,26 +785,26 @@ def test_fault_08_too_many_failures_or_a_failed_end_exit_with_5_and_the_run_goes
     assert_same_run(config, reference)
 
 
-def throttled(session: ScriptedSession) -> None:
-    """The next three writes fail, again and again."""
+def throttle_writes(session: ScriptedSession) -> None:
+    """Every six steps, the next three writes fail."""
     if session.recorder is not None:
-        weather = in_weather(session.recorder)
+        faulty_store = use_faulty_store(session.recorder)
         session.recorder.committer.sleep = lambda _: True
 
         def fail(session: ScriptedSession, step: int) -> None:
             if step % 6 == 1:
                 session.drain()
-                weather.failures = 3
+                faulty_store.failures = 3
 
-        on_rank_0(session, fail)
+        before_each_step_on_rank_0(session, fail)
 
 
-def test_fault_15_a_store_that_throttles_changes_nothing(
+def test_fault_15_a_throttling_store_does_not_change_the_results(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
     every_6 = CheckpointConfig(every_epochs=0, every_steps=6, every_s=0.0)
     config = tiny_config(tmp_path, "throttled", checkpoint=every_6)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, throttled)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, throttle_writes)
     events = [e for e in ran[0].events if e["kind"] in ("checkpoint", "checkpoint_failed")]
     tries = {e["step"]: e["tries"] for e in events}
     assert sorted(tries) == [6, 10, 12, 18, 20, 24, 30]
@@ -808,11 +812,11 @@ def test_fault_15_a_store_that_throttles_changes_nothing(
     assert_same_run(config, reference)
 
 
-def slow(session: ScriptedSession) -> None:
-    """Each write takes 50 ms, several steps' time; what is submitted is watched."""
+def slow_down_writes(session: ScriptedSession) -> None:
+    """Each write takes 50 ms, the time of several steps; submissions are recorded."""
     if session.recorder is None:
         return
-    in_weather(session.recorder).slow_s = 0.05
+    use_faulty_store(session.recorder).slow_s = 0.05
     submit = session.recorder.committer.submit
 
     def watched(given: Snapshot) -> Any:
@@ -825,14 +829,14 @@ def slow(session: ScriptedSession) -> None:
     session.recorder.committer.submit = watched  # type: ignore[method-assign]
 
 
-def test_fault_16_a_slow_store_takes_no_time_and_no_memory_from_the_training(
+def test_fault_16_a_slow_store_neither_delays_the_training_nor_takes_more_memory(
     reference: TrainConfig, workers: Group, tmp_path: Path
 ):
-    """By the order of events: steps are logged while a commit is under way, commits come one at a
-    time, and all snapshots are in the same memory."""
+    """Steps are logged during a commit, there is one commit at a time, and all snapshots use the
+    same memory."""
     timed = CheckpointConfig(every_epochs=0, every_steps=0, every_s=0.001)
     config = tiny_config(tmp_path, "slow", checkpoint=timed, epochs=12)
-    ran: list[Ran] = workers(3, run_tiny, plain(config), None, 0, 0, slow)
+    ran: list[WorkerResult] = workers(3, run_tiny, plain(config), None, 0, 0, slow_down_writes)
     events = ran[0].events
     submitted = [e for e in events if e["kind"] == "submitted"]
     assert len(submitted) >= 3

@@ -1,4 +1,4 @@
-"""Where else the figures of a log go."""
+"""The log is also sent to MLflow and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(folder: Path, **log: bool) -> TrainConfig:
 def logged(
     made: TrainConfig, before: Sequence[Record], *records: Record, fails: bool = False
 ) -> list[Record]:
-    """What is reported while a start that goes on after `before` logs `records`."""
+    """The reports of a start that resumes after `before` and logs `records`."""
     reported: list[Record] = []
     book = MetricsLog(open_storage(made.storage).join("digits"), openers(made), to(reported))
     book.restore(before)
@@ -60,7 +60,7 @@ def logged(
     return reported
 
 
-def test_figures_are_named_by_what_they_are_of():
+def test_scalars_are_named_by_their_kind():
     assert dict(tracker_scalars(train(1, 0.5))) == {
         "train/loss": 0.5,
         "train/lr": 0.1,
@@ -74,7 +74,7 @@ def test_figures_are_named_by_what_they_are_of():
     assert dict(tracker_scalars(counted)) == {"eval/top1": 0.75, "eval/skipped": 3.0}
 
 
-def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
+def test_a_restarted_run_is_one_mlflow_run_with_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from mlflow import MlflowClient
@@ -88,10 +88,12 @@ def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FAILED"
-    # Behind the checkpoint of step 1: step 2 comes again, and is equal.
+    # A resume from the checkpoint of step 1 logs step 2 again, with equal values.
     assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION, train(3, 0.25)) == []
     (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "train/loss")  # batches may overtake
+    history = client.get_metric_history(
+        run.info.run_id, "train/loss"
+    )  # batches may arrive out of order
     assert sorted((each.step, each.value) for each in history) == [(1, 1.0), (2, 0.5), (3, 0.25)]
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/top1")] == [2]
     assert run.info.status == "FINISHED"
@@ -99,7 +101,7 @@ def test_a_run_that_is_restarted_is_one_run_of_mlflow_with_each_step_once(
     assert run.info.run_name == "digits"
 
 
-def test_a_run_that_is_restarted_is_one_run_of_weights_and_biases(
+def test_a_restarted_run_is_one_run_of_weights_and_biases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -109,11 +111,11 @@ def test_a_run_that_is_restarted_is_one_run_of_weights_and_biases(
     assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION) == []
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one id"
-    assert b"train/loss" in eventually(first, b"train/loss")
-    assert b"eval/top1" in eventually(second, b"eval/top1")
+    assert b"train/loss" in wait_for_content(first, b"train/loss")
+    assert b"eval/top1" in wait_for_content(second, b"eval/top1")
 
 
-def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
+def test_a_late_evaluation_is_logged_with_its_own_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """W&B ignores steps before its newest."""
@@ -140,7 +142,7 @@ def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
     assert logged(made, had, train(4, 0.5)) == []  # W&B is new to this run
     assert [step for step, _ in rows] == [1, 3, 3, 4]
     rows.clear()
-    Run.step = 7  # the start before was killed after its last checkpoint
+    Run.step = 7  # the previous start was killed after its last checkpoint
     again = train(4, 0.5), EVALUATION, train(8, 0.5)
     assert logged(made, had, *again) == []
     assert [step for step, _ in rows] == [1, 3, 2, 4, 7, 8]
@@ -149,16 +151,16 @@ def test_an_evaluation_that_comes_late_is_logged_with_its_own_step(
     assert [step for step, _ in rows] == [1, 3, 2, 7, 8]
 
 
-def eventually(path: Path, sign: bytes) -> bytes:
-    """What is in a file that another process may still write."""
+def wait_for_content(path: Path, sign: bytes) -> bytes:
+    """The content of a file that another process writes, once it contains `sign`."""
     deadline = time.monotonic() + 10
     while sign not in path.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.05)
     return path.read_bytes()
 
 
-class Moody:
-    """A service that fails now and then."""
+class FailingService:
+    """A service that fails at step 2."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.had = [record.step for record in records]
@@ -173,18 +175,18 @@ class Moody:
 
 
 def until(said: Sequence[Record], count: int) -> None:
-    """Until so many notes are reported."""
+    """Waits until `count` notes are reported."""
     deadline = time.monotonic() + 20
     while len(said) < count and time.monotonic() < deadline:
         time.sleep(0.001)
     assert len(said) == count
 
 
-def test_a_service_that_fails_is_reported_and_tried_again_with_the_next_checkpoint(tmp_path: Path):
-    opened: list[Moody] = []
+def test_a_failing_service_is_reported_and_retried_at_the_next_checkpoint(tmp_path: Path):
+    opened: list[FailingService] = []
 
-    def open_it(records: Sequence[Record]) -> Moody:
-        opened.append(Moody(records))
+    def open_it(records: Sequence[Record]) -> FailingService:
+        opened.append(FailingService(records))
         return opened[-1]
 
     reported: list[Record] = []
@@ -202,13 +204,13 @@ def test_a_service_that_fails_is_reported_and_tried_again_with_the_next_checkpoi
     assert [each.had for each in opened] == [[1], [1, 2, 3, 4]]
 
 
-def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_waiting(
+def test_an_unresponsive_service_does_not_block_the_training_or_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("raytrain_ddp.training.recording.background_writer._LAST_S", 0.1)
     answers = threading.Event()
 
-    def wait(_: Sequence[Record]) -> Moody:
+    def wait(_: Sequence[Record]) -> FailingService:
         answers.wait(20)
         raise ConnectionError("no answer")
 
@@ -228,13 +230,13 @@ def test_a_service_that_does_not_answer_keeps_neither_the_training_nor_its_end_w
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_reported_once(
+def test_a_service_that_keeps_failing_is_retried_once_per_failure_and_reported_once(
     tmp_path: Path,
 ):
     tries: list[int] = []
     slowly = threading.Semaphore(0)
 
-    def refuse(records: Sequence[Record]) -> Moody:
+    def refuse(records: Sequence[Record]) -> FailingService:
         tries.append(len(records))
         slowly.acquire(timeout=20)
         raise ConnectionError("down")
@@ -243,7 +245,7 @@ def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_repo
     book = MetricsLog(open_storage(str(tmp_path)), {"Service": refuse}, to(reported))
     book.restore([])
     book.add(train(1, 1.0))
-    for _ in range(5):  # checkpoints, while it still tries
+    for _ in range(5):  # checkpoints during the first try
         book.publish()
     slowly.release()
     until(reported, 1)
@@ -255,8 +257,8 @@ def test_a_service_that_goes_on_failing_is_tried_at_most_once_a_failure_and_repo
     assert len(reported) == 1
 
 
-def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
-    def refuse(_: Sequence[Record]) -> Moody:
+def test_a_service_that_cannot_be_opened_does_not_end_the_training(tmp_path: Path):
+    def refuse(_: Sequence[Record]) -> FailingService:
         raise ValueError("no API key")
 
     reported: list[Record] = []
@@ -271,7 +273,7 @@ def test_a_service_that_cannot_be_opened_ends_no_training(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_package_that_is_not_installed_is_reported_before_anything_is_started(
+def test_a_missing_package_is_reported_by_the_check_before_the_start(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
@@ -279,7 +281,7 @@ def test_a_package_that_is_not_installed_is_reported_before_anything_is_started(
         check(config(tmp_path, **{name: True}))
 
 
-def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_gets_only_finite_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     place = MLflow(config(tmp_path, mlflow=True), [train(1, float("nan")), train(2, 0.5)])
@@ -288,7 +290,9 @@ def test_mlflow_passes_over_what_is_not_finite(tmp_path: Path, monkeypatch: pyte
     assert losses.read_text().split()[1:] == ["0.5", "2"]
 
 
-def test_metrics_have_names_that_mlflow_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metric_names_are_changed_to_those_that_mlflow_accepts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
@@ -304,7 +308,7 @@ def test_metrics_have_names_that_mlflow_accepts(tmp_path: Path, monkeypatch: pyt
     assert run.data.metrics["train/loss"] == 0.5
 
 
-def test_mlflow_without_a_place_says_how_to_name_one(
+def test_mlflow_without_a_usable_tracking_uri_tells_how_to_set_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     import mlflow

@@ -1,4 +1,4 @@
-"""Whose the connections of a process group are."""
+"""The connections that belong to a process group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from raytrain_ddp.training.runtime.connections import Connections
 
 
-def test_a_number_that_is_another_connections_by_now_is_not_cut():
+def test_a_file_descriptor_reused_by_another_connection_is_not_cut():
     connections = Connections()
     own, peer = socket.socketpair()
     connections._own = {own.fileno(): os.readlink(f"/proc/self/fd/{own.fileno()}")}

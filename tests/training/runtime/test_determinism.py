@@ -1,7 +1,7 @@
-"""compute.deterministic: what has no deterministic kernel is named at the start, all at once; and a
-run that is only fast keeps every promise but the bits.
+"""compute.deterministic: all operations without a deterministic kernel are named at the start. A
+nondeterministic run keeps every promise except the same bits.
 
-On CPUs, `Tensor.put_` has none; here it stands for the layers that have none on GPUs.
+On CPUs, `Tensor.put_` has no deterministic kernel; here it stands for such layers on GPUs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     plain,
     run_tiny,
     tiny_config,
@@ -42,8 +42,8 @@ ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """torch's switches are of the whole process."""
+def restore_torch_switches() -> Iterator[None]:
+    """torch's switches apply to the whole process."""
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -51,7 +51,7 @@ def restored() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
-def without_kernel(x: Tensor) -> Tensor:
+def without_deterministic_kernel(x: Tensor) -> Tensor:
     copy = x.clone()
     return copy.put_(torch.tensor([0]), x.flatten()[:1])
 
@@ -63,12 +63,12 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
-        return without_kernel(gradient)
+        return without_deterministic_kernel(gradient)
 
 
 class InForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return without_kernel(x)
+        return without_deterministic_kernel(x)
 
 
 class InBackward(nn.Module):
@@ -77,7 +77,7 @@ class InBackward(nn.Module):
 
 
 class BadNet(TinyNet):
-    """Three layers without such a kernel, two of them in the backward pass only."""
+    """Three layers without a deterministic kernel, two of them in the backward pass only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,10 +94,10 @@ class BadTask(TinyTask):
         return self.made
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return without_kernel(super().loss(model, batch).view(1)).sum()
+        return without_deterministic_kernel(super().loss(model, batch).view(1)).sum()
 
 
-NAMED = """\
+EXPECTED_ERROR = """\
   pools.2 (InForward): put_
   the loss: put_
   last (InBackward): put_
@@ -105,46 +105,48 @@ NAMED = """\
 """
 
 
-def test_all_layers_without_a_deterministic_kernel_are_named_at_once_before_the_first_step(
+def test_all_layers_without_a_deterministic_kernel_are_named_before_the_first_step(
     tmp_path: Path,
 ):
     config = tiny_config(tmp_path, "bad", task=BadTask)
     with pytest.raises(ConfigError) as caught:
         fit_locally(config)
-    assert NAMED in str(caught.value)
+    assert EXPECTED_ERROR in str(caught.value)
     assert "--compute.no-deterministic: then the run keeps every promise except" in str(
         caught.value
     )
-    assert torch.are_deterministic_algorithms_enabled()  # as before
+    assert torch.are_deterministic_algorithms_enabled()  # unchanged
     allowed = tiny_config(
         tmp_path, "good", task=BadTask, steps=2, compute=ComputeConfig(deterministic=False)
     )
     assert fit_locally(allowed).step == 2
 
 
-def fails_alike(rank: int, size: int, config: Mapping[str, Any]) -> str:
+def error_text(rank: int, size: int, config: Mapping[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         run_tiny(rank, size, config, kind=BadTask)
     return str(caught.value)
 
 
-def test_each_rank_names_them_in_a_model_that_ddp_wraps(workers: Group, tmp_path: Path):
-    reported = workers(3, fails_alike, plain(tiny_config(tmp_path, "bad")))
-    assert NAMED in reported[0]
+def test_with_ddp_each_rank_names_the_layers_without_a_deterministic_kernel(
+    workers: Group, tmp_path: Path
+):
+    reported = workers(3, error_text, plain(tiny_config(tmp_path, "bad")))
+    assert EXPECTED_ERROR in reported[0]
     assert reported[0] == reported[1] == reported[2]
 
 
-def test_an_evaluation_without_a_kernel_is_named_as_well(tmp_path: Path):
+def test_an_evaluation_without_a_deterministic_kernel_is_named(tmp_path: Path):
     class BadMetric(TinyTask):
         def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Any]) -> None:
-            without_kernel(batch["x"])
+            without_deterministic_kernel(batch["x"])
             super().evaluate(model, batch, metrics)
 
     with pytest.raises(ConfigError, match=r"(?m)^  the loss: put_$"):
         fit_locally(tiny_config(tmp_path, "bad", task=BadMetric))
 
 
-def test_another_error_passes_unchanged():
+def test_other_errors_are_not_changed():
     torch.use_deterministic_algorithms(True)
     with (
         pytest.raises(RuntimeError, match="must match the size"),
@@ -156,15 +158,17 @@ def test_another_error_passes_unchanged():
 def test_uninitialized_memory_is_not_filled():
     set_up(ALONE, ComputeConfig())
     assert torch.are_deterministic_algorithms_enabled()
-    torch.full((4096,), 7.0)  # what may be found in the next one
+    torch.full((4096,), 7.0)  # the next tensor may use this memory
     assert not torch.empty(4096).isnan().all()
 
 
-# ------------------------------------------------------------------ only fast
+# ------------------------------------------------------------------ nondeterministic runs
 
 
-def run_fast(rank: int, size: int, config: Mapping[str, Any], die_at: int = 0) -> Ran:
-    """With torch.compile's tracing, but its kernels uncompiled: compiling takes a minute."""
+def run_nondeterministic(
+    rank: int, size: int, config: Mapping[str, Any], die_at: int = 0
+) -> WorkerResult:
+    """With torch.compile's tracing but without compiled kernels: compiling takes a minute."""
     own = nn.Module.compile
     nn.Module.compile = partialmethod(own, backend="eager")  # type: ignore[method-assign]
     warnings.filterwarnings("ignore", "Guards may run slower", RuntimeWarning)  # of Python 3.13.0
@@ -175,21 +179,21 @@ def run_fast(rank: int, size: int, config: Mapping[str, Any], die_at: int = 0) -
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_a_run_that_is_only_fast_keeps_every_promise_but_the_bits(
+def test_a_nondeterministic_run_keeps_every_promise_except_the_same_bits(
     compiles: bool, workers: Group, tmp_path: Path
 ):
-    """Killed at a step between checkpoints, then continued: each sample once, no step twice."""
+    """Killed between checkpoints and resumed: each sample is used once, and no step is repeated."""
     config = tiny_config(
         tmp_path,
         "fast",
         compute=ComputeConfig(deterministic=False, compile=compiles),
         checkpoint=CheckpointConfig(every_steps=4, every_s=0.0),
     )
-    died = workers.outcomes(3, run_fast, plain(config), 7)
+    died = workers.outcomes(3, run_nondeterministic, plain(config), 7)
     assert died[-1] == Died(9)
-    ran = workers(3, run_fast, plain(config))
+    ran = workers(3, run_nondeterministic, plain(config))
     assert (ran[0].start_step, ran[0].outcome.step) == (4, TOTAL_STEPS)
-    assert len({each.digest for each in ran}) == 1  # the replicas are alike
+    assert len({each.digest for each in ran}) == 1  # the replicas are equal
     for epoch in range(1, TOTAL_STEPS // STEPS_PER_EPOCH):
         steps = range(epoch * STEPS_PER_EPOCH + 1, (epoch + 1) * STEPS_PER_EPOCH + 1)
         rows = [row for each in ran for step, rows in each.seen if step in steps for row in rows]
@@ -199,6 +203,6 @@ def test_a_run_that_is_only_fast_keeps_every_promise_but_the_bits(
     assert [r["step"] for r in log if r["kind"] == "eval"] == [10, 20, 30]
 
 
-def test_the_dry_run_of_a_fast_run_has_nothing_to_refuse(tmp_path: Path):
+def test_the_dry_run_of_a_nondeterministic_run_accepts_all_layers(tmp_path: Path):
     config = TrainConfig(storage=str(tmp_path), compute=ComputeConfig(deterministic=False))
     assert "deterministic = false" in dry_run(config, local=True)

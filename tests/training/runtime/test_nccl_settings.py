@@ -1,4 +1,4 @@
-"""What a run tells NCCL, through Ray Train and without; no GPU is needed to tell it."""
+"""The settings for NCCL, with and without Ray Train; the tests need no GPU."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ NODE = {"CPU": 32.0, "GPU": 4.0}
         (TrainConfig(compute=ComputeConfig(deterministic=False)), {}),
     ],
 )
-def test_nccls_order_of_sums_is_pinned_where_the_same_bits_depend_on_it(
+def test_the_nccl_algorithm_is_pinned_only_if_the_same_bits_depend_on_it(
     config: TrainConfig, pins: dict[str, str]
 ):
     assert nccl_settings(config) == ALWAYS | pins
 
 
 @pytest.mark.parametrize(("hang_s", "limit_s"), [("auto", 3600), (0.0, 1800), (120.0, 14400)])
-def test_the_watchdog_is_earlier_than_nccls_time_limit(hang_s: Any, limit_s: int):
+def test_the_watchdog_acts_before_the_time_limit_of_nccl(hang_s: Any, limit_s: int):
     assert collective_timeout(ScalingConfig(hang_s=hang_s)) == timedelta(seconds=limit_s)
 
 
-def test_ray_trains_workers_get_the_settings_before_the_group_is_made(
+def test_workers_of_ray_train_get_the_settings_before_the_process_group_is_created(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config = TrainConfig()
@@ -69,7 +69,7 @@ def test_ray_trains_workers_get_the_settings_before_the_group_is_made(
     monkeypatch.setattr(base, "on_start", lambda *_: called.append("on_start"))
     for name in nccl_settings(config):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_ALGO", "Tree")  # of the node, or the user
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # set by the node or the user
     before = dict(os.environ)
     try:
         made.backend_cls().on_start(WorkerGroup(), made)
@@ -84,7 +84,7 @@ def test_ray_trains_workers_get_the_settings_before_the_group_is_made(
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_gloo_is_left_as_it_is(replaces: bool):
+def test_gloo_gets_no_settings(replaces: bool):
     config = TrainConfig(scaling=ScalingConfig(use_gpu=False))
     made = _torch_config(config, choose_layout(config, NODE), replaces)
     assert type(made) is (ReplacingConfig if replaces else TorchConfig)
@@ -92,7 +92,9 @@ def test_gloo_is_left_as_it_is(replaces: bool):
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
-def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.MonkeyPatch):
+def test_processes_of_torchrun_get_the_settings_with_gpus_only(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+):
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(None, 1, 2)]))
@@ -111,7 +113,7 @@ def test_torchruns_processes_get_them_as_well(gpus: int, monkeypatch: pytest.Mon
         assert (given["backend"], given["timeout"], "set" in given) == ("gloo", None, False)
 
 
-def test_where_workers_are_replaced_torch_itself_neither_aborts_nor_ends_anything(
+def test_if_workers_are_replaced_torchs_own_error_handling_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ):
     config, environ = TrainConfig(), {"NCCL_ALGO": "Tree"}

@@ -1,5 +1,5 @@
-"""gloo stops reading a connection for good when it has received half of a message for a collective
-that has failed in the meantime. Other collectives then wait on, though the connection is closed."""
+"""gloo permanently stops reading a connection if it received half of a message for a collective
+that failed in the meantime. Other collectives then wait on, even if the connection is closed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from raytrain_ddp.training.membership.generations import Place
 from raytrain_ddp.training.membership.roster import Member, Seat
 from raytrain_ddp.training.runtime.connections import Connections, write_to_all
 
-_FAILS_S = 20.0  # gloo's own time limit is 60 s here
-_BIG = 100_000_000  # elements: more than the buffers of sockets
+_TIME_LIMIT_S = 20.0  # gloo's own time limit is 60 s here
+_MANY_ELEMENTS = 100_000_000  # more than the buffers of sockets hold
 
 
 def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
@@ -33,15 +33,15 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     connections.opened(dist.group.WORLD)
     dist.barrier()
     if rank == 0:
-        sent = dist.isend(torch.ones(_BIG), 1, tag=1)
-        time.sleep(2 * _FAILS_S)
+        sent = dist.isend(torch.ones(_MANY_ELEMENTS), 1, tag=1)
+        time.sleep(2 * _TIME_LIMIT_S)
         del sent
         os._exit(0)
-    big = torch.zeros(_BIG)
+    big = torch.zeros(_MANY_ELEMENTS)
     work = dist.irecv(big, 0, tag=1)
     while not big[0]:
         time.sleep(0.0001)
-    del work  # as gloo's own receiving buffer when an all-reduce fails
+    del work  # like gloo's own receive buffer when an all-reduce fails
     assert not big[-1]
     seat = Seat(1, rank=1, size=2)
     if not waits:
@@ -61,7 +61,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
         dist.irecv(torch.zeros(4), 0, tag=2).wait()
         said = "no error"
     except RuntimeError as error:
-        late = time.monotonic() - times["replaced"] if times else -1.0  # -1: was shut down only
+        late = time.monotonic() - times["replaced"] if times else -1.0  # -1: it was only shut down
         said = f"{late:.2f} {error}"
     (Path(folder) / "said").write_text(said)
     dist.destroy_process_group()  # gloo removes the sockets from its epoll
@@ -69,7 +69,7 @@ def _rank(rank: int, port: int, folder: str, waits: bool) -> None:
     os._exit(0)
 
 
-class _Nobody:
+class _EmptyRoster:
     """A roster without members."""
 
     def meet(self, member: object) -> None:
@@ -80,11 +80,11 @@ class _Nobody:
 
 
 def _leave(connections: Connections, seat: Seat, folder: Path) -> None:
-    """Leaves a group in which a vote still waits that nobody reads."""
+    """Leaves a group in which a vote that no rank reads still waits."""
     import torch
     import torch.distributed as dist
 
-    place = Place(Member(1, 2, 2, "a", 0, "here"), "127.0.0.1", _Nobody())
+    place = Place(Member(1, 2, 2, "a", 0, "here"), "127.0.0.1", _EmptyRoster())
     place._connections, place._connected = connections, seat
     vote = dist.broadcast(torch.zeros(4), 0, async_op=True)
     time.sleep(0.5)
@@ -101,7 +101,7 @@ def _leave(connections: Connections, seat: Seat, folder: Path) -> None:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["waits for it", "leaves the group"])
 @pytest.mark.each_version
-def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(
+def test_leaving_ends_a_connection_that_gloo_no_longer_reads_without_ending_the_process(
     tmp_path: Path, waits: bool
 ):
     import torch.distributed as dist
@@ -122,7 +122,7 @@ def test_a_connection_that_gloo_no_longer_reads_is_ended_and_the_process_lives(
         for process in ranks:
             process.kill()
     late, _, rest = (tmp_path / "said").read_text().partition(" ")
-    assert 0 <= float(late) < _FAILS_S, rest
+    assert 0 <= float(late) < _TIME_LIMIT_S, rest
     assert rest.endswith("\nended")
     assert waits or rest.startswith("True"), "leaving took long"
     assert ranks[1].exitcode == 0

@@ -1,4 +1,4 @@
-"""What differs between versions of torch, and what gloo accepts."""
+"""Differences between versions of torch, and tensors that gloo accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytrain_ddp.training.runtime.torch_compat import all_gather
 
 
 def gathered(rank: int, size: int) -> list[Tensor]:
-    """Rank r gives a row of r + 1, in all the shapes that callers use."""
+    """Rank r gives a row of the value r + 1, in all shapes that callers use."""
     found = []
     for shape in ((5,), (1, 5)):
         parts = torch.zeros(size, 5)
@@ -25,14 +25,14 @@ def gathered(rank: int, size: int) -> list[Tensor]:
     return [*found, flat.view(size, 5)]
 
 
-def test_gather_takes_rows_and_flat_tensors_over_gloo_without_a_warning(workers: Group):
-    """Workers raise warnings as errors: a deprecated name of torch would end them here."""
+def test_gather_accepts_rows_and_flat_tensors_over_gloo_without_a_warning(workers: Group):
+    """Warnings are errors in workers, so a deprecated name of torch would fail."""
     expected = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 5)
     for every in workers(3, gathered):
         assert all(torch.equal(each, expected) for each in every)
 
 
-def test_every_allowed_torch_has_the_collective():
+def test_every_supported_torch_has_the_gather_collective():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ValueError, match="process group has not been initialized"):

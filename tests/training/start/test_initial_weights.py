@@ -1,4 +1,4 @@
-"""Ranks whose models begin with different weights train rank 0's; three processes."""
+"""Ranks whose models start with different weights train those of rank 0; three processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Net(TinyNet):
-    """Its result depends on a buffer that no checkpoint contains."""
+    """Its output depends on a buffer that is not in checkpoints."""
 
     scale: Tensor
 
@@ -45,11 +45,11 @@ class Net(TinyNet):
         return super().forward(x * self.scale[0])
 
 
-class Ranked(TinyTask):
-    """Another model on each rank.
+class DifferentModelTask(TinyTask):
+    """A different model on each rank.
 
     Args:
-        differs: whether it is so.
+        differs: whether the models differ.
         wide: the rank whose model has a larger buffer.
     """
 
@@ -73,12 +73,12 @@ class Ranked(TinyTask):
 
 
 def digest_of(rank: int, size: int, config: Any, options: Any, stop_at: int = 0) -> Any:
-    ran = run_tiny(rank, size, config, options, stop_at, kind=Ranked)
+    ran = run_tiny(rank, size, config, options, stop_at, kind=DifferentModelTask)
     return ran.digest, ran.start_step, {scale for _, (scale,) in ran.seen}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_train_the_weights_of_rank_0(workers: Group, tmp_path: Path, way: str) -> None:
+def test_all_ranks_train_the_weights_of_rank_0(workers: Group, tmp_path: Path, way: str) -> None:
     alike, differs, again = (
         tiny_config(tmp_path, name, epochs=1, **WAYS[way]) for name in ("alike", "differs", "again")
     )
@@ -87,14 +87,16 @@ def test_all_train_the_weights_of_rank_0(workers: Group, tmp_path: Path, way: st
     assert others == [(digest, *rest)] * 2
     assert workers(3, digest_of, plain(differs), {"differs": True}) == [(digest, 0, {1})] * 3
     assert bits(differs) == bits(alike)
-    # A resumed run loads the weights, and has rank 0's buffers that were not stored.
+    # A resumed run loads the weights and uses rank 0's buffers that were not stored.
     workers(3, digest_of, plain(again), {"differs": True}, 4)
     assert workers(3, digest_of, plain(again), {"differs": True}) == [(digest, 4, {1})] * 3
     assert bits(again) == bits(alike)
 
 
 @pytest.mark.parametrize("way", ["ddp", "exact"])
-def test_a_model_of_another_shape_is_refused(workers: Group, tmp_path: Path, way: str) -> None:
+def test_a_model_with_another_shape_on_one_rank_is_refused(
+    workers: Group, tmp_path: Path, way: str
+) -> None:
     config = tiny_config(tmp_path, "run", **WAYS[way])
     options = {"differs": True, "wide": 1}
     ends = workers.outcomes(3, digest_of, plain(config), options)
@@ -104,8 +106,8 @@ def test_a_model_of_another_shape_is_refused(workers: Group, tmp_path: Path, way
     assert all(isinstance(end, Raised) for end in ends)
 
 
-class Anchored(torch.optim.Optimizer):
-    """SGD that is pulled back to the weights that it was made with."""
+class PulledToStart(torch.optim.Optimizer):
+    """SGD that pulls the weights back to those that it was created with."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -120,22 +122,22 @@ class Anchored(torch.optim.Optimizer):
                 parameter.sub_(group["lr"] * (parameter.grad + pull))
 
 
-class RankedAnchored(Ranked):
-    def optimizer(self, model: nn.Module) -> Anchored:
-        return Anchored(model.parameters())
+class PulledToStartTask(DifferentModelTask):
+    def optimizer(self, model: nn.Module) -> PulledToStart:
+        return PulledToStart(model.parameters())
 
 
-def anchored_digest_of(rank: int, size: int, config: Any, differs: bool) -> str:
-    return run_tiny(rank, size, config, {"differs": differs}, kind=RankedAnchored).digest
+def digest_of_pulled(rank: int, size: int, config: Any, differs: bool) -> str:
+    return run_tiny(rank, size, config, {"differs": differs}, kind=PulledToStartTask).digest
 
 
 @pytest.mark.parametrize("way", ["ddp", "exact"])
-def test_an_optimizer_is_made_with_the_weights_of_rank_0(
+def test_optimizers_are_created_with_the_weights_of_rank_0(
     workers: Group, tmp_path: Path, way: str
 ) -> None:
     alike, differs = (
         tiny_config(tmp_path, name, epochs=1, **WAYS[way]) for name in ("alike", "differs")
     )
-    (digest, *_) = workers(3, anchored_digest_of, plain(alike), False)
-    assert workers(3, anchored_digest_of, plain(differs), True) == [digest] * 3
+    (digest, *_) = workers(3, digest_of_pulled, plain(alike), False)
+    assert workers(3, digest_of_pulled, plain(differs), True) == [digest] * 3
     assert bits(differs) == bits(alike)

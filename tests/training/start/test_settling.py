@@ -1,4 +1,4 @@
-"""Fields that say auto: what is chosen as a run begins, and that the run keeps it."""
+"""Fields set to auto: the values are chosen at the start of a run, and the run keeps them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
-    """torch's answers about a GPU, at the seams of `settling`."""
+    """Replaces the functions with which `settling` asks torch about a GPU."""
     monkeypatch.setattr(settling, "_has_bf16", lambda device: has_bf16)
     monkeypatch.setattr(settling, "device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(settling, "_limited_memory", lambda *_: contextlib.nullcontext())
 
 
-# ------------------------------------------------------------------ what can be chosen
+# ------------------------------------------------------------------ possible values
 
 
 @given(
@@ -61,7 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, has_bf16: bool) -> None:
     st.booleans(),
     st.sampled_from([0.0, 0.2]),
 )
-def test_every_size_that_auto_may_choose_is_accepted_and_no_other_is(
+def test_auto_may_choose_exactly_the_micro_batches_that_are_accepted(
     batch: int, workers: int, repeats: int, spread: bool, mixup: float
 ):
     augment = AugmentConfig(repeats=repeats, spread_repeats=spread, mixup=mixup)
@@ -84,7 +84,7 @@ def test_every_size_that_auto_may_choose_is_accepted_and_no_other_is(
 # ------------------------------------------------------------------ on CPUs
 
 
-def test_on_cpus_precision_is_fp32_and_nothing_is_told():
+def test_on_cpus_precision_is_fp32_without_a_note():
     chosen, notes = settled(TrainConfig(), CPU)
     assert chosen.compute == ComputeConfig(precision="fp32", channels_last=False)
     assert (chosen.micro_batch, notes, unsettled(chosen)) == (16, [], [])
@@ -95,7 +95,7 @@ def test_on_cpus_precision_is_fp32_and_nothing_is_told():
 @pytest.mark.parametrize(
     ("batch", "workers", "size"), [(96, 1, 32), (96, 8, 12), (7, 1, 7), (50, 1, 25), (67, 1, 1)]
 )
-def test_on_cpus_a_micro_batch_is_the_largest_that_divides_up_to_32(
+def test_on_cpus_the_micro_batch_is_the_largest_valid_one_up_to_32(
     batch: int, workers: int, size: int
 ):
     config = replace(AUTO, batch_size=batch)
@@ -104,7 +104,9 @@ def test_on_cpus_a_micro_batch_is_the_largest_that_divides_up_to_32(
     assert f"micro_batch = {size} (auto: on CPUs" in notes[0]
     assert f"batch norm sees {size} samples" in notes[0]
     elastic = replace(config, scaling=replace(config.scaling, num_workers=f"1:{workers}"))
-    assert settled(elastic, CPU)[0].micro_batch == size  # as many as there may ever be
+    assert (
+        settled(elastic, CPU)[0].micro_batch == size
+    )  # for the largest possible number of workers
 
 
 # ------------------------------------------------------------------ on GPUs
@@ -117,14 +119,14 @@ def test_a_gpu_with_bf16_uses_it_with_channels_last():
     assert notes == ["On NVIDIA A100: bf16, channels_last images (auto)."]
 
 
-def test_an_older_gpu_stays_at_fp32(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_without_bf16_uses_fp32(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, has_bf16=False)
     chosen, _ = settled(TrainConfig(), GPU)
     assert chosen.compute == ComputeConfig(precision="fp32", channels_last=False)
 
 
 @pytest.mark.usefixtures("h100")
-def test_what_is_given_is_kept():
+def test_given_values_are_kept():
     given = ComputeConfig(precision="fp16", channels_last=False)
     assert settled(TrainConfig(compute=given), GPU) == (TrainConfig(compute=given), [])
     half = TrainConfig(compute=ComputeConfig(channels_last=False))
@@ -134,11 +136,11 @@ def test_what_is_given_is_kept():
 
 
 @pytest.mark.usefixtures("h100")
-def test_the_first_size_that_fits_is_taken_and_told(monkeypatch: pytest.MonkeyPatch):
+def test_the_largest_micro_batch_that_fits_is_chosen_and_reported(monkeypatch: pytest.MonkeyPatch):
     asked: list[Sequence[int]] = []
 
     def fits(config: TrainConfig, world: World, sizes: Sequence[int]) -> int:
-        assert config.compute.precision == "bf16"  # memory depends on it
+        assert config.compute.precision == "bf16"  # memory use depends on it
         asked.append(sizes)
         return sizes[1] if len(sizes) > 1 else 0
 
@@ -149,10 +151,10 @@ def test_the_first_size_that_fits_is_taken_and_told(monkeypatch: pytest.MonkeyPa
     synced = replace(AUTO, ddp=DdpConfig(sync_batchnorm=True))
     with pytest.raises(ConfigError, match="not even 96 samples fit"):
         settled(synced, GPU)
-    assert asked[1:] == [[96]]  # a slot for each worker
+    assert asked[1:] == [[96]]  # one slot per worker
 
 
-def of_unlike_ranks(rank: int, size: int) -> TrainConfig:
+def settled_on_different_gpus(rank: int, size: int) -> TrainConfig:
     settling._has_bf16 = lambda device: rank != 1  # type: ignore[assignment]
     settling.device_name = lambda device: "some GPU"  # type: ignore[attr-defined]
     settling._limited_memory = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
@@ -160,16 +162,16 @@ def of_unlike_ranks(rank: int, size: int) -> TrainConfig:
     return settled(AUTO, World(rank, size, rank, torch.device("cuda", rank), 1))[0]
 
 
-def test_ranks_on_unlike_gpus_agree_on_what_all_of_them_can(workers: Group):
+def test_ranks_on_different_gpus_agree_on_values_that_all_support(workers: Group):
     try:
-        chosen = workers(3, of_unlike_ranks)
+        chosen = workers(3, settled_on_different_gpus)
     finally:
-        workers.end()  # they have been patched
+        workers.end()  # they are patched
     assert chosen[0] == chosen[1] == chosen[2]
     assert (chosen[0].micro_batch, chosen[0].compute.precision) == (16, "fp32")
 
 
-# ------------------------------------------------------------------ what fits
+# ------------------------------------------------------------------ sizes that fit
 
 
 class Limited(TinyTask):
@@ -199,7 +201,7 @@ def limited(tmp_path: Path) -> TrainConfig:
     ("variable", "size", "tried"),
     [("", 16, [96, 48, 32, 24, 16]), ("LIMITED_STEP", 4, [96, 48, 32, 24, 16, 12, 8, 6, 4])],
 )
-def test_sizes_are_tried_from_large_to_small_with_two_passes_and_updates(
+def test_sizes_are_tried_from_large_to_small_with_two_updates(
     limited: TrainConfig,
     variable: str,
     size: int,
@@ -214,7 +216,9 @@ def test_sizes_are_tried_from_large_to_small_with_two_passes_and_updates(
     assert largest_that_fits(limited, CPU, [96, 48]) == 0
 
 
-def test_another_error_is_no_lack_of_memory(limited: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_other_than_out_of_memory_is_raised(
+    limited: TrainConfig, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("LIMITED_ERROR", "1")
     with pytest.raises(RuntimeError, match="illegal memory access"):
         largest_that_fits(limited, CPU, [8])
@@ -227,10 +231,10 @@ def test_another_error_is_no_lack_of_memory(limited: TrainConfig, monkeypatch: p
         ({}, 4, 1),
         ({"ema": EmaConfig(decay=0.9)}, 4, 2),
         ({"ddp": DdpConfig(compression="bf16")}, 4, 2),
-        ({"exact": True}, 4, 1 + 3),  # 6 slots each: a partial sum for each level of the tree
+        ({"exact": True}, 4, 1 + 3),  # 6 slots per worker: a partial sum for each level of the tree
     ],
 )
-def test_memory_that_a_run_takes_besides_is_held_in_the_trial(
+def test_the_trial_allocates_the_additional_memory_of_a_run(
     changes: Mapping[str, Any], workers: int, copies: int
 ):
     model = nn.Linear(10, 10)
@@ -240,10 +244,10 @@ def test_memory_that_a_run_takes_besides_is_held_in_the_trial(
     assert sum(tensor.numel() for tensor in held) == 100 * copies
 
 
-# ------------------------------------------------------------------ a run keeps it
+# ------------------------------------------------------------------ a run keeps its values
 
 
-def test_a_run_with_auto_is_the_run_with_the_chosen_size_and_resumes_with_it(
+def test_a_run_with_auto_equals_one_with_the_chosen_size_and_resumes_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     log = LogConfig(every_steps=1, tensorboard=False)
@@ -265,10 +269,10 @@ def test_a_run_with_auto_is_the_run_with_the_chosen_size_and_resumes_with_it(
     assert newest(auto).manifest.config["micro_batch"] == 32
     unnamed = replace(auto, name=None, steps=8)
     assert find_run(unnamed, "a").config.micro_batch == 32
-    assert find_run(unnamed, "b").is_new  # there, 32 was given
+    assert find_run(unnamed, "b").is_new  # its micro_batch of 32 was given
 
 
-def test_auto_continues_a_run_that_was_auto():
+def test_auto_is_no_change_for_a_run_that_was_auto():
     fp32 = TrainConfig(compute=ComputeConfig(precision="fp32", channels_last=False))
     names = lambda then, now: [name for name, *_ in changed_fields(then, now)]  # noqa: E731
     assert names(to_dict(TrainConfig()), TrainConfig()) == []  # killed before it was settled
@@ -286,11 +290,11 @@ def test_auto_continues_a_run_that_was_auto():
     assert names(to_dict(replace(AUTO, micro_batch=16)), AUTO) == ["micro_batch"]
 
 
-def test_a_worker_that_starts_later_takes_what_the_first_ones_chose(tmp_path: Path):
+def test_a_worker_that_starts_later_uses_the_values_chosen_by_the_first_ones(tmp_path: Path):
     config = replace(AUTO, name="later", storage=str(tmp_path))
-    assert as_begun(config) == config  # nothing is there
+    assert as_begun(config) == config  # there is no run
     write_config(config, run_storage(config))
-    assert as_begun(config) == config  # nothing is chosen
+    assert as_begun(config) == config  # no values are chosen yet
     write_config(settled(config, CPU)[0], run_storage(config))
     assert as_begun(config) == settled(config, CPU)[0]
     assert from_dict(plain(as_begun(config))) == as_begun(config)
@@ -305,7 +309,9 @@ def test_a_branch_keeps_the_values_of_its_origin(tmp_path: Path):
     assert newest(auto).manifest.config["micro_batch"] == 8
 
 
-def test_a_dry_run_says_what_auto_comes_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_dry_run_shows_the_expected_value_of_auto(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     config = replace(AUTO, storage=str(tmp_path))
     assert "96 = 3 slots x 32 images" in dry_run(config, local=True)
     monkeypatch.setattr(
@@ -335,7 +341,7 @@ def test_tf32_is_set_on_gpus_only(tf32: bool, monkeypatch: pytest.MonkeyPatch):
         torch.backends.cudnn.allow_tf32 = before[1]
 
 
-def test_the_command_of_a_stored_config_has_no_field_that_nobody_gave():
+def test_the_command_of_a_stored_config_has_only_fields_that_the_user_gave():
     typed = TrainConfig(name="x", micro_batch="auto", seed=3)
     data = replace(typed.data, classes=("cat", "dog"))
     stored = settled_without_gpu(replace(typed, data=data), 2)

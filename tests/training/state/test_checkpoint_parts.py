@@ -1,4 +1,4 @@
-"""Several ranks write a checkpoint: it is whole or does not exist, and has the same bytes."""
+"""Several ranks write a checkpoint: it is complete or does not exist, and has the same bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from raytrain_ddp.training.state.checkpoint_parts import (
     stems_of,
 )
 
-# ------------------------------------------------------------------ who writes what
+# ------------------------------------------------------------------ files per rank
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +45,14 @@ def state(count: int = 30) -> dict[str, Tensor]:
     return {f"state/{n}/exp_avg": torch.full((1 + n % 7,), float(n)) for n in range(count)}
 
 
-def test_a_small_state_is_one_file_of_rank_0(monkeypatch: pytest.MonkeyPatch):
+def test_a_small_state_is_one_file_written_by_rank_0(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checkpoint_parts, "LEAST_BYTES", 10_000)
     assert stems_of(state()) == {"optimizer": [*state()]}
     assert divided(state(), [], [], 3) == [{"optimizer": [*state()]}, {}, {}]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 20])
-def test_the_files_do_not_depend_on_the_ranks_and_each_tensor_is_in_one(size: int):
+def test_the_files_do_not_depend_on_the_ranks_and_each_tensor_is_in_one_file(size: int):
     parts = divided(state(), [torch.zeros(9)], [], size)
     assert len(parts) == size
     files = {stem: names for each in parts for stem, names in each.items()}
@@ -61,7 +61,7 @@ def test_the_files_do_not_depend_on_the_ranks_and_each_tensor_is_in_one(size: in
     assert sorted(n for names in files.values() for n in names) == sorted(state())
 
 
-def test_ranks_on_different_hosts_write_and_rank_0_less_if_the_model_is_large():
+def test_ranks_of_all_hosts_write_and_rank_0_does_not_if_the_model_is_large():
     hosts = ["a"] * 8 + ["b"] * 8 + ["c"] * 8
     own = [rank for rank, each in enumerate(divided(state(), [], hosts, 24)) if each]
     assert own == [0, 1, 2, 8, 9, 10, 16, 17]
@@ -69,7 +69,7 @@ def test_ranks_on_different_hosts_write_and_rank_0_less_if_the_model_is_large():
     assert not divided(state(), model, hosts, 24)[0]
 
 
-def test_a_state_of_one_large_tensor_is_one_part():
+def test_a_large_tensor_is_not_split_between_parts():
     parts = divided({"a": torch.zeros(1000), "b": torch.zeros(1)}, [], [], 2)
     assert sorted(stem for each in parts for stem in each) == ["optimizer-0", "optimizer-1"]
 
@@ -99,7 +99,7 @@ def test_sealed_files_are_found_with_their_hashes(tmp_path: Path):
     assert [*found] == ["optimizer-0.safetensors", "optimizer-1.safetensors"]
 
 
-def test_rank_0_waits_for_a_file_that_is_late(tmp_path: Path):
+def test_rank_0_waits_for_a_late_file(tmp_path: Path):
     folder = open_storage(str(tmp_path)).join("step")
     later = threading.Timer(0.3, write, (folder, FILES))
     later.start()
@@ -109,7 +109,7 @@ def test_rank_0_waits_for_a_file_that_is_late(tmp_path: Path):
 
 
 @pytest.mark.parametrize("closing", [False, True])
-def test_a_file_that_never_comes_is_an_error_that_is_not_retried(
+def test_a_file_that_is_never_written_is_an_error_that_is_not_retried(
     closing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(checkpoint_parts, "_CLOSING_S" if closing else "_LONGEST_S", 0.2)
@@ -137,17 +137,17 @@ def read_seal(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         return found
-    except ValueError:  # half of it, of a store that is none
+    except ValueError:  # half of a seal, on a store without atomic writes
         return {}
 
 
-class Watched:
-    """Where each file that has a seal must stay as it is."""
+class SealedFiles:
+    """A folder in which each sealed file must match its seal."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.seen = root, dict[str, str]()
 
-    def look(self) -> None:
+    def check(self) -> None:
         for path in self.root.glob("*.seal.json"):
             if "sha256" in (seal := read_seal(path)):
                 file = self.root / path.name.replace(".seal.json", ".safetensors")
@@ -158,7 +158,7 @@ class Watched:
 
 @pytest.mark.parametrize("is_local", [True, False])
 @pytest.mark.parametrize("mode", Faults.MODES)
-def test_whatever_operation_of_a_writer_fails_a_sealed_file_is_whole_and_stays_so(
+def test_a_sealed_file_is_complete_and_unchanged_whichever_write_operation_fails(
     mode: str, is_local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("os.fsync", lambda _: None)
@@ -166,20 +166,20 @@ def test_whatever_operation_of_a_writer_fails_a_sealed_file_is_whole_and_stays_s
     while reached:
         root = tmp_path / str(number)
         root.mkdir()
-        watched = Watched(root)
+        watched = SealedFiles(root)
 
-        class Looking(Faults):
+        class CheckingFaults(Faults):
             def __call__(self, *given: Any) -> Any:
-                watched.look()  # noqa: B023
+                watched.check()  # noqa: B023
                 return super().__call__(*given)
 
-        faults = Looking(mode, number)
+        faults = CheckingFaults(mode, number)
         folder = Storage(pafs.PyFileSystem(FaultyHandler(faults, is_local)), str(root), is_local)
         try:
             write(folder, FILES)
         except Killed:
             assert "kill" in mode
-        watched.look()
+        watched.check()
         reached = len(faults.done) > number
         whole = [path for path in root.glob("*.seal.json") if "sha256" in read_seal(path)]
         if not reached or mode in ("eio", "late", "torn"):
@@ -237,7 +237,7 @@ def alone(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> TrainConf
     return config
 
 
-def test_three_ranks_write_the_files_that_one_would(
+def test_three_ranks_write_the_same_files_as_one(
     workers: Group, alone: TrainConfig, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run", **ADAM)
@@ -253,7 +253,7 @@ def test_three_ranks_write_the_files_that_one_would(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_any_number_of_ranks_goes_on_from_parts_with_the_same_bits(
+def test_any_number_of_ranks_resumes_from_parts_with_the_same_bits(
     workers: Group, alone: TrainConfig, tmp_path: Path, size: int
 ):
     config = tiny_config(tmp_path, "run", **ADAM)
@@ -263,7 +263,7 @@ def test_any_number_of_ranks_goes_on_from_parts_with_the_same_bits(
     assert hashes(config) == hashes(alone)
 
 
-def test_a_checkpoint_of_one_file_and_one_of_parts_continue_each_other(
+def test_a_run_can_switch_between_checkpoints_of_one_file_and_of_parts(
     workers: Group, alone: TrainConfig, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run", **ADAM)
@@ -289,7 +289,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("point", KILLS)
-def test_a_rank_that_is_killed_at_any_point_leaves_a_whole_checkpoint_or_none(
+def test_a_rank_killed_at_any_point_leaves_a_complete_checkpoint_or_none(
     workers: Group, alone: TrainConfig, tmp_path: Path, point: str
 ):
     config = tiny_config(tmp_path, "run", **ADAM)
@@ -305,7 +305,7 @@ def test_a_rank_that_is_killed_at_any_point_leaves_a_whole_checkpoint_or_none(
     assert not leftovers(config)
 
 
-def test_a_part_that_cannot_be_written_is_one_failed_checkpoint_and_training_goes_on(
+def test_a_part_that_cannot_be_written_fails_one_checkpoint_and_the_training_continues(
     workers: Group, alone: TrainConfig, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run", **ADAM)
@@ -320,7 +320,7 @@ def test_a_part_that_cannot_be_written_is_one_failed_checkpoint_and_training_goe
     assert not leftovers(config), "the next commit removed what was written"
 
 
-def test_a_part_that_fails_for_a_moment_is_written_again(workers: Group, tmp_path: Path):
+def test_a_transient_failure_of_a_part_is_retried(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "run", **ADAM)
     ran = workers(
         *(3, run_in_parts, plain(config)),
@@ -330,7 +330,7 @@ def test_a_part_that_fails_for_a_moment_is_written_again(workers: Group, tmp_pat
     newest(config).verify()
 
 
-def test_an_average_and_a_divided_optimizer_have_the_same_bits_in_parts(
+def test_runs_with_an_average_or_a_sharded_optimizer_write_parts_with_the_same_bits(
     workers: Group, tmp_path: Path
 ):
     averaged = {**ADAM, "ema": EmaConfig(decay=0.9)}

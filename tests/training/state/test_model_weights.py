@@ -1,4 +1,4 @@
-"""A model that is not the one of the checkpoint, because its code was edited."""
+"""A model that does not match the checkpoint because its code was edited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from raytrain_ddp.training.state.shared_checkpoint import fill
         (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "Missing key.*1.weight"),
     ],
 )
-def test_an_edited_model_is_one_line(model: nn.Module, reported: str):
+def test_a_model_that_does_not_match_the_checkpoint_is_a_one_line_error(
+    model: nn.Module, reported: str
+):
     saved = nn.Sequential(nn.Linear(4, 3)).state_dict()
     with pytest.raises(ConfigError, match=f"{reported}.*Restore the code") as caught:
         fill(model, saved)

@@ -1,4 +1,4 @@
-"""A start reads its checkpoint once: rank 0 does, and sends it to the others."""
+"""A checkpoint is read once per start: rank 0 reads it and sends it to the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoin
 
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:
-    """How often this rank has read each file of a checkpoint, while it trained."""
+    """How often this rank read each file of a checkpoint during the training."""
     read, counted = Storage.read_into, Counter[str]()
 
     def reading(self: Storage, name: str, *given: Any) -> str:
@@ -43,7 +43,7 @@ def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]
     return counted
 
 
-def test_only_rank_0_reads_and_the_tensors_only_once(workers: Group, tmp_path: Path):
+def test_only_rank_0_reads_the_checkpoint_and_each_tensor_file_once(workers: Group, tmp_path: Path):
     whole, stopped = (tiny_config(tmp_path, name) for name in ("whole", "stopped"))
     workers(3, run_tiny, plain(whole))
     workers(3, run_tiny, plain(stopped), None, 7)
@@ -54,7 +54,7 @@ def test_only_rank_0_reads_and_the_tensors_only_once(workers: Group, tmp_path: P
 
 
 def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) -> str:
-    """What reading a file of the newest checkpoint raises on this rank."""
+    """The error of reading a file of the newest checkpoint on this rank."""
     world = World(rank, size, rank, torch.device("cpu"), 1)
     found = newest(from_dict(config))
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,7 @@ def read_failing(rank: int, size: int, config: Mapping[str, Any], failure: str) 
     ("failure", "reported"),
     [("damage", r"model\.safetensors is damaged"), ("storage", r"fails: .*no right")],
 )
-def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_words(
+def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_message(
     failure: str, reported: str, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run", epochs=1)
@@ -87,10 +87,10 @@ def test_a_file_that_cannot_be_read_ends_all_ranks_with_the_same_words(
     assert re.search(reported, texts[0])
 
 
-def tensors_through(
+def receive_tensors(
     rank: int, size: int, config: Mapping[str, Any]
 ) -> tuple[list[str], float, bool, int]:
-    """What a start gets whose ranks have different tensors already."""
+    """The tensors of a start whose ranks have different tensors already."""
     made = from_dict(config)
     world = World(rank, size, rank, torch.device("cpu"), 1)
     counted = Counter[str]()
@@ -117,7 +117,7 @@ def tensors_through(
 
 
 @pytest.mark.parametrize("damaged", [b"", b"shape", b"dtype", b"data_offsets", b"F32", b", 200]"])
-def test_each_rank_receives_into_the_memory_that_it_has(
+def test_each_rank_receives_tensors_into_its_existing_memory(
     damaged: bytes, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "run")
@@ -131,15 +131,15 @@ def test_each_rank_receives_into_the_memory_that_it_has(
         data[data.index(damaged) + 1] ^= 1
         data[-1] ^= 1
         path.write_bytes(data)
-    found = workers(3, tensors_through, plain(config))
+    found = workers(3, receive_tensors, plain(config))
     step = 1 if damaged else 2
     names = [f"w{n}" for n in range(6)]
     assert [each[:3] for each in found] == [(names, 50.0 * 15 * step, True)] * 3
     assert [each[3] for each in found] == [1 + bool(damaged), 0, 0]
 
 
-def live_through(rank: int, size: int, config: Mapping[str, Any], late: int) -> Any:
-    """What a start gets whose ranks, all but `late`, have a live state."""
+def receive_live_state(rank: int, size: int, config: Mapping[str, Any], late: int) -> Any:
+    """The state of a start in which all ranks except `late` have a live state."""
     made = from_dict(config)
     world = World(rank, size, rank, torch.device("cpu"), 1)
     snapshot = Snapshot(
@@ -149,7 +149,7 @@ def live_through(rank: int, size: int, config: Mapping[str, Any], late: int) -> 
     )
     live = None if rank == late else LiveState.of(snapshot)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Storage, "read_into", None)  # nobody reads
+        patch.setattr(Storage, "read_into", None)  # no rank reads
         patch.setattr(Storage, "sha256", None)
         session = LocalSession(made, world, Best("loss", "min"), lambda _: None, live)
         found = session.latest({"model.safetensors": {}})
@@ -161,9 +161,11 @@ def live_through(rank: int, size: int, config: Mapping[str, Any], late: int) -> 
 
 
 @pytest.mark.parametrize("late", [-1, 0, 2])
-def test_survivors_go_on_without_reading_what_is_stored(late: int, workers: Group, tmp_path: Path):
+def test_survivors_continue_without_reading_the_checkpoint(
+    late: int, workers: Group, tmp_path: Path
+):
     config = tiny_config(tmp_path, "run")
     store = checkpoint_store(run_storage(config))
     store.commit(manifest(1), {"model.safetensors": b"never read"})
     newcomers = () if late < 0 else (late,)
-    assert workers(3, live_through, plain(config), late) == [([9.0] * 30, newcomers, 1)] * 3
+    assert workers(3, receive_live_state, plain(config), late) == [([9.0] * 30, newcomers, 1)] * 3

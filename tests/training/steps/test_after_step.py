@@ -1,4 +1,4 @@
-"""What a task does beside the loss: scalars that are logged, and `after_step`."""
+"""Logged scalars and `after_step` of a task."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from logs import log_of
 from processes import Died, Group, Raised
 from tiny import (
     TOTAL_STEPS,
-    Ran,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     decode_tensors,
     newest,
@@ -38,8 +38,8 @@ from raytrain_ddp.tasks.task_check import loss_of_task
 from raytrain_ddp.training.recording.trackers import tracker_scalars
 
 
-class Telling(TinyTask):
-    """Logs the mean of the row numbers, and a scalar that is not a number in one step."""
+class LogsScalars(TinyTask):
+    """Logs the mean of the row numbers, and a scalar that is NaN in one step."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         odd = math.nan if 5 in batch["row"].tolist() else 1.0
@@ -51,14 +51,16 @@ def scalars_of(config: TrainConfig) -> list[tuple[float, float]]:
     return [(record["scalars"]["row"], record["scalars"]["odd"]) for record in records]
 
 
-def test_scalars_are_means_over_the_samples_of_a_step_on_any_number_of_workers(
+def test_scalars_are_means_over_all_samples_of_a_step_on_any_number_of_workers(
     workers: Group, tmp_path: Path
 ):
-    """Also in a short last step with an empty slot; one that is not finite ends nothing."""
+    """Also in a short last step with an empty slot. A nonfinite scalar does not end the run."""
     found = []
     for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran: list[Ran] = workers(size, run_tiny, plain(config), None, 0, 0, None, Telling)
+        ran: list[WorkerResult] = workers(
+            size, run_tiny, plain(config), None, 0, 0, None, LogsScalars
+        )
         rows: dict[int, list[int]] = {}
         for worker in ran:
             for step, seen in worker.seen:
@@ -71,21 +73,21 @@ def test_scalars_are_means_over_the_samples_of_a_step_on_any_number_of_workers(
     assert len(found[0]) == 10
 
 
-def test_scalars_of_exact_runs_have_the_same_bits_and_survive_a_kill(
+def test_scalars_of_exact_runs_have_the_same_bits_after_a_kill_on_any_number_of_workers(
     workers: Group, tmp_path: Path
 ):
     logs, options = [], {"exact": True, "epochs": 1, "checkpoint": CheckpointConfig(every_steps=4)}
     for size, die_at in ((1, 0), (3, 7)):
         config = tiny_config(tmp_path, f"exact-{size}", **options)
         if die_at:
-            workers.outcomes(size, run_tiny, plain(config), None, 0, die_at, None, Telling)
-        workers(size, run_tiny, plain(config), None, 0, 0, None, Telling)
+            workers.outcomes(size, run_tiny, plain(config), None, 0, die_at, None, LogsScalars)
+        workers(size, run_tiny, plain(config), None, 0, 0, None, LogsScalars)
         logs.append(str(scalars_of(config)))
     assert logs[0] == logs[1]
     assert "nan" in logs[0]
 
 
-def test_scalars_reach_the_trackers_and_are_left_out_of_lines_without_any():
+def test_finite_scalars_reach_the_trackers_and_records_without_scalars_lack_the_field():
     record = Train(step=3, loss=0.5, scalars={"accuracy": 0.25, "odd": math.nan})
     reported = dict(tracker_scalars(record))
     assert reported["train/accuracy"] == 0.25
@@ -103,7 +105,7 @@ def test_scalars_reach_the_trackers_and_are_left_out_of_lines_without_any():
         ({4: 1.0}, "other names of scalars"),
     ],
 )
-def test_scalars_that_are_none_are_refused_with_the_place(
+def test_invalid_scalars_are_refused_with_the_function_that_returned_them(
     scalars: Mapping[Any, Any], reported: str
 ):
     task = TinyTask(TrainConfig())
@@ -115,7 +117,7 @@ def test_scalars_that_are_none_are_refused_with_the_place(
     assert "in TinyTask.loss: " in line
 
 
-class Changing(TinyTask):
+class RenamesScalar(TinyTask):
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         loss = super().loss(model, batch)
         assert self.session is not None
@@ -123,17 +125,15 @@ class Changing(TinyTask):
 
 
 def task_errors(workers: Group, folder: Path, task: type[TinyTask]) -> list[str]:
-    """Of each of three ranks, all of which end with one."""
+    """The errors of three ranks; each rank must end with one."""
     config = tiny_config(folder, "ended")
     ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, task)
     assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
     return [each.text for each in ended]
 
 
-def test_scalars_that_change_their_names_end_all_ranks_with_one_line(
-    workers: Group, tmp_path: Path
-):
-    texts = task_errors(workers, tmp_path, Changing)
+def test_scalars_whose_names_change_end_all_ranks_with_an_error(workers: Group, tmp_path: Path):
+    texts = task_errors(workers, tmp_path, RenamesScalar)
     assert all("Now: late; before: early." in text for text in texts)
 
 
@@ -141,7 +141,7 @@ def test_scalars_that_change_their_names_end_all_ranks_with_one_line(
 
 
 class Teacher(TinyTask):
-    """Keeps an average of the weights in a frozen copy, clips a weight and counts in a buffer."""
+    """Keeps an average of the weights in a frozen copy, clips a weight, and counts in a buffer."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -163,10 +163,10 @@ class Teacher(TinyTask):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_after_step_follows_each_applied_update_and_its_effects_are_in_the_checkpoint(
+def test_after_step_runs_after_each_applied_update_and_its_changes_are_in_the_checkpoint(
     exact: bool, workers: Group, tmp_path: Path
 ):
-    """Once for all slots; never after a refused step. Stopped, killed and, if exact, resized."""
+    """Once per step; never after a refused one. Runs are stopped, killed and, if exact, resized."""
     made = {
         "optim": OptimConfig(lr=0.05, nonfinite="skip"),
         "checkpoint": CheckpointConfig(every_steps=4, every_s=0.0),
@@ -191,10 +191,8 @@ def test_after_step_follows_each_applied_update_and_its_effects_are_in_the_check
     assert newest(config).read("state.json") == newest(whole).read("state.json")
 
 
-def test_the_average_of_after_step_is_that_of_the_weights_of_each_step(
-    workers: Group, tmp_path: Path
-):
-    """Against the checkpoints of each step."""
+def test_an_average_in_after_step_covers_the_weights_of_every_step(workers: Group, tmp_path: Path):
+    """Compared with the checkpoints of each step."""
     often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
     config = tiny_config(tmp_path, "average", epochs=1, checkpoint=often)
     workers(1, run_tiny, plain(config), {"norm": True}, 0, 0, None, Teacher)
@@ -215,8 +213,6 @@ class Adding(TinyTask):
             model.late = nn.Parameter(torch.zeros(2))
 
 
-def test_a_parameter_that_after_step_adds_is_refused_as_no_checkpoint_could_be_resumed(
-    workers: Group, tmp_path: Path
-):
+def test_a_parameter_added_by_after_step_is_refused(workers: Group, tmp_path: Path):
     texts = task_errors(workers, tmp_path, Adding)
     assert all("in Adding.after_step: adds or removes late of the model" in text for text in texts)

@@ -1,4 +1,4 @@
-"""What goes into each step: audited, counted, and alike on any number of workers and threads."""
+"""The input of each step: audited, counted, and the same for any number of workers and threads."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyTask,
+    WorkerResult,
     bits,
     plain,
     run_tiny,
@@ -46,7 +46,7 @@ AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
 
 def audit_of(config: TrainConfig) -> list[str]:
-    """The hash of each step; asserts that none is missing or there twice."""
+    """The hash of each step; asserts that no step is missing or repeated."""
     records = [r for r in read_history(run_storage(config)) if r["kind"] == "audit"]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     return [record["sha256"] for record in records]
@@ -54,7 +54,7 @@ def audit_of(config: TrainConfig) -> list[str]:
 
 @pytest.fixture(scope="module")
 def audited(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of an undisturbed run in one process without a loader thread."""
+    """The audit of an undisturbed run in one process without a loader thread."""
     folder = tmp_path_factory.mktemp("audited")
     data = DataConfig(workers=0)
     config = tiny_config(folder, "alone", log=AUDITED, data=data)
@@ -65,7 +65,7 @@ def audited(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[st
 
 
 @pytest.mark.parametrize(("size", "threads"), [(1, 2), (2, 1), (3, 0), (3, 2)])
-def test_ids_and_pixels_of_each_step_are_alike_for_any_ranks_and_loader_threads(
+def test_ids_and_pixels_of_each_step_are_the_same_for_any_ranks_and_loader_threads(
     size: int, threads: int, audited: list[str], workers: Group, tmp_path: Path
 ):
     data = DataConfig(workers=threads, prefetch=3)
@@ -74,7 +74,7 @@ def test_ids_and_pixels_of_each_step_are_alike_for_any_ranks_and_loader_threads(
     assert audit_of(config) == audited
 
 
-def test_a_run_stopped_killed_and_resized_has_the_audit_of_an_undisturbed_one(
+def test_a_stopped_killed_and_resized_run_has_the_audit_of_an_undisturbed_run(
     audited: list[str], workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "disturbed", log=AUDITED)
@@ -87,7 +87,7 @@ def test_a_run_stopped_killed_and_resized_has_the_audit_of_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"data": DataConfig(shuffle="block")}])
-def test_another_seed_or_order_has_another_audit(
+def test_a_different_seed_or_order_gives_a_different_audit(
     change: dict[str, Any], audited: list[str], workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "other", log=AUDITED, epochs=1, **change)
@@ -101,7 +101,7 @@ BAD = [5, 6, 77, 78, 79, 200, 290]
 
 
 def skipped_by_step(config: TrainConfig) -> list[int]:
-    """What the log must say: bad rows met so far in the epoch, after each step of the first."""
+    """The expected log: bad rows so far in the epoch, after each step of the first epoch."""
     plan = Plan(ROWS, config.slots, config.micro_batch)
     order = EpochOrder(ArraySource({"x": np.zeros(ROWS)}, 16).blocks, "full", config.seed, 0)
     met, totals = 0, []
@@ -116,7 +116,7 @@ def trained(config: TrainConfig) -> list[dict[str, Any]]:
     return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
 
 
-def test_fault_20_skipped_records_are_counted_alike_on_any_ranks_and_after_a_restart(
+def test_fault_20_the_count_of_skipped_records_is_the_same_on_any_ranks_and_after_a_restart(
     workers: Group, tmp_path: Path
 ):
     data = DataConfig(workers=1, bad_records="skip", max_bad=len(BAD))
@@ -142,10 +142,10 @@ def test_fault_20_skipped_records_are_counted_alike_on_any_ranks_and_after_a_res
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_fault_20_the_loss_of_a_step_is_the_mean_over_the_samples_that_are_left(
+def test_fault_20_the_loss_of_a_step_is_the_mean_over_the_remaining_samples(
     workers: Group, tmp_path: Path
 ):
-    """Slots that lost different numbers of samples still count by sample, not by slot."""
+    """Slots that lost different numbers of samples are weighted by sample, not by slot."""
     data = DataConfig(workers=0, bad_records="skip", max_bad=ROWS)
     config = tiny_config(tmp_path, "bad", data=data, epochs=1)
     plan = Plan(ROWS, config.slots, config.micro_batch)
@@ -172,7 +172,7 @@ def first_loss(rank: int, size: int, rows: list[int]) -> float:
     return cross_entropy(logits, torch.from_numpy(arrays["y"][rows])).item()
 
 
-class FlatTask(TinyTask):
+class BatchNorm1dTask(TinyTask):
     """Its batch norm refuses a single sample."""
 
     def model(self) -> torch.nn.Module:
@@ -182,13 +182,15 @@ class FlatTask(TinyTask):
         return self.made
 
 
-def run_flat(rank: int, size: int, *args: Any) -> Ran:
-    return run_tiny(rank, size, *args, kind=FlatTask)
+def run_flat(rank: int, size: int, *args: Any) -> WorkerResult:
+    return run_tiny(rank, size, *args, kind=BatchNorm1dTask)
 
 
-def test_fault_20_a_slot_of_which_one_sample_is_left_ends_no_run(workers: Group, tmp_path: Path):
-    """Batch norm has no statistics of one sample: it passes in evaluation mode, with the same bits
-    on any number of workers and after a stop."""
+def test_fault_20_a_slot_with_one_remaining_sample_does_not_end_the_run(
+    workers: Group, tmp_path: Path
+):
+    """Batch norm has no statistics of one sample, so this slot uses evaluation mode, with the same
+    bits on any number of workers and after a stop."""
     rows = 288  # the last step has full slots, too
     data = DataConfig(workers=0, bad_records="skip")
     config = tiny_config(tmp_path, "of-1", data=data, epochs=1, exact=True)
@@ -204,7 +206,7 @@ def test_fault_20_a_slot_of_which_one_sample_is_left_ends_no_run(workers: Group,
     assert bits(three) == bits(config)
 
 
-def test_fault_20_more_bad_records_than_allowed_end_the_run_in_the_same_step(
+def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_limit(
     workers: Group, tmp_path: Path
 ):
     data = DataConfig(workers=1, bad_records="skip", max_bad=3)
@@ -219,7 +221,7 @@ def test_fault_20_more_bad_records_than_allowed_end_the_run_in_the_same_step(
 # ------------------------------------------------------------------ repeated augmentation
 
 
-def test_repeated_augmentation_is_the_same_on_any_ranks(workers: Group, tmp_path: Path):
+def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(workers: Group, tmp_path: Path):
     augment = AugmentConfig(repeats=2)
     hashes = []
     for size in (1, 3):
@@ -232,9 +234,9 @@ def test_repeated_augmentation_is_the_same_on_any_ranks(workers: Group, tmp_path
     assert len(hashes[0]) == 19  # lanes of 72 and 73 rows, 4 rows a step
 
 
-# ------------------------------------------------------------------ images, with all that there is
+# ------------------------------------------------------------------ augmented images
 
-EVERYTHING = AugmentConfig(
+ALL_AUGMENTATIONS = AugmentConfig(
     crop="random",
     flip=True,
     policy="randaugment",
@@ -246,7 +248,7 @@ EVERYTHING = AugmentConfig(
 )
 
 
-class Part:
+class FirstRows:
     """The first 360 rows of a source, in blocks of 60."""
 
     blocks = np.full(6, 60)
@@ -270,7 +272,7 @@ def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0
     task = ImageClassification(made)
     task.eval_data = lambda: None  # type: ignore[method-assign]
     data = task.train_data()
-    part = replace(data, source=Part(data.source))
+    part = replace(data, source=FirstRows(data.source))
     task.train_data = lambda: part  # type: ignore[method-assign]
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with ScriptedSession(made, world, stop_at, 0) as session:
@@ -286,14 +288,14 @@ def digits_config(folder: Path, name: str, threads: int) -> TrainConfig:
         batch_size=64,
         micro_batch=16,
         data=DataConfig(workers=threads, shuffle="block", shuffle_window=2),
-        augment=EVERYTHING,
+        augment=ALL_AUGMENTATIONS,
         checkpoint=CheckpointConfig(every_s=0.0, every_epochs=0),
         log=AUDITED,
     )
 
 
 @pytest.mark.each_version
-def test_images_with_every_augmentation_are_alike_for_any_ranks_threads_and_after_a_restart(
+def test_augmented_images_are_the_same_for_any_ranks_and_threads_and_after_a_restart(
     workers: Group, tmp_path: Path
 ):
     alone = digits_config(tmp_path, "alone", threads=0)
@@ -316,7 +318,7 @@ def test_images_with_every_augmentation_are_alike_for_any_ranks_threads_and_afte
     assert losses[0] == pytest.approx(losses[2], rel=1e-4)
 
 
-def test_images_that_grow_are_alike_for_any_ranks_and_after_a_restart_within_an_epoch(
+def test_growing_images_are_the_same_for_any_ranks_and_after_a_restart_within_an_epoch(
     workers: Group, tmp_path: Path
 ):
     """Sizes 8, 40 and 72, of two steps each."""
@@ -337,8 +339,8 @@ def test_images_that_grow_are_alike_for_any_ranks_and_after_a_restart_within_an_
 
 
 @pytest.mark.gpu
-def test_slots_reach_the_gpu_whole_while_it_is_busy():
-    """The copy has a stream of its own; the training's stream waits for it."""
+def test_slots_reach_the_gpu_complete_while_it_is_busy():
+    """The copy uses its own stream, and the stream of the training waits for it."""
     import torch
 
     from raytrain_ddp.data.loading.loader import Slot
@@ -351,16 +353,16 @@ def test_slots_reach_the_gpu_whole_while_it_is_busy():
     for step in range(20):
         host = torch.full((64, 3, 224, 224), step, dtype=torch.uint8).pin_memory()
         for _ in range(20):
-            weights = (weights @ weights).tanh()  # the device is behind the host
+            weights = (weights @ weights).tanh()  # the device lags behind the host
         (slot,) = move([Slot(step, 0, 64, 64, {"image": host})])
         assert slot.batch["image"].device == device
         assert bool((slot.batch["image"] == step).all())
 
 
-def test_an_evaluation_copies_the_next_batch_while_it_computes_on_this_one(
+def test_an_evaluation_copies_the_next_batch_while_it_computes_on_the_current_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """The order of what the host tells a GPU, on stand-ins for streams and events."""
+    """The order of the host's commands to a GPU, on fake streams and events."""
     said: list[str] = []
 
     class Stream:
@@ -399,8 +401,8 @@ def test_an_evaluation_copies_the_next_batch_while_it_computes_on_this_one(
     assert list(ahead_on_device(iter([]), torch.device("cuda", 0))) == []
 
 
-def waits_of(rank: int, size: int) -> dict[str, float]:
-    """Seconds by phase of three steps with a bad record each, for whose data rank 1 waits 50 ms."""
+def seconds_by_phase(rank: int, size: int) -> dict[str, float]:
+    """Seconds by phase of three steps with a bad record each; rank 1 waits 50 ms for its data."""
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
@@ -417,7 +419,7 @@ def waits_of(rank: int, size: int) -> dict[str, float]:
     return clock.window()[1]
 
 
-def test_who_waits_for_anothers_data_waits_in_communication_not_for_its_own(workers: Group):
-    other, slow = workers(2, waits_of)
+def test_waiting_for_data_of_another_rank_counts_as_communication(workers: Group):
+    other, slow = workers(2, seconds_by_phase)
     assert slow["data"] >= 0.15 > 2 * other["data"]
     assert other["communication"] > 2 * slow["communication"]

@@ -1,4 +1,4 @@
-"""Runs that end before their last epoch, or use a part of the data: the same after a restart."""
+"""Runs that end before their last epoch or use a part of the data; the same after a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from logs import log_of
 from processes import Died, Group
-from tiny import EVAL_ROWS, Ran, TinyTask, bits, newest, plain, run_tiny, tiny_config
+from tiny import EVAL_ROWS, TinyTask, WorkerResult, bits, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
@@ -32,7 +32,7 @@ def evals(config: TrainConfig) -> list[int]:
     return [record["step"] for record in log_of(config) if record["kind"] == "eval"]
 
 
-def end(ran: Sequence[Ran]) -> tuple[int, int, int]:
+def end(ran: Sequence[WorkerResult]) -> tuple[int, int, int]:
     (outcome,) = {(r.outcome.step, r.outcome.total_steps, r.outcome.signal) for r in ran}
     return outcome
 
@@ -40,28 +40,28 @@ def end(ran: Sequence[Ran]) -> tuple[int, int, int]:
 # ------------------------------------------------------------------ early stopping
 
 
-def counts(values: Sequence[float], goal: str, **stop: Any) -> list[int]:
+def stops_after(values: Sequence[float], goal: str, **stop: Any) -> list[int]:
     """The evaluations (from 1) after which the run would end."""
     patience = Patience(StopConfig(**stop), "score", goal)
     return [n for n, value in enumerate(values, 1) if patience.see({"score": value})]
 
 
 def test_patience_counts_evaluations_in_a_row_without_improvement():
-    assert counts([3, 2, 2, 2.5, 1, 1, 1], "min", patience=2) == [4, 7]
-    assert counts([1, 2, 2, 1.5, 3], "max", patience=2) == [4]
-    assert counts([1, 1, 1, 1], "max", patience=0) == []
-    assert counts([1, 1.05, 1.1, 1.15], "max", patience=2, min_delta=0.1) == [3]
-    assert counts([math.nan, math.nan, 1], "min", patience=2) == [2]
+    assert stops_after([3, 2, 2, 2.5, 1, 1, 1], "min", patience=2) == [4, 7]
+    assert stops_after([1, 2, 2, 1.5, 3], "max", patience=2) == [4]
+    assert stops_after([1, 1, 1, 1], "max", patience=0) == []
+    assert stops_after([1, 1.05, 1.1, 1.15], "max", patience=2, min_delta=0.1) == [3]
+    assert stops_after([math.nan, math.nan, 1], "min", patience=2) == [2]
     log = [Train(step=1), Eval(step=2, metrics={"score": 1.0}), Eval(step=4, metrics={"score": 1})]
     assert Patience(StopConfig(patience=1), "score", "min").replay(log)
     assert not Patience(StopConfig(patience=2), "score", "min").replay(log)
 
 
 @pytest.mark.parametrize("disturbance", ["stopped", "killed"])
-def test_a_run_that_was_disturbed_stops_early_at_the_same_step_and_is_finished(
+def test_a_stopped_or_killed_run_stops_early_at_the_same_step_and_is_finished(
     disturbance: str, workers: Group, tmp_path: Path
 ):
-    """The evaluations at 10, 20, ... give these scores; two without improvement end it at 40."""
+    """The evaluations at 10, 20, ... have these scores; two without improvement end it at 40."""
     options = {"scores": [3.0, 2.0, 2.0, 2.5, 1.0, 1.0]}
     stop = StopConfig(patience=2)
     made = {"epochs": 6, "stop": stop, "checkpoint": dataclasses.replace(NEVER, every_steps=15)}
@@ -99,7 +99,7 @@ def test_patience_without_an_evaluation_set_is_refused():
 # ------------------------------------------------------------------ steps and time
 
 
-def test_steps_replace_epochs_also_in_the_schedule_and_more_of_them_go_on(
+def test_steps_replace_epochs_also_in_the_schedule_and_a_larger_number_continues_the_run(
     workers: Group, tmp_path: Path
 ):
     short, config = (tiny_config(tmp_path, name, steps=13) for name in ("short", "stopped"))
@@ -120,15 +120,17 @@ def test_steps_replace_epochs_also_in_the_schedule_and_more_of_them_go_on(
     assert end(workers(3, run_tiny, plain(more))) == (15, 15, 0)
 
 
-def test_evaluation_every_n_steps_is_due_beside_that_of_epochs(workers: Group, tmp_path: Path):
+def test_evaluations_every_n_steps_are_in_addition_to_those_of_epochs(
+    workers: Group, tmp_path: Path
+):
     config = tiny_config(tmp_path, "often", epochs=1, eval=EvalConfig(0, every_steps=4))
     workers(3, run_tiny, plain(config), None, 5)
     workers(3, run_tiny, plain(config))
     assert evals(config) == [4, 8, 10]
 
 
-class Slow(TinyTask):
-    """A step takes an hour from the third on, as far as the clock can tell."""
+class SlowThirdStep(TinyTask):
+    """The clock shows that the third step takes an hour."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         assert self.session is not None
@@ -139,7 +141,7 @@ class Slow(TinyTask):
 
 
 class KeepsClock:
-    """Keeps the clock that the session watches."""
+    """Sets `session.clock` to the clock that the session watches."""
 
     def __call__(self, session: Any) -> None:
         watch = session.watch
@@ -151,25 +153,25 @@ class KeepsClock:
         session.watch = watched
 
 
-def test_a_run_ends_by_max_time_with_an_evaluation_and_goes_on_with_a_longer_one(
+def test_a_run_ends_at_max_time_with_an_evaluation_and_continues_with_a_larger_max_time(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "timed", max_time="1h", checkpoint=NEVER)
     keeps = KeepsClock()
-    ran = workers(1, run_tiny, plain(config), None, 0, 0, keeps, Slow)
+    ran = workers(1, run_tiny, plain(config), None, 0, 0, keeps, SlowThirdStep)
     step, total, signal = end(ran)
     assert (total, signal) == (step, 0)
     assert step in (3, 4)
     assert evals(config) == [step]
     assert newest(config).manifest.finished
     assert is_complete(config, newest(config).manifest)
-    assert end(workers(1, run_tiny, plain(config)))[0] == step  # the time is up
+    assert end(workers(1, run_tiny, plain(config)))[0] == step  # max_time is reached
     longer = dataclasses.replace(config, max_time="1d")
     assert not is_complete(longer, newest(config).manifest)
     assert end(workers(1, run_tiny, plain(longer))) == (30, 30, 0)
 
 
-def test_the_time_of_all_starts_counts():
+def test_the_trained_time_is_the_sum_over_all_starts():
     log = [Train(step=n, seconds=1.0, seconds_total=2.0 * n) for n in range(1, 5)]
     assert seconds_trained(log) == 8.0
     assert seconds_trained([]) == 0.0
@@ -179,12 +181,12 @@ def test_the_time_of_all_starts_counts():
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)]
 )
-def test_a_time_has_a_unit(text: str, seconds: float):
+def test_max_time_has_a_unit(text: str, seconds: float):
     assert TrainConfig(max_time=text).max_time_s == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "90", "0m", "soon", "-3m", "1:30:00", "3 h"])
-def test_what_is_no_time_is_refused(text: str):
+def test_an_invalid_max_time_is_refused(text: str):
     with pytest.raises(ConfigError, match=r"max_time = .* such as 90m"):
         TrainConfig(max_time=text)
 
@@ -192,7 +194,7 @@ def test_what_is_no_time_is_refused(text: str):
 # ------------------------------------------------------------------ parts of the data
 
 
-def rows_of_epochs(ran: Sequence[Ran], steps: int) -> list[list[int]]:
+def rows_of_epochs(ran: Sequence[WorkerResult], steps: int) -> list[list[int]]:
     """The rows of each epoch of `steps` steps, in order."""
     epochs: dict[int, list[int]] = {}
     for worker in ran:
@@ -202,7 +204,7 @@ def rows_of_epochs(ran: Sequence[Ran], steps: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("field", ["limit_train_batches", "overfit_batches"])
-def test_a_limited_epoch_has_so_many_steps_and_overfitting_always_the_same_rows(
+def test_a_limited_epoch_has_that_many_steps_and_overfitting_repeats_the_same_rows(
     field: str, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "limited", **{field: 2})
@@ -218,13 +220,13 @@ def test_a_limited_epoch_has_so_many_steps_and_overfitting_always_the_same_rows(
     assert bits(stopped) == bits(config)
 
 
-def test_a_limit_above_the_epoch_changes_nothing():
+def test_a_limit_above_the_length_of_an_epoch_has_no_effect():
     assert Plan(100, 4, 8, limit=9) != Plan(100, 4, 8)
     assert Plan(100, 4, 8, limit=9).steps_per_epoch == Plan(100, 4, 8).steps_per_epoch == 4
     assert chunks_of(100, 10, 50) == range(10)
 
 
-def test_a_limited_evaluation_is_spread_over_the_data_and_the_same_on_any_number_of_workers(
+def test_a_limited_evaluation_covers_all_data_evenly_and_is_the_same_on_any_workers(
     workers: Group, tmp_path: Path
 ):
     assert chunks_of(100, 10, 4) == [0, 2, 5, 7]
@@ -243,7 +245,7 @@ def test_a_limited_evaluation_is_spread_over_the_data_and_the_same_on_any_number
     assert EVAL_ROWS > 4 * 8
 
 
-def test_evaluation_has_a_micro_batch_of_its_own(workers: Group, tmp_path: Path):
+def test_the_micro_batch_of_evaluations_can_be_set_separately(workers: Group, tmp_path: Path):
     found: list[Mapping[str, float]] = []
     for size, micro_batch in ((1, 0), (3, 50), (2, 50)):
         every = EvalConfig(micro_batch=micro_batch)

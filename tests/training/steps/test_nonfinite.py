@@ -25,10 +25,10 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    Ran,
     ScriptedSession,
     TinyNet,
     TinyTask,
+    WorkerResult,
     bits,
     kept_steps,
     newest,
@@ -95,7 +95,7 @@ def rows_of(config: TrainConfig, step: int, slot: int, epoch: int = 0) -> list[i
 
 
 class OddTask(TinyTask):
-    """Does something odd with the batch that has `nan_row`."""
+    """Something becomes nonfinite in the batch that has `nan_row`."""
 
     def __init__(self, config: TrainConfig, nan_row: int) -> None:
         super().__init__(config)
@@ -105,21 +105,21 @@ class OddTask(TinyTask):
         loss = super().loss(model, batch)
         assert self.session is not None
         odd = self.session.step > 0 and self._odd_row in batch["row"].tolist()
-        return self.spoil(loss, model, batch) if odd else loss
+        return self.make_nonfinite(loss, model, batch) if odd else loss
 
-    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+    def make_nonfinite(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
         raise NotImplementedError
 
 
 class InfiniteLoss(OddTask):
-    """The loss is infinite, the gradient as if it were not."""
+    """The loss is infinite, but the gradient is finite."""
 
-    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+    def make_nonfinite(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
         return loss + math.inf
 
 
 class InfiniteLossAndAnEmptyWeight(InfiniteLoss):
-    """A parameter without numbers has no gradient that could speak for a loss."""
+    """A parameter without elements has no gradient that could show a nonfinite loss."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -131,23 +131,23 @@ class InfiniteLossAndAnEmptyWeight(InfiniteLoss):
 
 
 class InfiniteVariance(OddTask):
-    """Batch norm's variance becomes infinite, and nothing else."""
+    """Only batch norm's variance becomes infinite."""
 
-    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+    def make_nonfinite(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
         variance = dict(model.named_buffers())["module.norm.running_var"]
-        variance.data[2] = math.inf  # past autograd, which has it saved
+        variance.data[2] = math.inf  # autograd has saved it, so bypass that
         return loss
 
 
 class HugeGradient(OddTask):
-    """The gradient is finite; its square is not."""
+    """The gradient is finite, but its square is not."""
 
-    def spoil(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+    def make_nonfinite(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
         return loss + model(batch["x"]).sum() * 1e25
 
 
 class Overflow(TinyTask):
-    """Each gradient is too large for fp16, and no loss is."""
+    """Each gradient is too large for fp16, but no loss is."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = super().loss(model, batch)
@@ -156,14 +156,14 @@ class Overflow(TinyTask):
 
 
 class Steep(TinyTask):
-    """Gradients overflow in fp16 down to some scale."""
+    """Gradients overflow in fp16 above some loss scale."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return super().loss(model, batch) * 300
 
 
 class NoBuffers(TinyTask):
-    """There is nothing to average but gradients."""
+    """Only gradients are averaged over ranks."""
 
     def __init__(self, config: TrainConfig, nan_row: int) -> None:
         super().__init__(config, norm=False)
@@ -193,7 +193,7 @@ class Stepped:
     events: Sequence[Mapping[str, Any]]
 
 
-def stepped(
+def take_steps(
     rank: int,
     size: int,
     plain_config: Mapping[str, Any],
@@ -204,7 +204,7 @@ def stepped(
     task_name: str = "TinyTask",
     nan_row: int = -1,
 ) -> Stepped:
-    """Takes `steps` steps, and goes back to where it was before that which is to be left out."""
+    """Takes `steps` steps; undoes the step `leave_out`."""
     config = from_dict(plain_config)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     task = TASKS[task_name](config, nan_row=nan_row)
@@ -249,22 +249,22 @@ def digest(tensors: Sequence[Tensor]) -> str:
 
 @pytest.mark.parametrize("step", [1, 5])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fault_24_a_step_with_nan_on_one_rank_is_as_if_its_update_were_left_out(
+def test_fault_24_a_step_with_nan_on_one_rank_equals_a_step_without_an_update(
     variant: str, step: int, workers: Group, tmp_path: Path
 ):
-    """Bit for bit, on all ranks: weights, buffers, optimizer; the first step has no state yet."""
+    """Weights, buffers, and optimizer are equal bit for bit; the first step has no state yet."""
     spoilt = tiny_config(tmp_path, "spoilt", **VARIANTS[variant])
     clean = tiny_config(tmp_path, "clean", **VARIANTS[variant])
     nan = f"train.loss:nan@rank=1,step={step}"
-    ours = workers(3, stepped, plain(spoilt), 8, nan, str(tmp_path / "fired"))
-    theirs = workers(3, stepped, plain(clean), 8, "", "", step)
+    ours = workers(3, take_steps, plain(spoilt), 8, nan, str(tmp_path / "fired"))
+    theirs = workers(3, take_steps, plain(clean), 8, "", "", step)
     assert (tmp_path / "fired" / "fired-0").exists()
     ours_after, theirs_after = ([r.states[step + 1 :] for r in runs] for runs in (ours, theirs))
     assert ours_after == theirs_after
     assert [r.states[step][0] for r in ours] == [ours[0].states[step - 1][0]] * 3
     if step > 1:
         assert [r.states[step] for r in ours] == [ours[0].states[step - 1]] * 3
-    assert len({model for model, _ in ours[0].states}) == 8  # each other step did change something
+    assert len({model for model, _ in ours[0].states}) == 8  # every other step changed something
     assert [r.nonfinite for r in ours] == [1] * 3
     assert {r.nonfinite for r in theirs} == {0}
     assert {r.scale for r in ours} == {32768.0 if variant == "fp16-clip" else 1.0}
@@ -279,33 +279,33 @@ def test_fault_24_a_step_with_nan_on_one_rank_is_as_if_its_update_were_left_out(
         ("HugeGradient", "the norm of the gradient is inf at step 5 (learning rate 0.0227), by"),
     ],
 )
-def test_fault_24_what_shows_in_no_gradient_of_its_own_is_found_in_the_same_step_too(
+def test_fault_24_nonfinite_values_outside_of_gradients_are_found_in_the_same_step(
     task: str, said: str, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "odd", optim=OptimConfig(name="adamw", lr=0.05))
     row = rows_of(config, step=5, slot=1)[0]
-    ran = workers(3, stepped, plain(config), 8, "", "", 0, task, row)
+    ran = workers(3, take_steps, plain(config), 8, "", "", 0, task, row)
     assert len({r.error for r in ran}) == 1
     assert said in ran[0].error
     assert [len(r.states) for r in ran] == [6] * 3
     assert all(r.states[5] == ran[0].states[4] for r in ran)
 
 
-def test_fault_24_fp16_ends_only_when_there_is_no_scale_left_to_lower(
+def test_fault_24_fp16_overflows_end_the_run_only_at_a_loss_scale_below_1(
     workers: Group, tmp_path: Path
 ):
-    """An overflow is the scaler's own search; one at a scale below 1 cannot be."""
+    """The scaler expects overflows while it searches for a scale, but not below a scale of 1."""
     config = tiny_config(tmp_path, "fp16", optim=SKIP, compute=ComputeConfig(precision="fp16"))
-    ran = workers(3, stepped, plain(config), 25, "", "", 0, "Overflow")
+    ran = workers(3, take_steps, plain(config), 25, "", "", 0, "Overflow")
     assert {r.error for r in ran} == {ran[0].error}
-    # 2 ** 16 is 1 after 16 halvings; the 18th step has a scale of 1/2, and 3 may be left out.
+    # 2 ** 16 is 1 after 16 halvings; the 18th step has a scale of 1/2, and 3 may be skipped.
     assert "step 21" in ran[0].error
     assert [len(r.states) for r in ran] == [22] * 3
     assert {state[0] for r in ran for state in r.states} == {ran[0].states[0][0]}
 
 
 @pytest.mark.parametrize("compression", ["none", "bf16", "powersgd"])
-def test_fault_24_the_number_of_workers_does_not_change_which_steps_fp16_leaves_out(
+def test_fault_24_fp16_skips_the_same_steps_on_any_number_of_workers(
     compression: str, workers: Group, tmp_path: Path
 ):
     found = set()
@@ -317,20 +317,20 @@ def test_fault_24_the_number_of_workers_does_not_change_which_steps_fp16_leaves_
             ddp=DdpConfig(compression=compression, powersgd_rank=2),
             compute=ComputeConfig(precision="fp16"),
         )
-        ran = workers(size, stepped, plain(config), 12, "", "", 0, "Steep")
+        ran = workers(size, take_steps, plain(config), 12, "", "", 0, "Steep")
         found |= {r.scale for r in ran}
     (scale,) = found
     assert 1 < scale < 2.0**16
 
 
 @pytest.mark.parametrize("task", ["TinyTask", "NoBuffers"])
-def test_fault_24_a_loss_that_is_not_finite_is_never_taken_for_an_overflow_of_fp16(
+def test_fault_24_a_nonfinite_loss_is_not_treated_as_an_fp16_overflow(
     task: str, workers: Group, tmp_path: Path
 ):
-    """The loss is not scaled yet: no lower scale would repair it."""
+    """The loss is not scaled yet, so a lower scale would not help."""
     config = tiny_config(tmp_path, "fp16", compute=ComputeConfig(precision="fp16"))
     nan = "train.loss:nan@rank=1,step=5"
-    ran = workers(3, stepped, plain(config), 8, nan, str(tmp_path / "fired"), 0, task)
+    ran = workers(3, take_steps, plain(config), 8, nan, str(tmp_path / "fired"), 0, task)
     assert len({r.error for r in ran}) == 1
     assert "the loss of slot 1 (rank 1) is nan at step 5" in ran[0].error
     assert [len(r.states) for r in ran] == [6] * 3
@@ -340,7 +340,9 @@ def test_fault_24_a_loss_that_is_not_finite_is_never_taken_for_an_overflow_of_fp
 # ------------------------------------------------------------------ stop
 
 
-def run_armed(rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]) -> Ran:
+def run_armed(
+    rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]
+) -> WorkerResult:
     arm(failpoints, folder)
     try:
         return run_tiny(rank, size, config)
@@ -348,18 +350,18 @@ def run_armed(rank: int, size: int, failpoints: str, folder: str, config: Mappin
         arm("", folder)
 
 
-def notes(ran: Ran) -> list[str]:
+def notes(ran: WorkerResult) -> list[str]:
     return [event["text"] for event in ran.events if event["kind"] == "note"]
 
 
 def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """Training records without what depends on the time of day; nan equals nan."""
+    """Training records without timestamps; NaN equals NaN."""
     history = read_history(run_storage(config))
     log = [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
     return [{k: str(v) if k == "loss" else v for k, v in record.items()} for record in log]
 
 
-def test_fault_24_stop_ends_all_ranks_with_6_and_leaves_a_bundle_to_reproduce(
+def test_fault_24_stop_ends_all_ranks_with_6_and_writes_a_file_to_reproduce_the_step(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(
@@ -406,10 +408,10 @@ def test_fault_24_stop_ends_all_ranks_with_6_and_leaves_a_bundle_to_reproduce(
 
 @pytest.mark.parametrize("optim", [OptimConfig(lr=1e12), OptimConfig(name="adamw", lr=1e25)])
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_fault_24_a_huge_learning_rate_ends_with_6_and_no_checkpoint_is_not_finite(
+def test_fault_24_a_huge_learning_rate_ends_with_6_and_all_checkpoints_are_finite(
     optim: OptimConfig, policy: Any, workers: Group, tmp_path: Path
 ):
-    """Also where the update itself overflows, from a gradient that is finite."""
+    """Also if the update itself overflows, with a finite gradient."""
     often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
     optim = dataclasses.replace(optim, nonfinite=policy)
     config = tiny_config(tmp_path, "huge", optim=optim, checkpoint=often)
@@ -420,8 +422,8 @@ def test_fault_24_a_huge_learning_rate_ends_with_6_and_no_checkpoint_is_not_fini
         assert tensor.double().isfinite().all()
 
 
-def through_the_door(rank: int, size: int, folder: str, argv: Sequence[str]) -> tuple[Any, str]:
-    """Exit status and output of ``fit``, in a process that has torch already."""
+def run_fit(rank: int, size: int, folder: str, argv: Sequence[str]) -> tuple[Any, str]:
+    """Exit status and output of ``fit`` in a process that has already imported torch."""
     before, out = (os.getcwd(), sys.argv), io.StringIO()
     arm("train.loss:nan@step=2", f"{folder}/fired")
     os.chdir(folder)
@@ -436,11 +438,11 @@ def through_the_door(rank: int, size: int, folder: str, argv: Sequence[str]) -> 
     return end.value.code, out.getvalue()
 
 
-def test_fault_24_the_command_ends_with_6_and_says_why_without_a_traceback(
+def test_fault_24_the_command_exits_with_6_and_the_cause_without_a_traceback(
     workers: Group, tmp_path: Path
 ):
     flags = ["--local", "--name", "diverged", "--epochs", "1", "--data.workers", "1"]
-    ((status, out),) = workers(1, through_the_door, str(tmp_path), flags)
+    ((status, out),) = workers(1, run_fit, str(tmp_path), flags)
     assert status == 6, out
     assert "the loss of slot 0 (rank 0) is nan at step 2" in " ".join(out.split())
     assert "Traceback" not in out
@@ -451,8 +453,10 @@ def test_fault_24_the_command_ends_with_6_and_says_why_without_a_traceback(
 
 
 @pytest.fixture(scope="module")
-def skipping(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Any]:
-    """An uninterrupted run with one bad row, and so three steps of 30 that are left out."""
+def skipping_run(
+    workers: Group, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainConfig, Any]:
+    """An uninterrupted run with one bad row, so three of 30 steps are skipped."""
     config = tiny_config(
         tmp_path_factory.mktemp("skip"),
         "whole",
@@ -464,7 +468,7 @@ def skipping(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 def bad_steps(config: TrainConfig, row: int) -> list[tuple[int, int]]:
-    """(step, slot) of each time that the row comes."""
+    """(step, slot) of each occurrence of the row."""
     return [
         (epoch * STEPS_PER_EPOCH + step, slot)
         for epoch in range(config.epochs)
@@ -474,8 +478,8 @@ def bad_steps(config: TrainConfig, row: int) -> list[tuple[int, int]]:
     ]
 
 
-def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: Any):
-    config, (options, ran) = skipping
+def test_fault_24_skip_continues_reports_each_step_and_counts_them_in_the_log(skipping_run: Any):
+    config, (options, ran) = skipping_run
     bad = bad_steps(config, options["nan_row"])
     assert len(bad) == config.epochs
     assert {r.outcome.step for r in ran} == {TOTAL_STEPS}
@@ -495,15 +499,15 @@ def test_fault_24_skip_goes_on_tells_each_and_counts_them_in_the_log(skipping: A
 
 
 @pytest.mark.parametrize("way", ["stopped", "killed"])
-def test_fault_24_a_run_continued_across_a_skipped_step_ends_with_the_same_bits(
-    way: str, skipping: Any, workers: Group, tmp_path: Path
+def test_fault_24_a_run_resumed_around_a_skipped_step_ends_with_the_same_bits(
+    way: str, skipping_run: Any, workers: Group, tmp_path: Path
 ):
-    whole, (options, _) = skipping
+    whole, (options, _) = skipping_run
     config = dataclasses.replace(whole, name=way, storage=str(tmp_path))
     (first, _), (second, _), _ = bad_steps(config, options["nan_row"])
     if way == "stopped":
         workers(3, run_tiny, plain(config), options, first)
-        assert newest(config).name.step == first  # the last thing done was to do nothing
+        assert newest(config).name.step == first  # the last step was skipped
     else:
         *_, last = workers.outcomes(3, run_tiny, plain(config), options, 0, second + 1)
         assert last == Died(9)
@@ -516,10 +520,10 @@ def test_fault_24_a_run_continued_across_a_skipped_step_ends_with_the_same_bits(
     assert log_of(config) == log_of(whole)
 
 
-def test_fault_24_the_step_after_the_last_that_may_be_skipped_ends_the_run_also_after_a_resume(
-    skipping: Any, workers: Group, tmp_path: Path
+def test_fault_24_more_skipped_steps_than_allowed_end_the_run_also_after_a_resume(
+    skipping_run: Any, workers: Group, tmp_path: Path
 ):
-    whole, (options, _) = skipping
+    whole, (options, _) = skipping_run
     optim = dataclasses.replace(SKIP, max_nonfinite=1)
     config = dataclasses.replace(whole, name="few", storage=str(tmp_path), optim=optim)
     (first, _), (second, slot), _ = bad_steps(config, options["nan_row"])
@@ -534,11 +538,11 @@ def test_fault_24_the_step_after_the_last_that_may_be_skipped_ends_the_run_also_
     assert max(kept_steps(config)) < second
 
 
-# ------------------------------------------------------------------ one process: the guard itself
+# ------------------------------------------------------------------ the guard in one process
 
 
-def examine(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> bool:
-    """What a step does with the guard; whether it is refused."""
+def is_refused(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> bool:
+    """Uses the guard as a step does; returns whether the step is refused."""
     state.optimizer.zero_grad(set_to_none=True)
     loss = state.model(torch.ones(5, 3)).sum()
     with guard.watching(0, loss.detach() * loss_factor):
@@ -549,8 +553,8 @@ def examine(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> boo
     return bool(refused)
 
 
-def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_checkpoint():
-    """With a false GPU, whose flags say when they are copied and when they are waited for."""
+def test_on_a_gpu_the_flag_of_a_step_is_read_one_step_later_and_before_a_checkpoint():
+    """With a fake GPU that records when flags are copied and read."""
     state, happened = small_state(), []
 
     def fetch(flag: Tensor) -> Callable[[], bool]:
@@ -567,7 +571,7 @@ def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_c
     guard = NonfiniteGuard(state, judged.append, fetch, lag=1)
     seen = []
     for factor in (1.0, math.nan, 1.0, math.inf):
-        refused = examine(guard, state, factor)
+        refused = is_refused(guard, state, factor)
         seen.append((refused, [trace.step for trace in judged]))
     assert seen == [(False, []), (True, []), (False, [2]), (True, [2])]
     assert happened == [
@@ -580,41 +584,41 @@ def test_on_a_gpu_the_flag_of_a_step_is_waited_for_one_step_later_and_before_a_c
         "read 3",
     ]
     guard.settle()
-    guard.settle()  # nothing is open any more
+    guard.settle()  # nothing is pending anymore
     assert happened[7:] == ["read 4"]
     assert [trace.step for trace in judged] == [2, 4]
-    assert math.isnan(judged[0].losses[0].item())  # of that step, though another came after it
+    assert math.isnan(judged[0].losses[0].item())  # of step 2, although another followed
     assert math.isinf(judged[1].losses[0].item())
 
 
 @pytest.mark.gpu
-def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_it_is_asked_for():
+def test_a_flag_comes_from_a_real_gpu_without_a_wait_when_its_copy_starts():
     slow = torch.ones(4000, 4000, device="cuda")
     for _ in range(50):
         slow = slow @ slow / 4000
     read = through_pinned_memory(slow.sum() > 0)
     pending = not torch.cuda.current_stream().query()
     assert read() is True
-    assert pending  # the copy was asked for while the device was at work
+    assert pending  # the copy was started while the device was busy
     assert through_pinned_memory(torch.zeros((), device="cuda") > 0)() is False
 
 
-def test_a_guard_changes_no_gradient_that_is_finite():
+def test_the_guard_does_not_change_finite_gradients():
     guarded, free = small_state(), small_state()
     judged: list[StepTrace] = []
     guard = NonfiniteGuard(guarded, judged.append, lambda flag: lambda: bool(flag), lag=0)
-    assert not examine(guard, guarded, 1.0)
+    assert not is_refused(guard, guarded, 1.0)
     free.model(torch.ones(5, 3)).sum().backward()
     pairs = zip(guarded.model.parameters(), free.model.parameters(), strict=True)
     assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
-    assert examine(guard, guarded, math.nan)
+    assert is_refused(guard, guarded, math.nan)
     assert len(judged) == 1
     norms = zip(judged[0].names, judged[0].norms, strict=True)
     bad = [name for name, norm in norms if norm.isnan()]
     assert bad == [judged[0].sentinel] == ["2.bias"]
 
 
-def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_is_not_finite():
+def test_a_state_is_not_finite_if_a_weight_is_nan_or_infinite_or_a_buffer_is_nan():
     state = small_state()
     state.model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
     assert state.is_finite()
@@ -631,13 +635,13 @@ def test_a_state_with_a_weight_that_is_not_finite_or_a_buffer_that_is_no_number_
     assert state.is_finite()
     table = nn.Parameter(torch.full((700, 100), 250.0, dtype=torch.float16), requires_grad=False)
     state.model.register_parameter("table", table)
-    assert state.is_finite()  # though the norm of its values is larger than any fp16 number
+    assert state.is_finite()  # although the norm of its values exceeds the range of fp16
     table.data[0, 0] = math.inf
     assert not state.is_finite()
 
 
-def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fused_kernels():
-    """Torch would take over from the checkpoint by which kernels it computes."""
+def test_fault_47_a_checkpoint_without_a_nonfinite_count_loads_and_keeps_fused_kernels():
+    """torch would take the choice of kernels from the checkpoint."""
     old = small_state()
     old.step = 7
     snapshot = old.snapshot(None, [])  # type: ignore[arg-type]
@@ -670,7 +674,7 @@ def test_fault_47_a_checkpoint_from_before_the_count_loads_and_goes_on_with_fuse
 
 
 class NanInTheLastStep(TinyTask):
-    """The last step of an epoch, whose micro-batches have one sample, is not finite."""
+    """The loss of the last step of an epoch, whose micro-batches have one sample, is NaN."""
 
     frozen_at_first = ("conv*",)
 
@@ -679,8 +683,8 @@ class NanInTheLastStep(TinyTask):
         return loss * math.nan if model.training and len(batch["row"]) == 1 else loss
 
 
-def test_a_refused_step_of_one_turn_does_not_spoil_those_of_the_next(tmp_path: Path) -> None:
-    """Both turns have a hook on the same parameter."""
+def test_a_refused_step_before_unfreezing_does_not_affect_steps_after_it(tmp_path: Path) -> None:
+    """Both guards have a hook on the same parameter."""
     optim = OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9)
     config = tiny_config(tmp_path, "run", model=ModelConfig(unfreeze_epoch=1), optim=optim)
     session = ScriptedSession(config, World(0, 1, 0, torch.device("cpu"), 1), 0, 0)

@@ -1,4 +1,4 @@
-"""Weights that differ between workers: found, named, and repaired or the end; three processes."""
+"""Weights that differ between workers are found and named, and end the run or are repaired."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TOTAL_STEPS, Ran, bits, kept_steps, plain, run_tiny, tiny_config
+from tiny import TOTAL_STEPS, WorkerResult, bits, kept_steps, plain, run_tiny, tiny_config
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
@@ -18,8 +18,8 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 
-AT = "train.weights:flip@rank={},step=13"
-EVERY = ScalingConfig(check_every_steps=5)
+FLIP = "train.weights:flip@rank={},step=13"
+CHECKED = ScalingConfig(check_every_steps=5)
 REPAIRED = ScalingConfig(check_every_steps=5, on_divergence="resync")
 WAYS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> Ran:
+def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> WorkerResult:
     arm(text, folder)
     try:
         return run_tiny(rank, size, config)
@@ -41,11 +41,11 @@ def records_of(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_flipped_weight_ends_the_run_before_a_checkpoint_has_it(
+def test_a_flipped_bit_in_a_weight_ends_the_run_before_the_next_checkpoint(
     workers: Group, tmp_path: Path, way: str
 ):
-    config = tiny_config(tmp_path, "flipped", scaling=EVERY, **WAYS[way])
-    ends = workers.outcomes(3, run_with, plain(config), AT.format(1), str(tmp_path / "fired"))
+    config = tiny_config(tmp_path, "flipped", scaling=CHECKED, **WAYS[way])
+    ends = workers.outcomes(3, run_with, plain(config), FLIP.format(1), str(tmp_path / "fired"))
     for end in ends:
         assert isinstance(end, Raised)
         assert (end.name, end.exit_status) == ("DivergedError", DivergedError.exit_status)
@@ -56,11 +56,11 @@ def test_a_flipped_weight_ends_the_run_before_a_checkpoint_has_it(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", [0, 2])
-def test_a_flipped_weight_is_repaired_from_those_that_agree(
+def test_a_flipped_bit_in_a_weight_is_repaired_from_ranks_that_agree(
     workers: Group, tmp_path: Path, way: str, wrong: int
 ):
     config = tiny_config(tmp_path, "repaired", scaling=REPAIRED, **WAYS[way])
-    text, folder = AT.format(wrong), str(tmp_path / "fired")
+    text, folder = FLIP.format(wrong), str(tmp_path / "fired")
     ran = workers(3, run_with, plain(config), text, folder)
     assert len({each.digest for each in ran}) == 1
     (record,) = records_of(config, "resync")
@@ -74,7 +74,9 @@ def test_a_flipped_weight_is_repaired_from_those_that_agree(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_comparing_alarms_nobody_and_changes_no_bit(workers: Group, tmp_path: Path, way: str):
+def test_comparing_equal_replicas_raises_nothing_and_changes_no_bit(
+    workers: Group, tmp_path: Path, way: str
+):
     often, never = (
         tiny_config(
             tmp_path, f"{steps}", scaling=ScalingConfig(check_every_steps=steps), **WAYS[way]
@@ -87,41 +89,41 @@ def test_comparing_alarms_nobody_and_changes_no_bit(workers: Group, tmp_path: Pa
     assert bits(often) == bits(never)
 
 
-def test_a_checkpoint_is_never_made_of_weights_that_differ(workers: Group, tmp_path: Path):
+def test_differing_weights_are_never_written_to_a_checkpoint(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "rare", scaling=ScalingConfig(check_every_steps=1000))
-    ends = workers.outcomes(3, run_with, plain(config), AT.format(0), str(tmp_path / "fired"))
+    ends = workers.outcomes(3, run_with, plain(config), FLIP.format(0), str(tmp_path / "fired"))
     assert all(isinstance(end, Raised) and "after step 20" in end.text for end in ends)
     assert max(kept_steps(config)) == 10
 
 
-def some() -> list[Tensor]:
+def example_tensors() -> list[Tensor]:
     torch.manual_seed(0)
     floats = torch.randn(65536 + 7)
     kinds = [floats, floats[:50].bfloat16(), floats[:9].double(), torch.arange(5), torch.ones(())]
     return [*kinds, torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)]
 
 
-def test_each_bit_and_each_exchange_changes_the_fingerprint_of_its_tensor_alone():
-    before = fingerprints(some())
-    assert torch.equal(before, fingerprints(some()))
-    for number, tensor in enumerate(some()):
+def test_a_flipped_bit_or_swapped_elements_change_only_the_fingerprint_of_their_tensor():
+    before = fingerprints(example_tensors())
+    assert torch.equal(before, fingerprints(example_tensors()))
+    for number, tensor in enumerate(example_tensors()):
         width = 8 * tensor.element_size()
         kind = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
         every = range(width) if number < 2 else (0, 1, width // 2, width - 2, width - 1)
         for bit in every:
-            changed = some()
+            changed = example_tensors()
             one = 1 << bit if bit < width - 1 else -(1 << bit)
             place = (bit * 7919) % tensor.numel()
             flat = changed[number].contiguous().reshape(-1)
             flat.view(kind)[place] ^= one
             changed[number] = flat.view(tensor.shape)
             assert (fingerprints(changed) != before).nonzero().tolist() == [[number]]
-    swapped = some()
+    swapped = example_tensors()
     swapped[0][[3, 65_540]] = swapped[0][[65_540, 3]]
     assert (fingerprints(swapped) != before).nonzero().tolist() == [[0]]
 
 
-def test_a_flag_changes_the_fingerprint_of_its_buffer():
+def test_each_element_of_a_bool_buffer_changes_its_fingerprint():
     for place in range(3):
         flags = torch.tensor([True, False, True])
         before = fingerprints([flags, torch.ones(2)])

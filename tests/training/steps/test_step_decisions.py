@@ -1,4 +1,4 @@
-"""What follows a step: agreed on by all ranks, by the number of steps, the clock, and signals."""
+"""Decisions after a step: by the number of steps, the clock, and signals; all ranks agree."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_what_is_due_follows_from_the_number_of_steps():
 # ------------------------------------------------------------------ agreed on by all ranks
 
 
-class Wishing:
-    """As much of a session as `Steering` needs; wishes what is written for (rank, step)."""
+class RequestingSession:
+    """The part of a session that `StepDecisions` needs; requests by (rank, step) are scripted."""
 
     def __init__(
         self, world: World, script: Mapping[tuple[int, int], Requests], timed: int
@@ -85,14 +85,14 @@ class Wishing:
         self.looked.append(self.step)
 
 
-def steer(
+def take_decisions(
     rank: int,
     size: int,
     script: Mapping[tuple[int, int], Requests],
     timed: int,
     only_main_asks: bool = False,
 ) -> tuple[list[Decision], list[int]]:
-    session = Wishing(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
+    session = RequestingSession(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
     session.only_main_asks = only_main_asks
     config = TrainConfig(checkpoint=CheckpointConfig(every_epochs=0, every_s=0.0))
     steering = StepDecisions(Cadence(config, 1000), session)  # type: ignore[arg-type]
@@ -103,29 +103,33 @@ def steer(
     return decisions, session.looked
 
 
-def test_what_one_rank_wishes_all_ranks_do_after_the_same_step(workers: Group):
+def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(workers: Group):
     script = {
         (1, 2): Requests(save=True),
         (2, 4): Requests(look=True),
         (0, 6): Requests(stop=15),
         (1, 6): Requests(stop=10, look=True),
     }
-    results = workers(3, steer, script, 3)
+    results = workers(3, take_decisions, script, 3)
     assert results == [results[0]] * 3
     decisions, looked = results[0]
-    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [2, 3, 6]  # 3 by rank 0's clock
+    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [
+        2,
+        3,
+        6,
+    ]  # step 3: by rank 0's clock
     assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
-    assert looked == [4, 6]  # on all ranks: it is a collective
+    assert looked == [4, 6]  # on all ranks, as it is a collective
 
 
-def test_where_only_rank_0_has_wishes_all_ranks_do_them(workers: Group):
-    """As under Ray; of the other ranks nothing is asked."""
+def test_with_only_main_asks_only_requests_of_rank_0_are_fulfilled_by_all_ranks(workers: Group):
+    """As under Ray; the other ranks are not asked."""
     script = {
         (0, 4): Requests(look=True),
         (1, 5): Requests(stop=10),
         (0, 6): Requests(stop=15),
     }
-    results = workers(3, steer, script, 3, True)
+    results = workers(3, take_decisions, script, 3, True)
     assert results == [results[0]] * 3
     decisions, looked = results[0]
     assert [n + 1 for n, d in enumerate(decisions) if d.save] == [3, 6]
@@ -145,11 +149,11 @@ def test_where_only_rank_0_has_wishes_all_ranks_do_them(workers: Group):
         (10.0, 0.02, 11.0, 0.994),
     ],
 )
-def test_the_interval_loses_the_least_time(
+def test_the_chosen_interval_minimizes_the_lost_time(
     every_s: float, stall_s: float, restart_s: float, useful: float
 ):
-    """Against Daly's exact model, for failures at random once an hour, which gives the shares of
-    useful time that a simulation gave for these cases."""
+    """Compared with Daly's exact model for random failures once an hour. The model agrees with the
+    shares of useful time in a simulation of these cases."""
 
     def useful_share(interval_s: float) -> float:
         return interval_s / ((3600 + restart_s) * math.expm1((interval_s + stall_s) / 3600))
@@ -161,28 +165,30 @@ def test_the_interval_loses_the_least_time(
     assert useful_share(chosen_s) > max(map(useful_share, (chosen_s * 0.7, chosen_s * 1.4)))
 
 
-def test_the_interval_has_bounds():
+def test_the_interval_has_bounds_that_depend_on_the_commit_time():
     assert best_interval_s(0.0, 3600.0, 0.1) == 5.0
     assert best_interval_s(60.0, 1e6, 0.1) == 600.0
     assert best_interval_s(0.05, 3600.0, 40.0) == 80.0  # the store is idle half the time
-    assert best_interval_s(0.5, 3600.0, 400.0) == 800.0  # also above the longest
+    assert best_interval_s(0.5, 3600.0, 400.0) == 800.0  # even above the maximum
     assert best_interval_s(60.0, 1e6, 301.0) == 602.0
 
 
-def test_the_mean_time_between_failures_is_an_hour_until_more_is_seen():
+def test_the_mean_time_between_failures_starts_at_an_hour_and_follows_the_failures():
     assert Life().mtbf_s(0) == 3600
     assert Life().mtbf_s(3600) == 7200  # an hour without a failure
     assert Life(failures=9, lived_s=3600.0).mtbf_s(0) == 720
     young = Life().document(attempt=1, more_s=100.0, ended=False)
     assert Life.after(young, 2) == Life(failures=1, lived_s=100.0)
-    assert Life.after(young, 4) == Life(failures=3, lived_s=100.0)  # two ended with no checkpoint
+    assert Life.after(young, 4) == Life(
+        failures=3, lived_s=100.0
+    )  # two attempts ended without a checkpoint
     ended = Life(2, 50.0).document(attempt=3, more_s=100.0, ended=True)
-    assert Life.after(ended, 4) == Life(failures=2, lived_s=150.0)  # stopped, as it should
+    assert Life.after(ended, 4) == Life(failures=2, lived_s=150.0)  # a normal stop
     assert Life.after(ended, 5) == Life(failures=3, lived_s=150.0)
 
 
-class Hands:
-    """A clock that a test moves."""
+class FakeTime:
+    """A clock that tests set."""
 
     now_s = 1000.0
 
@@ -191,17 +197,17 @@ class Hands:
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    hands = Hands()
-    monkeypatch.setattr(checkpoint_interval, "time", hands)
-    return hands
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake_time = FakeTime()
+    monkeypatch.setattr(checkpoint_interval, "time", fake_time)
+    return fake_time
 
 
-def test_the_clock_asks_every_so_many_seconds_or_never(hands: Hands):
+def test_a_checkpoint_is_due_every_given_number_of_seconds_or_never(fake_time: FakeTime):
     timer, never = (SaveTimer(s, Life(), lambda _: None) for s in (30.0, 0.0))
     asked = []
     for second in range(100):
-        hands.now_s = 1000.0 + second
+        fake_time.now_s = 1000.0 + second
         assert not never.is_due()
         if timer.is_due():
             asked.append(second)
@@ -209,13 +215,13 @@ def test_the_clock_asks_every_so_many_seconds_or_never(hands: Hands):
     assert asked == [30, 60, 90]
 
 
-def test_the_interval_is_found_by_measuring_and_reported_when_it_has_changed(hands: Hands):
+def test_the_interval_is_measured_and_reported_when_it_changes(fake_time: FakeTime):
     reported: list[Record] = []
     timer = SaveTimer("auto", Life(), to(reported))
     guess_s = timer.interval_s()
     assert 20 < guess_s < 40
     assert reported == []
-    hands.now_s += 100
+    fake_time.now_s += 100
     assert timer.is_due()
     timer.saved(0.05)
     timer.committed(1.0)
@@ -234,7 +240,7 @@ def life_of(config: TrainConfig) -> dict[str, Any]:
     return document
 
 
-def test_a_run_carries_its_failures_and_its_age_to_the_next_start(workers: Group, tmp_path: Path):
+def test_the_failures_and_age_of_a_run_are_kept_for_the_next_start(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "aged", checkpoint=CheckpointConfig(every_s="auto"))
     workers(1, run_tiny, plain(config), None, 13)
     first = life_of(config)
@@ -252,7 +258,7 @@ def test_a_run_carries_its_failures_and_its_age_to_the_next_start(workers: Group
 
 
 class Signalled(ScriptedSession):
-    """Its process is sent a signal in the middle of a step, or two."""
+    """Its process receives one or two signals in the middle of a step."""
 
     def __init__(self, config: TrainConfig, world: World, at: int, signals: list[int]) -> None:
         self._at, self._signals = at, signals
@@ -269,7 +275,7 @@ class Signalled(ScriptedSession):
 def run_signalled(
     rank: int, size: int, config: Mapping[str, Any], signals: list[int]
 ) -> tuple[int, int, bool, list[str]]:
-    """(step, signal) of the outcome, whether the handlers are again what they were, notes."""
+    """Step and signal of the outcome, whether the handlers are restored, and notes."""
     made = from_dict(config)
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
@@ -285,7 +291,7 @@ def run_signalled(
 def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
     number: int, workers: Group, tmp_path: Path
 ):
-    """Fault 34, too: Slurm warns of a preemption by SIGUSR1 or SIGUSR2, if asked to."""
+    """Also fault 34: on request, Slurm announces a preemption with SIGUSR1 or SIGUSR2."""
     config = tiny_config(tmp_path, "signalled")
     results = workers(2, run_signalled, plain(config), [number])
     assert [result[:3] for result in results] == [(7, int(number), True)] * 2
@@ -296,7 +302,7 @@ def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_a
 
 
 class StoppedInEvaluation(ScriptedSession):
-    """Rank 1 is asked to end before chunk `at` of the first evaluation."""
+    """Rank 1 is asked to stop before chunk `at` of the first evaluation."""
 
     at = 0
 
@@ -320,12 +326,12 @@ LONG = {"eval_rows": 83}  # 11 chunks: three ranks have 3, 4 and 4
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_a_signal_ends_an_evaluation_which_is_made_up_for_with_the_same_bits(
+def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bits(
     epochs: int, workers: Group, tmp_path: Path
 ):
     whole, cut = (tiny_config(tmp_path, name, epochs=epochs) for name in ("whole", "cut"))
     workers(3, run_tiny, plain(whole), LONG)
-    # In the first evaluation; then in the one that makes up for it, at the last chance to ask.
+    # In the first evaluation, and then in its repetition at the last possible chunk.
     for at in (0, 1):
         for step, number, kinds in workers(3, run_stopped_in_evaluation, plain(cut), at):
             assert (step, number) == (STEPS_PER_EPOCH, 15)
@@ -340,12 +346,12 @@ def test_a_signal_ends_an_evaluation_which_is_made_up_for_with_the_same_bits(
     assert ours == theirs
 
 
-def test_a_signal_in_the_last_chunk_of_an_evaluation_is_obeyed_after_it(
+def test_after_a_signal_in_its_last_chunk_an_evaluation_still_finishes(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "late", epochs=1)
     results = workers(3, run_stopped_in_evaluation, plain(config), 2)
-    assert [result[:2] for result in results] == [(STEPS_PER_EPOCH, 0)] * 3  # nothing is left to do
+    assert [result[:2] for result in results] == [(STEPS_PER_EPOCH, 0)] * 3  # the run is finished
 
 
 def test_an_evaluation_of_fewer_chunks_than_ranks_is_not_interrupted(
@@ -370,7 +376,7 @@ def run_armed(rank: int, size: int, config: Mapping[str, Any], text: str, folder
         arm("", folder)
 
 
-OF_TRAINING = {
+FIRST_STEPS = {
     "start.opened": 0,
     "start.warmed_up": 0,
     "start.loaded": 0,
@@ -381,10 +387,10 @@ OF_TRAINING = {
 }
 
 
-def test_the_failpoints_of_training_fire_at_their_step_and_once(workers: Group, tmp_path: Path):
-    assert set(OF_TRAINING) <= SITES
+def test_each_failpoint_of_the_training_fires_once_at_its_step(workers: Group, tmp_path: Path):
+    assert set(FIRST_STEPS) <= SITES
     config = tiny_config(tmp_path, "armed")
-    for number, (site, step) in enumerate(OF_TRAINING.items()):
+    for number, (site, step) in enumerate(FIRST_STEPS.items()):
         folder = str(tmp_path / f"fired-{number}")
         text = f"{site}:raise@rank=0,step={step}"
         (result,) = workers.outcomes(1, run_armed, plain(config), text, folder)
@@ -394,7 +400,7 @@ def test_the_failpoints_of_training_fire_at_their_step_and_once(workers: Group, 
     assert done == TOTAL_STEPS
 
 
-def test_fault_55_a_terminal_that_closes_hangs_up_twice_and_the_checkpoint_is_made(
+def test_fault_55_two_sighups_of_a_closing_terminal_end_the_run_with_a_checkpoint(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "closed", epochs=1)
@@ -404,7 +410,9 @@ def test_fault_55_a_terminal_that_closes_hangs_up_twice_and_the_checkpoint_is_ma
     assert newest(config).name.step == 7
 
 
-def test_fault_35_a_second_signal_of_whichever_kind_ends_at_once(workers: Group, tmp_path: Path):
+def test_fault_35_a_second_signal_of_any_kind_ends_the_process_at_once(
+    workers: Group, tmp_path: Path
+):
     config = tiny_config(tmp_path, "impatient", epochs=1)
     two = [signal.SIGUSR1, signal.SIGTERM]
     assert workers.outcomes(1, run_signalled, plain(config), two) == [Died(-signal.SIGTERM)]
