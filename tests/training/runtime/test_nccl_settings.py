@@ -103,7 +103,8 @@ def test_processes_of_torchrun_get_the_settings_with_gpus_only(
         dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend)
     )
     monkeypatch.setattr(local_session, "set_missing", lambda values: given.update(set=values))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **address}.items():
         monkeypatch.setenv(name, value)
     join_world(ScalingConfig(), nccl=PINNED)
     if gpus:
