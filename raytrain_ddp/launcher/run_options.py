@@ -142,11 +142,11 @@ class RunFlags:
         rule = f"must be 1 or more, below {_TOO_MANY}, auto, cpu or gpu"
         require(known, "--nproc-per-node", nproc, rule)
         nodes = self.nnodes or "1"
-        least, _, most = nodes.partition(":")
-        ranged = 0 < _count(least) <= _count(most if ":" in nodes else least)
-        require(ranged, "--nnodes", nodes, f"must be like 2, or like 1:4, and below {_TOO_MANY}")
+        ranged = re.fullmatch(r"\d{1,5}(:\d{1,5})?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
+        rule = f"must be like 2, or like 1:4, and below {_TOO_MANY}"
+        require(bool(ranged), "--nnodes", nodes, rule)
         rule = f"is too much with --nproc-per-node = {nproc}: together, below {_TOO_MANY}"
-        require(_count(least) * _count(nproc) < _TOO_MANY, "--nnodes", nodes, rule)
+        require(self.nodes[0] * _count(nproc) < _TOO_MANY, "--nnodes", nodes, rule)
         port = self.master_port
         require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
         rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
