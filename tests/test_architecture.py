@@ -7,7 +7,7 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -72,8 +72,8 @@ RANKS_WITHIN = {
 SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict", "sweep"}
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
 SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
-MOST_LINES = 500
-MOST_LINES_OF_TRAIN = 45
+MAX_LINES = 500
+MAX_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
@@ -125,33 +125,29 @@ TURN_BACK = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_between_parts_follow_the_ranks(path: Path):
-    if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
-        return  # offers names from everywhere; holds data
-    mine = part_of(path)
+def against_the_ranks(
+    path: Path, prefix: str, mine: str, ranks: Sequence[set[str]]
+) -> Iterator[str]:
+    """Imports of ``prefix.X`` where X is neither ``mine`` nor of a lower rank."""
     for name in imports(path):
-        if name.startswith("raytrain_ddp."):
-            theirs = name.split(".")[1]
-            allowed = theirs == mine or rank_of(theirs) < rank_of(mine)
-            allowed |= theirs in TURN_BACK.get(name_of(path), set())
-            assert allowed, f"{name_of(path)} imports {name}"
-
-
-WITHIN = [path for path in FILES if part_of(path) in RANKS_WITHIN and path.stem != "__init__"]
-
-
-@pytest.mark.parametrize("path", WITHIN, ids=name_of)
-def test_imports_within_a_part_follow_the_ranks(path: Path):
-    part = part_of(path)
-    ranks = RANKS_WITHIN[part]
-    mine = path.relative_to(PACKAGE / part).parts[0].removesuffix(".py")
-    for name in imports(path):
-        if name.startswith(f"raytrain_ddp.{part}."):
-            theirs = name.split(".")[2]
+        if name.startswith(f"{prefix}."):
+            theirs = name.removeprefix(f"{prefix}.").partition(".")[0]
             allowed = theirs == mine or rank_of(theirs, ranks) < rank_of(mine, ranks)
-            allowed |= theirs in TURN_BACK.get(name_of(path), set())
-            assert allowed, f"{name_of(path)} imports {name}"
+            if not allowed and theirs not in TURN_BACK.get(name_of(path), set()):
+                yield f"{name_of(path)} imports {name}"
+
+
+def test_imports_follow_the_ranks():
+    wrong: list[str] = []
+    for path in FILES:
+        if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
+            continue  # offers names from everywhere; holds data
+        part = part_of(path)
+        wrong += against_the_ranks(path, "raytrain_ddp", part, RANKS)
+        if part in RANKS_WITHIN and path.stem != "__init__":
+            mine = path.relative_to(PACKAGE / part).parts[0].removesuffix(".py")
+            wrong += against_the_ranks(path, f"raytrain_ddp.{part}", mine, RANKS_WITHIN[part])
+    assert not wrong
 
 
 NOT_PUBLIC = {
@@ -168,24 +164,25 @@ NOT_PUBLIC = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_ray_is_imported_by_few_parts_and_by_public_names(path: Path):
-    for name in imports(path):
-        assert "_internal" not in name, f"{name_of(path)} imports {name}"
-        known = name in NOT_PUBLIC.get(name_of(path), ())
-        assert known or "_private" not in name, f"{name_of(path)} imports {name}"
-        if name.partition(".")[0] == "ray":
-            assert part_of(path) in SPEAK_RAY, f"{name_of(path)} imports {name}"
+def test_ray_is_imported_by_few_parts_and_by_public_names():
+    wrong = []
+    for path in FILES:
+        for name in imports(path):
+            private = "_internal" in name or "_private" in name
+            known = name in NOT_PUBLIC.get(name_of(path), ())
             alone = SPEAK_RAY_ALONE.get(part_of(path), name_of(path))
-            assert name_of(path) == alone, f"{name_of(path)} imports {name}: only {alone} may"
+            speaks = part_of(path) in SPEAK_RAY and name_of(path) == alone
+            if (private and not known) or (name.partition(".")[0] == "ray" and not speaks):
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_each_file_stays_within_the_line_limit_and_has_a_docstring(path: Path):
+def test_each_file_stays_within_the_line_limit_and_has_a_docstring():
     """A file is one concept; one that needs more lines has two."""
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module without a docstring"
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in FILES}
+    assert not [name for name, text in texts.items() if len(text.splitlines()) > MAX_LINES]
+    with_code = {name: text for name, text in texts.items() if text.strip()}
+    assert not [name for name, text in with_code.items() if not ast.get_docstring(ast.parse(text))]
 
 
 def test_the_training_loop_fits_on_one_screen():
@@ -193,7 +190,7 @@ def test_the_training_loop_fits_on_one_screen():
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     train = functions["train"]
     assert train.end_lineno is not None
-    assert train.end_lineno - train.lineno + 1 <= MOST_LINES_OF_TRAIN
+    assert train.end_lineno - train.lineno + 1 <= MAX_LINES_OF_TRAIN
 
 
 def test_each_command_has_a_main_and_runs_as_a_module():
@@ -244,17 +241,12 @@ def test_importing_the_package_or_its_config_loads_neither_torch_nor_ray():
     assert not loaded_after(f"import {commands}") & {"torch", "ray"}
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        *("driver.fit_driver", "driver.preflight", "ray_backend.worker", "spot.__main__"),
-        *("doctor.examine", "report.write", "data.order.epoch_order", "watch.http_server"),
-        "sweep.run_sweep",
-    ],
-)
-def test_light_modules_import_neither_torch_nor_ray(module: str):
+def test_light_modules_import_neither_torch_nor_ray():
     """The first one: a complete or refused run exits at once."""
-    assert not loaded_after(f"import raytrain_ddp.{module}") & {"torch", "ray"}
+    light = ("driver.fit_driver", "driver.preflight", "ray_backend.worker", "spot.__main__")
+    light += ("doctor.examine", "report.write", "data.order.epoch_order", "watch.http_server")
+    modules = ", ".join(f"raytrain_ddp.{name}" for name in (*light, "sweep.run_sweep"))
+    assert not loaded_after(f"import {modules}") & {"torch", "ray"}
 
 
 @pytest.mark.parametrize(

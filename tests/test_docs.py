@@ -94,9 +94,6 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=shown)
-
-
 # Programs of this package that people do not type every day: `raytrain` does not list them.
 BESIDES: dict[str, Callable[[Sequence[str]], Any]] = {"spot": spot.parser().parse_args}
 FLAGS = {flag.name for command in PARSERS for flag in generate.flags_of(command)}
@@ -180,25 +177,25 @@ def test_every_promise_names_tests_that_exist():
             assert test in functions, f"{file} has no {test}"
 
 
-@each_document
-def test_every_test_file_and_benchmark_that_is_named_exists(document: Path):
-    for name in re.findall(r"\btest_\w+\.py", TEXTS[document]):
-        assert file_of_tests(name).is_file(), name
-    for name in re.findall(r"(?:benchmarks|clusters|examples)/[\w/]+\.\w+", TEXTS[document]):
-        assert (ROOT / name).is_file(), name
+def test_every_test_file_and_benchmark_that_is_named_exists():
+    for document in DOCUMENTS:
+        for name in re.findall(r"\btest_\w+\.py", TEXTS[document]):
+            assert file_of_tests(name).is_file(), name
+        for name in re.findall(r"(?:benchmarks|clusters|examples)/[\w/]+\.\w+", TEXTS[document]):
+            assert (ROOT / name).is_file(), name
 
 
-@each_document
-def test_every_command_and_name_that_is_mentioned_exists(document: Path):
-    text = TEXTS[document]
-    for names in re.findall(r"from raytrain_ddp import (\w+(?:, \w+)*)", text):
-        assert {*names.split(", ")} <= {*raytrain_ddp.__all__}, names
-    for module, name in re.findall(r"from raytrain_ddp\.([\w.]+) import (\w+)", text):
-        path = (PACKAGE / module.replace(".", "/")).with_suffix(".py")
-        names = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
-        assert name in names, f"{module}: {name}"
-    for command in re.findall(r"python -m raytrain_ddp\.(\w+)|`raytrain ([a-z]+)", text):
-        assert "".join(command) in {*PARSERS, *BESIDES}, command
+def test_every_command_and_name_that_is_mentioned_exists():
+    for document in DOCUMENTS:
+        text = TEXTS[document]
+        for names in re.findall(r"from raytrain_ddp import (\w+(?:, \w+)*)", text):
+            assert {*names.split(", ")} <= {*raytrain_ddp.__all__}, names
+        for module, name in re.findall(r"from raytrain_ddp\.([\w.]+) import (\w+)", text):
+            path = (PACKAGE / module.replace(".", "/")).with_suffix(".py")
+            names = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
+            assert name in names, f"{module}: {name}"
+        for command in re.findall(r"python -m raytrain_ddp\.(\w+)|`raytrain ([a-z]+)", text):
+            assert "".join(command) in {*PARSERS, *BESIDES}, command
 
 
 def test_every_exit_status_of_an_error_is_in_the_table():
@@ -220,14 +217,14 @@ def test_every_file_of_a_run_is_in_the_reference():
             assert f"`{name}" in text, name
 
 
-@each_document
-def test_every_flag_in_a_document_exists(document: Path):
-    for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9.-]*\*?)", WRITTEN[document]):
-        name = flag.rstrip(".-")
-        if name.endswith("*"):  # --ddp.*
-            assert any(known.startswith(name[:-1]) for known in KNOWN), flag
-        else:
-            assert name in KNOWN | FOREIGN, f"--{flag}"
+def test_every_flag_in_a_document_exists():
+    for document in DOCUMENTS:
+        for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9.-]*\*?)", WRITTEN[document]):
+            name = flag.rstrip(".-")
+            if name.endswith("*"):  # --ddp.*
+                assert any(known.startswith(name[:-1]) for known in KNOWN), flag
+            else:
+                assert name in KNOWN | FOREIGN, f"--{flag}"
 
 
 def lines_of_code(text: str) -> Iterator[str]:
@@ -269,8 +266,7 @@ def typed() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("line", typed())
-def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runs = ("runs/digits/config", "runs/mine/config", "runs/digits-sweep/trial-0007/config")
     for recipe in ("mine", "photos", *runs):
         path = tmp_path / f"{recipe}.toml"
@@ -279,8 +275,9 @@ def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytes
     for script in ("train.py", *(path.name for path in (ROOT / "examples/launchers").glob("*.py"))):
         (tmp_path / script).touch()
     monkeypatch.chdir(tmp_path)
-    command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)
-    assert {**PARSERS, **BESIDES}[command](argv)
+    for line in typed():
+        command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)
+        assert {**PARSERS, **BESIDES}[command](argv), line
 
 
 def test_some_commands_are_found_in_the_documents():
@@ -290,31 +287,31 @@ def test_some_commands_are_found_in_the_documents():
     assert {re.findall(r"raytrain_ddp\.(\w+)", line)[0] for line in found} == {*PARSERS, *BESIDES}
 
 
-@each_document
-def test_an_indented_block_has_commands_only(document: Path):
+def test_an_indented_block_has_commands_only():
     """Anything else, such as output, is in a fenced block marked as ``text``."""
-    if document.name == "CHANGELOG.md":
-        return  # its indented lines belong to lists
-    for line in lines_of_code(WRITTEN[document]):
-        words = [word for word in line.split() if not re.match(r"[A-Z_a-z0-9]+=", word)]
-        assert words[0] in PROGRAMS | {
-            "sbatch",
-            "scancel",
-            "RAY_AUTH_MODE=token",
-            ".",
-            "python -m",
-        }, line
-        for name in re.findall(r"python3? ((?:benchmarks|docs|examples)/\S+)", line):
-            assert (ROOT / name).is_file(), line
+    for document in DOCUMENTS:
+        if document.name == "CHANGELOG.md":
+            continue  # its indented lines belong to lists
+        for line in lines_of_code(WRITTEN[document]):
+            words = [word for word in line.split() if not re.match(r"[A-Z_a-z0-9]+=", word)]
+            assert words[0] in PROGRAMS | {
+                "sbatch",
+                "scancel",
+                "RAY_AUTH_MODE=token",
+                ".",
+                "python -m",
+            }, line
+            for name in re.findall(r"python3? ((?:benchmarks|docs|examples)/\S+)", line):
+                assert (ROOT / name).is_file(), line
 
 
-@each_document
-def test_python_and_recipes_are_valid(document: Path, tmp_path: Path):
-    for code in re.findall(r"```python\n(.*?)```", TEXTS[document], re.DOTALL):
-        ast.parse(code)
-    for code in re.findall(r"```toml\n(.*?)```", TEXTS[document], re.DOTALL):
-        (tmp_path / "recipe.toml").write_text(code)
-        assert isinstance(load(str(tmp_path / "recipe.toml")), TrainConfig)
+def test_python_and_recipes_are_valid(tmp_path: Path):
+    for document in DOCUMENTS:
+        for code in re.findall(r"```python\n(.*?)```", TEXTS[document], re.DOTALL):
+            ast.parse(code)
+        for code in re.findall(r"```toml\n(.*?)```", TEXTS[document], re.DOTALL):
+            (tmp_path / "recipe.toml").write_text(code)
+            assert isinstance(load(str(tmp_path / "recipe.toml")), TrainConfig)
 
 
 def links_of(document: Path) -> Iterator[tuple[Path, str]]:
@@ -331,12 +328,12 @@ def anchors_of(document: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", title) for title in kept}
 
 
-@each_document
-def test_every_link_leads_to_a_file_and_a_heading(document: Path):
-    for file, anchor in links_of(document):
-        assert file.exists(), file
-        if anchor and document.name == "README.md":  # mkdocs checks those of the other pages
-            assert anchor in anchors_of(file), f"{file.name}#{anchor}"
+def test_every_link_leads_to_a_file_and_a_heading():
+    for document in DOCUMENTS:
+        for file, anchor in links_of(document):
+            assert file.exists(), file
+            if anchor and document.name == "README.md":  # mkdocs checks those of the other pages
+                assert anchor in anchors_of(file), f"{file.name}#{anchor}"
 
 
 def test_every_page_is_within_two_links_of_the_readme():
