@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from stat import S_ISDIR, S_ISREG
@@ -21,15 +21,31 @@ from raytrain_ddp.errors import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
+_LEFTOVER = re.compile(  # hidden; of macOS, Python, Windows, ext4; of Synology and QNAP
+    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN|RECYCLER"
+    r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
+    re.IGNORECASE,
+)
+LEFT_OUT = "hidden or left by a system, unless data.classes names them"
+_DEEPEST = 200
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16
 _READ_BYTES = 2**16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder is not data but left over from a file manager or notebook."""
-    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
+def leftover_in(path: str, kept: Collection[str] = ()) -> str:
+    """The path down to its first file or folder that is hidden or was left by an operating system,
+    a file manager or a network drive; "" if there is none.
+
+    Args:
+        kept: names that are data nevertheless, such as those of ``data.classes``.
+    """
+    parts = path.split("/")
+    for place, name in enumerate(parts):
+        if _LEFTOVER.match(name) and name not in (*kept, ".", ".."):
+            return "/".join(parts[: place + 1])
+    return ""
 
 
 class FolderImages:
@@ -50,8 +66,7 @@ class FolderImages:
     """
 
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
-        self._root = root
-        self.ignored: Counter[str] = Counter()  # files by extension
+        self._root, self._kept = root, classes or ()
         inside: list[list[str]] = []  # folders of each class that has no images beside them
         folders = self._class_folders()
         own = distinct_names(folders, root)
@@ -94,7 +109,7 @@ class FolderImages:
         folders, images = [], 0
         try:
             with os.scandir(self._root) as found:
-                entries = [entry for entry in found if not is_hidden(entry.name)]
+                entries = [entry for entry in found if not leftover_in(entry.name, self._kept)]
         except OSError as error:
             raise DataError(f"{self._root}: cannot be read: {error.strerror}.") from error
         for entry in entries:
@@ -105,7 +120,6 @@ class FolderImages:
                 raise DataError(f"{entry.path}: a broken link: repair or remove it.")
             else:
                 images += is_image(entry.name)
-                self.ignored[_kind(entry.name)] += 1
         if not folders and images:
             raise NoLabelsError(
                 f"{self._root}: {images} images, but no class folders: create one folder per class."
@@ -116,29 +130,37 @@ class FolderImages:
 
     def _images_below(self, folder: str) -> list[str]:
         found = []
-        for place, names in sorted(files_below(folder)):
+        for place, names, _ in sorted(files_below(folder, self._kept)):
             found += [os.path.join(place, name) for name in sorted(names) if is_image(name)]
-            self.ignored.update(_kind(name) for name in names if not is_image(name))
         return found
 
 
-def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and each one below it, also by links, with the names of the files in it; hidden ones
-    are omitted.
+def files_below(
+    folder: str, kept: Collection[str] = ()
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """A folder and each one below it, also by links, with the names of the files in it, and those
+    of leftovers.
+
+    Args:
+        kept: see `leftover_in`.
 
     Raises:
-        DataError: a folder cannot be read, or a link leads back to a folder above it.
+        DataError: a folder cannot be read, there are too many levels, or a link leads back to a
+            folder above it.
     """
 
     def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not is_hidden(name)]
+        if place.count(os.sep) > folder.count(os.sep) + _DEEPEST:
+            raise DataError(f"{folder}: more than {_DEEPEST} levels of folders: move them up.")
+        left = {name for name in (*folders, *names) if leftover_in(name, kept)}
+        folders[:] = [name for name in folders if name not in left]
         for link in (os.path.join(place, name) for name in folders):
             if os.path.islink(link) and _leads_above(link, folder):
                 raise DataError(f"the link {link} points to a folder above it: delete it.")
-        yield place, [name for name in names if not is_hidden(name)]
+        yield place, [name for name in names if name not in left], sorted(left)
 
 
 def _leads_above(link: str, root: str) -> bool:
@@ -156,16 +178,14 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
 
-def _kind(name: str) -> str:
-    return os.path.splitext(name)[1].lower() or name
-
-
 def read_on_disk(path: str) -> bytes:
     """The bytes of a file, in fewer system calls than `open` needs.
 
     Raises:
         OSError: it cannot be read; ENXIO if it might never end.
     """
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
     try:
         seen = os.fstat(file)
@@ -201,8 +221,8 @@ def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
     def ask(path: str) -> os.stat_result | OSError:
         try:
             return os.stat(path)
-        except OSError as error:
-            return error
+        except (OSError, ValueError) as error:  # a NUL in a path
+            return error if isinstance(error, OSError) else FileNotFoundError(path)
 
     with ThreadPoolExecutor(_STAT_THREADS) as threads:
         yield from threads.map(ask, paths)
