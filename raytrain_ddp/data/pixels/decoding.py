@@ -179,8 +179,9 @@ def _rgb(image: Any, shrink: int) -> Pixels:
     """Like `Image.convert("RGB")`: alpha is dropped, and values outside of 0 to 255 are clipped,
     which is reported."""
     if image.mode.startswith("I") or image.mode == "F":  # of 16 or 32 bits
-        low, high = image.getextrema()
-        if low < 0 or high > _WHITE or (image.mode == "F" and 0 < high <= 1):
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if not 0 <= low <= high <= _WHITE or (image.mode == "F" and 0 < high <= 1):
             _tell_once(
                 "images of 16 or 32 bits per pixel: values below 0 become black, values above 255 "
                 "white, and fractions are cut off, as in Pillow; convert them to 8 bits."
