@@ -100,6 +100,7 @@ def test_a_pillow_image_and_its_encoding_give_the_same_pixels():
 
 
 WIDE = np.asarray(GREY).astype(np.int64)
+BIG_ENDIAN = (WIDE * 200).astype(">u2").tobytes()
 DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
     "16-bit pgm": (b"P5 67 45 65535\n" + (WIDE * 200).astype(">u2").tobytes(), True),
     "10-bit pgm": (b"P5 67 45 1023\n" + (WIDE * 4).astype(">u2").tobytes(), True),
@@ -109,7 +110,10 @@ DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
     "16-bit png": (FORMS["16-bit png"], True),
     "16-bit png of small values": (encoded(Image.fromarray(WIDE.astype(np.uint16)), "png"), False),
     "16-bit tiff": (encoded(DEEP, "tiff"), True),
-    "16-bit big-endian tiff": (encoded(DEEP.convert("I;16B"), "tiff"), True),
+    "16-bit big-endian tiff": (
+        encoded(Image.frombytes("I;16B", (67, 45), BIG_ENDIAN), "tiff"),
+        True,
+    ),
     "32-bit tiff": (encoded(Image.fromarray(WIDE.astype(np.int32) * 9), "tiff"), True),
     "32-bit tiff below 0": (encoded(Image.fromarray(WIDE.astype(np.int32) - 99), "tiff"), True),
     "32-bit tiff of small values": (encoded(Image.fromarray(WIDE.astype(np.int32)), "tiff"), False),
