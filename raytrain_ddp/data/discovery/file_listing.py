@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -15,8 +15,8 @@ from raytrain_ddp.data.formats.image_folder import (
     NO_FILE,
     files_below,
     is_image,
-    leftover_in,
     read_on_disk,
+    without_leftovers,
 )
 from raytrain_ddp.errors import DataError, first_names
 from raytrain_ddp.files import expanded
@@ -107,7 +107,7 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
     """
     path = expanded(source)
     folders: list[str] = []
-    left_out: Collection[str] = ()
+    left_out: list[str] = []
     pattern = ""
     if os.path.isdir(path):  # path.is_dir() raises for names that are too long
         files, folders, left_out = _below(str(path), shown, kept)
@@ -156,19 +156,6 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
         content=content,
         size_of=size_of,
     )
-
-
-def without_leftovers(
-    names: Iterable[str], kept: Collection[str] = ()
-) -> tuple[list[str], set[str]]:
-    """The names that are data; and the files and folders that are leftovers."""
-    data, left_out = [], set()
-    for name in names:
-        if left := leftover_in(name, kept):
-            left_out.add(left)
-        else:
-            data.append(name)
-    return data, left_out
 
 
 def _below(root: str, shown: str, kept: Collection[str]) -> tuple[list[str], list[str], list[str]]:

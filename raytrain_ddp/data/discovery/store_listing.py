@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.discovery.file_listing import FileListing, fits, without_leftovers
+from raytrain_ddp.data.discovery.file_listing import FileListing, fits
+from raytrain_ddp.data.formats.image_folder import without_leftovers
 from raytrain_ddp.data.formats.shard import read_file
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
 from raytrain_ddp.uri import (
@@ -59,7 +60,7 @@ def list_in_store(source: str, shown: str) -> FileListing:
     if info.type == pafs.FileType.NotFound:
         raise _not_there(source, shown)
     root, sizes = info.path, {}
-    left_out = set[str]()
+    left_out: list[str] = []
     if info.is_file and not pattern:
         root, name = str(PurePosixPath(info.path).parent), PurePosixPath(info.path).name
         sizes, pattern = {name: info.size}, glob.escape(name)
@@ -83,7 +84,7 @@ def list_in_store(source: str, shown: str) -> FileListing:
         is_local=False,
         files=tuple(sizes),
         folders=(),
-        left_out=tuple(sorted(left_out)),
+        left_out=tuple(left_out),
         pattern=pattern,
         uri_of=uri_of,
         content=content,

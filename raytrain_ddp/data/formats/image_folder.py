@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from stat import S_ISDIR, S_ISREG
@@ -48,6 +48,14 @@ def leftover_in(path: str, kept: Collection[str] = ()) -> str:
     return ""
 
 
+def without_leftovers(
+    names: Iterable[str], kept: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """The names that are data; and the files and folders that are leftovers, sorted."""
+    found = [(name, leftover_in(name, kept)) for name in names]
+    return [name for name, left in found if not left], sorted({left for _, left in found if left})
+
+
 class FolderImages:
     """Rows of (encoded image, label) from the files below one folder per class.
 
@@ -66,22 +74,37 @@ class FolderImages:
     """
 
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
-        self._root, self._kept = root, classes or ()
-        inside: list[list[str]] = []  # folders of each class that has no images beside them
-        folders = self._class_folders()
-        own = distinct_names(folders, root)
+        self._root = root
+        found: dict[str, list[str]] = {}  # images of each class
+        outside = 0
+        for place, names, _ in sorted(files_below(root, classes or ())):
+            images = [os.path.join(place, name) for name in sorted(names) if is_image(name)]
+            if place != root:
+                found.setdefault(os.path.relpath(place, root).split(os.sep)[0], []).extend(images)
+                continue
+            outside = len(images)
+            for path in (os.path.join(place, name) for name in names if not is_image(name)):
+                if not os.path.exists(path):  # it may have led to a class folder
+                    raise DataError(f"{path}: a broken link: repair or remove it.")
+        if not found and outside:
+            raise NoLabelsError(
+                f"{root}: {outside} images, but no class folders: create one folder per class."
+            )
+        if not found:
+            raise DataError(f"{root}: contains no class folders.")
+        own = distinct_names(sorted(found), root)
         self.class_names = own if classes is None else list(classes)
         self.files: list[tuple[str, int]] = []  # (path, label) of each row
-        for label, name in zip(numbers_in(self.class_names, own, root), folders, strict=True):
+        inside: list[list[str]] = []  # folders of each class that has no images beside them
+        for label, name in zip(numbers_in(self.class_names, own, root), sorted(found), strict=True):
             folder = os.path.join(root, name)
-            found = self._images_below(folder)
-            if not found:
+            if not found[name]:
                 raise DataError(
                     f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): add "
                     "images or remove it."
                 )
-            self.files += [(path, label) for path in found]
-            parts = [os.path.relpath(path, folder).split(os.sep) for path in found]
+            self.files += [(path, label) for path in found[name]]
+            parts = [os.path.relpath(path, folder).split(os.sep) for path in found[name]]
             inside.append(sorted({each[0] for each in parts}) if min(map(len, parts)) > 1 else [])
         is_alike = len(inside[0]) > 1 and inside.count(inside[0]) == len(inside) > 1
         self.same_inside = inside[0] if is_alike else []
@@ -105,35 +128,6 @@ class FolderImages:
     def where(self, row: int) -> str:
         return self.files[row][0]
 
-    def _class_folders(self) -> list[str]:
-        folders, images = [], 0
-        try:
-            with os.scandir(self._root) as found:
-                entries = [entry for entry in found if not leftover_in(entry.name, self._kept)]
-        except OSError as error:
-            raise DataError(f"{self._root}: cannot be read: {error.strerror}.") from error
-        for entry in entries:
-            # entry.is_dir() raises for a link to itself; it needs no stat for what is no link
-            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                folders.append(entry.name)
-            elif not os.path.exists(entry.path) and not is_image(entry.name):
-                raise DataError(f"{entry.path}: a broken link: repair or remove it.")
-            else:
-                images += is_image(entry.name)
-        if not folders and images:
-            raise NoLabelsError(
-                f"{self._root}: {images} images, but no class folders: create one folder per class."
-            )
-        if not folders:
-            raise DataError(f"{self._root}: contains no class folders.")
-        return sorted(folders)
-
-    def _images_below(self, folder: str) -> list[str]:
-        found = []
-        for place, names, _ in sorted(files_below(folder, self._kept)):
-            found += [os.path.join(place, name) for name in sorted(names) if is_image(name)]
-        return found
-
 
 def files_below(
     folder: str, kept: Collection[str] = ()
@@ -155,12 +149,12 @@ def files_below(
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         if place.count(os.sep) > folder.count(os.sep) + _DEEPEST:
             raise DataError(f"{folder}: more than {_DEEPEST} levels of folders: move them up.")
-        left = {name for name in (*folders, *names) if leftover_in(name, kept)}
-        folders[:] = [name for name in folders if name not in left]
+        folders[:], left = without_leftovers(folders, kept)
         for link in (os.path.join(place, name) for name in folders):
             if os.path.islink(link) and _leads_above(link, folder):
                 raise DataError(f"the link {link} points to a folder above it: delete it.")
-        yield place, [name for name in names if name not in left], sorted(left)
+        files, more = without_leftovers(names, kept)
+        yield place, files, left + more
 
 
 def _leads_above(link: str, root: str) -> bool:
