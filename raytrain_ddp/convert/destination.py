@@ -259,8 +259,8 @@ def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict
             wrong += problems
     wrong += [f"{name}: not in {DATASET_FILE}" for name in sorted(found - files.keys())]
     if wrong:
-        problems = f"{len(wrong)} problem{'s' * (len(wrong) > 1)}"
-        raise DataError(f"{folder}: {problems}: {'; '.join(wrong)}")
+        count = f"{len(wrong)} problem{'s' * (len(wrong) > 1)}"
+        raise DataError(f"{folder}: {count}: {'; '.join(wrong)}")
     return content
 
 

@@ -164,13 +164,9 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
         others += sorted({*own} - {*kept})
     unique = {name if "://" in name else os.path.abspath(name): name for name in found}
     images = [name for name in unique.values() if format_of(name) is None]
-    notes = []
-    tables = len(unique) - len(images)
-    if images and tables:
-        nouns = "tables next to the images are" if tables > 1 else "table next to the images is"
-        notes.append(f"{tables} {nouns} not read.")
-    unused = [*counted(others, "no images"), *counted(left_out, LEFT_OUT)]
-    notes += [f"{note}." for note in unused]
+    tables = [name for name in unique.values() if images and format_of(name)]
+    unused = {"tables next to the images": tables, "no images": others, LEFT_OUT: left_out}
+    notes = [f"{note}." for why, names in unused.items() for note in counted(names, why)]
     repeated = len(found) - len(unique)
     if repeated:
         noun = "files are" if repeated > 1 else "file is"

@@ -245,6 +245,11 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
         "they are merged",
         {"train": {"subset=train/0.parquet"}, "validation": {"subset=dev/0.parquet"}},
     ),
+    "Hive's folders of a flag": (
+        ("test=1/0.parquet", "test=0/0.parquet"),
+        "they are merged",
+        {"test": {"test=1/0.parquet"}, "test=0": {"test=0/0.parquet"}},
+    ),
     "Hive's folders of splits of any name": (
         ("split=a/0.parquet", "split=b/0.parquet"),
         "they are merged",

@@ -362,7 +362,7 @@ def test_folders_are_read_through_links_and_tables_in_them_are_named(
     (tmp_path / "in/table.csv").write_text("image\n")
     predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet")
     assert len(rows(tmp_path / "p.parquet")) == len([*folder.glob("*/*.jpg")])
-    assert "1 table next to the images is not read" in capsys.readouterr().err
+    assert "1 .csv (tables next to the images)" in capsys.readouterr().err
     (tmp_path / "in/up").symlink_to(tmp_path)
     with pytest.raises(DataError, match=r"the link .*in/up points to a folder above it"):
         predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")

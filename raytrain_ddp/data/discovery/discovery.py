@@ -232,8 +232,10 @@ def _of_images(
 ) -> DataSet:
     others = [name for name in listing.files if not is_image(name) and not format_of(name)]
     notes = [*counted(others, "no images"), *_unread(listing, (), card)]
+    if listing.left_out:
+        notes[-1] += "; data.classes may name classes among them"
     unusable: dict[str, str] = {}
-    split = config.eval_split if field == "data.eval_source" else config.train_split
+    chosen = config.eval_split if field == "data.eval_source" else config.train_split
     if card is not None and card.patterns is not None:
         folders = {split: folder_of_patterns(each) for split, each in card.patterns.items()}
         unusable = {
@@ -245,7 +247,7 @@ def _of_images(
         for split in [each for each, name in splits.items() if not isdir(listing.uri_of(name))]:
             unusable[split] = _LOST
             del splits[split]
-    elif split == WHOLE:
+    elif chosen == WHOLE:
         splits = {WHOLE: "."}
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
@@ -261,7 +263,7 @@ def _of_images(
             refuse_split_names_as_classes(listing, split, splits[split])
 
     beside = {str(PurePosixPath(name).parent) for name in listing.images}
-    for folder in beside.intersection(splits.values()):
+    for folder in sorted(beside.intersection(splits.values())):
         notes.append(f"not used: the images in {folder} that are in none of its class folders")
     found = {split: (folder,) for split, folder in splits.items()}
     kept = tuple(notes)

@@ -32,7 +32,7 @@ _SHARD = re.compile(
     r"(?P<rest>(?!\d).*)",
     re.IGNORECASE,
 )
-_HIVE = "split="
+_HIVE, _TRUE = "split=", ("1", "true")
 _IN_DATA = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*", re.IGNORECASE)
 
 
@@ -64,9 +64,10 @@ class SplitName:
 
 def split_name(name: str) -> SplitName | None:
     """Parses the name of a folder, or of a file without its extension; None: no keyword, or
-    keywords of several splits. Of ``split=train``, as Hive has it, only the value counts."""
-    value = _stem(name).lower().rpartition("=")[2]
-    words = [word for word in _SEPARATORS.split(value) if word]
+    keywords of several splits. Of Hive's ``split=train``, the value counts; of ``test=true``, the
+    key."""
+    key, _, value = _stem(name).lower().rpartition("=")
+    words = [word for word in _SEPARATORS.split(key if value in _TRUE else value) if word]
     known = [n for n, word in enumerate(words) if word in ROLE_OF]
     if len({ROLE_OF[words[n]] for n in known}) != 1:
         return None

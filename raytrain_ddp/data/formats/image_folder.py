@@ -26,7 +26,7 @@ _LEFTOVER = re.compile(  # hidden; of macOS, Python, Windows, ext4; of Synology 
     r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
     re.IGNORECASE,
 )
-LEFT_OUT = "hidden or left by a system, unless data.classes names them"
+LEFT_OUT = "hidden or left by a system"
 _DEEPEST = 200
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16
