@@ -20,6 +20,7 @@ from raytrain_ddp.data.discovery.class_folders import (
 from raytrain_ddp.data.discovery.file_listing import (
     FileListing,
     counted,
+    fits,
     list_on_disk,
 )
 from raytrain_ddp.data.discovery.hf_repository import (
@@ -175,7 +176,7 @@ def _of_files(
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
             of_card = not card or not card.patterns or is_of(card.patterns[split], name)
-            return of_card and listing.is_selected(name)
+            return of_card and (not listing.pattern or fits(name, listing.pattern))
 
         require_all_shards(splits[split], listing.shown, is_wanted)
 

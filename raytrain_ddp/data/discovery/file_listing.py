@@ -64,10 +64,6 @@ class FileListing:
     def images(self) -> list[str]:
         return [name for name in self.files if is_image(name)]
 
-    def is_selected(self, name: str) -> bool:
-        """Whether a file of this name would be in the listing."""
-        return not self.pattern or fits(name, self.pattern)
-
     def inside(self, folder: str) -> FileListing:
         """The listing of a subfolder; "" is the root."""
         if not folder:

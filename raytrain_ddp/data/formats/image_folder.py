@@ -22,7 +22,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
 _LEFTOVER = re.compile(  # hidden; of macOS, Python, Windows, ext4; of Synology and QNAP
-    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN|RECYCLER"
+    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN"
     r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
     re.IGNORECASE,
 )

@@ -253,7 +253,7 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
     """(key, members) of each sample. Links to other members are followed; members that belong to
     no sample are added to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
-    files: dict[str, tarfile.TarInfo] = {}  # by name, if there are links
+    files: dict[str, tarfile.TarInfo] | None = None  # by name, if there are links
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
@@ -262,7 +262,7 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             parts = _NAME.fullmatch(member.name)
             found: tarfile.TarInfo | None = member if member.isreg() else None
             if member.islnk() or member.issym():
-                files = files or _files_in(at.path)
+                files = _files_in(at.path) if files is None else files
                 folder = dirname(member.name) if member.issym() else ""
                 found = files.get(normpath(join(folder, member.linkname)))
             if found and found is not member and normpath(found.name) == normpath(member.name):
