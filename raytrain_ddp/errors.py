@@ -63,6 +63,9 @@ class UnreachableError(PreflightError, ConnectionError):
 class DataError(RaytrainError):
     exit_status = 4
 
+    def __str__(self) -> str:  # names of files may have any characters
+        return printable(super().__str__())
+
 
 class CheckpointError(RaytrainError):
     exit_status = 5
@@ -96,6 +99,11 @@ def is_passing(error: OSError) -> bool:
     text = str(error)
     of_store = any(pattern in text for pattern in _OF_STORES)
     return of_store and not any(pattern in text for pattern in _LASTING_OF_STORES)
+
+
+def printable(text: str) -> str:
+    """The text in one line: other characters than printable ones are escaped as in Python."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def first_line(error: BaseException) -> str:

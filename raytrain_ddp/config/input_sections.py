@@ -27,7 +27,8 @@ class DataConfig(Section, name="data"):
     eval_source: str | None = None
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
-    """Split to train on. auto: train, or all data if there are no named splits."""
+    """Split to train on. auto: train, or all data if there are no named splits; a dot: the folder
+    itself, if classes have the names of splits."""
     eval_split: str = "auto"
     """Split to evaluate on, of eval_source if set. auto: validation, else test; none: do not
     evaluate."""
@@ -47,7 +48,8 @@ class DataConfig(Section, name="data"):
     booleans (or 0 and 1) for each, or one column of lists of labels. With mse, l1 or huber:
     columns of numbers."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
-    """Class names, in order. Default: the classes of the training set, sorted."""
+    """Class names, in order. Default: the classes of the training set, sorted. Hidden folders are
+    classes only if they are named here."""
     holdout: float = 0.0
     """Fraction of the training set to evaluate on, such as 0.1. The run trains on the rest. The
     fraction is the same for each class. Replaces the evaluation split."""

@@ -7,7 +7,12 @@ from collections.abc import Collection, Mapping
 from pathlib import PurePosixPath
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
-from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, SplitName, split_name
+from raytrain_ddp.data.discovery.split_names import (
+    WHOLE,
+    NoSuchConfigError,
+    SplitName,
+    split_name,
+)
 from raytrain_ddp.errors import DataError, first_names
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
@@ -69,7 +74,7 @@ def class_folder_splits(
             raise DataError(
                 f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
                 f"{first_names(beside)}: specify the folder {inner[0]} itself if it is the data "
-                "set."
+                f"set. If all are classes, set --data.train-split {WHOLE}"
             )
         elif inner:
             top = inner[0]

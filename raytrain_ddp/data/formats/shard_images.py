@@ -168,6 +168,11 @@ class ShardImages:
         return digest.hexdigest()
 
     @property
+    def left_out(self) -> list[str]:
+        """The names of members of tar files that belong to no sample."""
+        return [name for shard in self._shards for name in getattr(shard, "left_out", ())]
+
+    @property
     def uses_root(self) -> bool:
         """Whether some of the files are lists of images."""
         return any(map(self._has_paths_only, self._shards))
