@@ -69,7 +69,7 @@ class TorchvisionImages:
             raise DataError(f"{self.where(0)}: not an image and the number of a class.") from None
         own = _distinct([str(name) for name in getattr(self._dataset, "classes", ())])
         if not own:
-            own = [str(n) for n in range(int(names_of(set(self._targets()), "integer")[-1]) + 1)]
+            own = [str(n) for n in range(int(names_of(self._targets())[-1]) + 1)]
         self.class_names = own if classes is None else list(classes)
         self._numbers = numbers_in(self.class_names, own, self._name)
         self.blocks = runs_of(len(self._dataset), 256)

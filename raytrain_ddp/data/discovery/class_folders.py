@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, SplitName, split_name
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_names, quoted
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
 
@@ -56,7 +56,7 @@ def class_folder_splits(
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
                 has = f"only {first_names(inner)}"
-                raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
+                raise NoSuchConfigError(f"{listing.shown} has no config {quoted(config)}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
@@ -78,7 +78,9 @@ def class_folder_splits(
         else:
             break
     if not picked:
-        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
+        raise NoSuchConfigError(
+            f"{listing.shown} has no config {quoted(config)}: remove --data.config."
+        )
     return _usable(top, splits, subs, tree)
 
 

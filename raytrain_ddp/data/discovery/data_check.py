@@ -12,7 +12,7 @@ from typing import Literal
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.discovery import DataSet, Kind, open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF, NoSuchConfigError, Role
-from raytrain_ddp.errors import ConfigError, DataError, first_names
+from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 
 Use = Literal["train", "eval"]
 
@@ -180,7 +180,7 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
     """The split with that name, or the only one with a synonymous name (val, validation)."""
-    flag = f"data.{use}_split = {asked!r}"
+    flag = f"data.{use}_split = {quoted(asked)}"
     if source.kind == "torchvision":
         return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]

@@ -34,7 +34,7 @@ from raytrain_ddp.data.discovery.split_names import (
 )
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, PARQUET
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
@@ -88,7 +88,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         ConfigError: the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
-    shown = f"{field} = {without_secrets(source)!r}"
+    shown = f"{field} = {quoted(without_secrets(source))}"
     asked = config.config
     if source.startswith("torchvision:"):
         _require_no_config(shown, asked)
@@ -209,7 +209,7 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
             if len(configs) > 1
             else "or any other: remove --data.config"
         )
-        raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
+        raise NoSuchConfigError(f"{listing.shown} has no config {quoted(asked)}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
         inside = [name for name in names if name.startswith(f"{chosen[0]}/")]
@@ -252,7 +252,7 @@ def _of_images(
 
 def _require_no_config(shown: str, asked: str) -> None:
     if asked != "auto":
-        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
+        raise NoSuchConfigError(f"{shown} has no config {quoted(asked)}: remove --data.config.")
 
 
 def _written_by_convert(listing: FileListing) -> Splits | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_names, quoted
 
 _README = "README.md"
 _RULE = "---"
@@ -48,7 +48,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     configs = {str(entry["config_name"]): entry for entry in entries}
     if asked != "auto" and asked not in configs:
         raise NoSuchConfigError(
-            f"{listing.shown} has no config {asked!r}, only {first_names(list(configs))}."
+            f"{listing.shown} has no config {quoted(asked)}, only {first_names(list(configs))}."
         )
     chosen = [
         name
@@ -170,7 +170,7 @@ def _patterns(listing: FileListing, files: Any) -> dict[str, tuple[str, ...]]:
 def _below(listing: FileListing, path: str) -> str:
     """A path or pattern below the root."""
     if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
-        raise _nonsense(listing, f"{path!r} is outside the data set's folder")
+        raise _nonsense(listing, f"{quoted(path)} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 
 

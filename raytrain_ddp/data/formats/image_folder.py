@@ -201,6 +201,8 @@ def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
     def ask(path: str) -> os.stat_result | OSError:
         try:
             return os.stat(path)
+        except ValueError:  # a null character
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         except OSError as error:
             return error
 

@@ -18,13 +18,13 @@ from raytrain_ddp.data.formats.disk_cache import DiskCache
 from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import Labels, how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
-from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, rows_in
+from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
 from raytrain_ddp.data.formats.shard_formats import open_shards
 from raytrain_ddp.data.formats.shard_labels import all_values, labels_of
 from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, in_one_line
 from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
@@ -84,9 +84,7 @@ class ShardImages:
         self._labels_of: dict[str, Labels | Targets] = {}
         if labeled:
             self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
-        unnamed = [
-            s for s in self._shards if s.kind in ("integer", "number", "text") and not s.class_names
-        ]
+        unnamed = [shard for shard in self._shards if not shard.class_names]
         is_own = labeled and classes is None and not self._columns.targets
         self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
         self._check_statistics()
@@ -267,14 +265,17 @@ class ShardImages:
             if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
                 continue
             first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
-            tried = [os.path.join(shard.at.image_root, path) for path in first if path]
-            if tried and not any(map(os.path.exists, tried)):
-                where = self.where(int(self._starts[block]))
-                remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
-                raise DataError(
-                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. "
-                    f"{remedy} the folder that the paths are relative to."
-                )
+            tried = [place_of(shard, path) for path in first if path]
+            if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
+                continue
+            where = self.where(int(self._starts[block]))
+            if isinstance(tried[0], BadRecord):
+                raise DataError(f"{where}: {tried[0]}.")
+            remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
+            raise DataError(
+                f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
+                f"too. {remedy} the folder that the paths are relative to."
+            )
 
     def _require_every_image(self) -> None:
         """Finds rows without an image early, if the files have statistics."""

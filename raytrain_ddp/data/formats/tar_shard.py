@@ -32,6 +32,7 @@ from raytrain_ddp.data.formats.shard import (
     RowGroup,
     Shard,
     check_columns,
+    column_of,
     label_range,
 )
 from raytrain_ddp.errors import DataError
@@ -43,9 +44,8 @@ _GROUP_BYTES = 8 * 2**20
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and suffix
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _NAMES = "__name__"  # the column of the members' names
-_VERSION = 1  # of the index
+_VERSION = 2  # of the index
 
 Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
@@ -229,14 +229,13 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["offset"].append(None if image is None else image.offset_data)
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
-    if all(isinstance(label, str) and _INTEGER.fullmatch(label) for label in labels):
-        labels = [int(label) for label in labels]
+    column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
     digest = sha256()
-    for row in zip(*rows.values(), labels, strict=True):
-        digest.update(f"{row}\n".encode())
+    for name, offset, size, label in zip(*rows.values(), labels, strict=True):
+        digest.update(f"({name!r}, {offset}, {size}, {label})\n".encode())
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
     columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
-    table = pa.table({**columns_of, "label": pa.array(labels)})
+    table = pa.table({**columns_of, "label": column})
     return table.replace_schema_metadata({"digest": digest.hexdigest()})
 
 
@@ -293,7 +292,9 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
         )
     content = os.pread(descriptor, member.size, member.offset_data)
     try:
-        return content.decode().strip() if suffix in members else json.loads(content)[columns.label]
+        if suffix not in members:
+            return json.loads(content)[columns.label]
+        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(

@@ -241,6 +241,9 @@ def test_an_invalid_label_in_a_list_is_named_with_its_row(form: str, tmp_path: P
     ):
         path = listed(tmp_path / form, images, labels)
         row = 4 if None in labels or -1 in labels else 0
+        if 0.5 in labels and form not in ("list.jsonl", "list.parquet"):
+            assert len(splits_of(path).class_names) == 5  # texts
+            continue
         with pytest.raises(DataError, match=rf"row {row}: label "):
             splits_of(path)
     nothing: list[Any] = [None] * ROWS
@@ -257,19 +260,19 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
     "header.csv": (b"image,label\n", "header.csv: 0 rows"),
     "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "several columns named 'label'"),
     "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "no column 'image' among pics/0.png, a"),
-    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "invalid UTF8"),
+    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9 is not text in UTF-8"),
     "semicolons.csv": (b"image;label\na.png;1\n", "separated by ';'; expected: commas"),
     "commas.tsv": (b"image,label\na.png,1\n", "separated by ','; expected: tabs"),
     "cut.csv.gz": (
         b"\x1f\x8b\x08\x00cut",
         "cut.csv.gz: not a readable CSV, TSV or JSON lines file",
     ),
-    "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "in row 1"),
+    "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1: not JSON"),
     "mixed.jsonl": (
         b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n',
-        "Column(/label) changed",
+        "row 1: label 'x' has another type than 1",
     ),
-    "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "array.jsonl: not a readable"),
+    "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "array.jsonl, row 0: "),
 }
 
 
