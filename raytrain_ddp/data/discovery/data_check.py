@@ -5,8 +5,8 @@ discovery.py finds the splits of a source; this module chooses which ones to use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
@@ -25,12 +25,14 @@ class Located:
     Args:
         split: what it is used for.
         name: the split's name from its files or folder; "" if it has none.
+        class_names: those of columns of labels, as far as README.md declares them.
     """
 
     kind: Kind
     paths: tuple[str, ...]
     split: Use
     name: str = ""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:
-    return Located(source.kind, source.paths(name), split, name)
+    return Located(source.kind, source.paths(name), split, name, source.class_names)
 
 
 def _named(source: DataSet, split: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as defaults
 from os.path import isdir
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,7 @@ from raytrain_ddp.data.discovery.class_folders import (
 from raytrain_ddp.data.discovery.file_listing import FileListing, list_on_disk
 from raytrain_ddp.data.discovery.hf_repository import (
     RepoConfig,
+    class_names_of,
     files_of,
     is_of,
     repo_config,
@@ -57,6 +58,7 @@ class DataSet:
         uri_of: the path or URI of a file or folder.
         unusable: other splits that exist, and why they cannot be used.
         notes: sentences about other data that is not used.
+        class_names: those of columns of labels, as far as README.md declares them.
         check: raises a DataError if a split is incomplete or may not be a split.
     """
 
@@ -67,6 +69,7 @@ class DataSet:
     uri_of: Callable[[str], str]
     unusable: Mapping[str, str] = defaults(default_factory=dict)
     notes: tuple[str, ...] = ()
+    class_names: Mapping[str, Sequence[str]] = defaults(default_factory=dict)
     check: Callable[[str], None] = lambda _: None
 
     def paths(self, split: str) -> tuple[str, ...]:
@@ -106,6 +109,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         _require_no_config(shown, asked)
         return DataSet(field, shown, "files", of_dataset, listing.uri_of)
     card = None if listing.pattern else repo_config(listing, asked)
+    class_names = {} if listing.pattern else class_names_of(listing, asked)
     if card is not None:
         listing, asked = listing.inside(card.folder), "auto"
     images = listing.images
@@ -119,7 +123,8 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         found = (listing.named(form.ends) for form in FORMATS)
         names = next((each for each in found if each), [])
     if names:
-        return _of_files(field, listing, names, card, asked)
+        of_files = _of_files(field, listing, names, card, asked)
+        return replace(of_files, class_names=class_names)
     has_text = not images and (listing.pattern or listing.named((".txt",)))
     hint = (
         " Text is read as it is, not converted: fit char-lm --data.source ..." if has_text else ""
@@ -171,8 +176,8 @@ def _of_files(
 
         require_all_shards(splits[split], listing.shown, is_wanted)
 
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "files", splits, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "files", splits, uri_of, unusable, tuple(notes), check=check)
 
 
 def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
@@ -246,8 +251,8 @@ def _of_images(
             refuse_split_names_as_classes(listing, split, splits[split])
 
     found = {split: (folder,) for split, folder in splits.items()}
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "folder", found, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "folder", found, uri_of, unusable, tuple(notes), check=check)
 
 
 def _require_no_config(shown: str, asked: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
+from raytrain_ddp.data.formats.labels import distinct_names, names_in
 from raytrain_ddp.errors import DataError, first_names, quoted
 
 _README = "README.md"
@@ -69,6 +70,27 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     return RepoConfig(patterns, folder, others)
 
 
+def class_names_of(listing: FileListing, asked: str) -> dict[str, list[str]]:
+    """The class names of each column of labels that the `dataset_info` of README.md declares.
+
+    Args:
+        asked: the name of a config, see `repo_config`.
+    """
+    infos = _card(listing).get("dataset_info")
+    infos = [info for info in (infos if isinstance(infos, list) else [infos]) if info]
+    wanted = (asked, "default") if asked == "auto" else (asked,)
+    if len(infos) > 1:
+        infos = [info for info in infos if info.get("config_name", "default") in wanted]
+    found: dict[str, list[str]] = {}
+    for info in infos[:1]:
+        for feature in info.get("features") or ():
+            if names := names_in(feature):
+                found[str(feature.get("name"))] = distinct_names(
+                    names, f"{listing.shown}: {_README}"
+                )
+    return found
+
+
 def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
     """The listed files that belong to each split."""
     return {split: [name for name in names if is_of(p, name)] for split, p in patterns.items()}
@@ -125,12 +147,13 @@ def _damaged(listing: FileListing, name: str) -> DataError:
     return DataError(f"{listing.shown}: {name} is damaged: copy it again.")
 
 
-def _entries(listing: FileListing) -> list[dict[str, Any]]:
+def _card(listing: FileListing) -> dict[str, Any]:
+    """The YAML of README.md; empty if there is none."""
     if _README not in listing.files:
-        return []
+        return {}
     lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()
     if not lines or lines[0].rstrip() != _RULE or _RULE not in map(str.rstrip, lines[1:]):
-        return []
+        return {}
     import yaml  # few data sets need it
 
     end = [line.rstrip() for line in lines[1:]].index(_RULE) + 1
@@ -139,7 +162,11 @@ def _entries(listing: FileListing) -> list[dict[str, Any]]:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{listing.shown}: the YAML of {_README} is damaged: {reason}.") from None
-    entries = card.get("configs") if isinstance(card, dict) else None
+    return card if isinstance(card, dict) else {}
+
+
+def _entries(listing: FileListing) -> list[dict[str, Any]]:
+    entries = _card(listing).get("configs")
     if not entries:
         return []
     if not isinstance(entries, list) or not all(

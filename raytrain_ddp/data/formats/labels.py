@@ -73,15 +73,25 @@ def hugging_face_names(schema: Any, column: str) -> list[str] | None:
     """The names of the Hugging Face ClassLabel feature, if the column is or has lists of one."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        feature = features["info"]["features"][column]
-        if isinstance(feature, list):  # an older notation of a list
-            (feature,) = feature
-        names = feature.get("feature", feature)["names"]
-        if isinstance(names, dict):  # {"0": "cat", ...}
-            names = [names[str(number)] for number in range(len(names))]
-        return [str(name) for name in names]
+        return names_in(features["info"]["features"][column])
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def names_in(feature: Any) -> list[str] | None:
+    """The names in a Hugging Face feature, as JSON or YAML has it, if it is or has a ClassLabel."""
+    if isinstance(feature, list):  # an older notation of a list
+        feature = feature[0] if feature else None
+    if not isinstance(feature, Mapping):
+        return None
+    names = feature.get("names")
+    if names is None:
+        inner = ("feature", "dtype", "list", "sequence", "class_label")
+        return next(filter(None, (names_in(feature.get(key)) for key in inner)), None)
+    if isinstance(names, Mapping):  # {"0": "cat", ...}
+        named = {str(number): name for number, name in names.items()}
+        names = [named.get(str(number)) for number in range(len(names))]
+    return [*map(str, names)] if isinstance(names, list) and None not in names else None
 
 
 def name_of(label: Any) -> str | None:

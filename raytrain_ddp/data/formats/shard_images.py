@@ -20,7 +20,7 @@ from raytrain_ddp.data.formats.labels import Labels, how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
 from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
 from raytrain_ddp.data.formats.shard_formats import open_shards
-from raytrain_ddp.data.formats.shard_labels import all_values, labels_of
+from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
 from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -47,6 +47,7 @@ class ShardImages:
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or does not have.
+        named: the names of integer labels; files with names of their own must have the same.
         labeled: False: no labels are read; each is 0.
 
     Raises:
@@ -61,12 +62,16 @@ class ShardImages:
         config: DataConfig,
         classes: Sequence[str] | None = None,
         binary: bool = False,
+        named: Sequence[str] | None = None,
         labeled: bool = True,
     ) -> None:
         self._columns = columns_of(config, binary)
         if not labeled:
             self._columns = self._columns._replace(label="", targets=())
         self._shards = open_shards(paths, self._columns)
+        if named is not None:
+            self._shards = [with_names(shard, named) for shard in self._shards]
+        self.named = named
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards

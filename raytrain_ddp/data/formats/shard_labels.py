@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,9 @@ def class_names_of(
             list.
     """
     named = [shard for shard in shards if shard.class_names]
-    for shard in named:
-        own, first = shard.class_names or [], named[0].class_names or []
-        if own != first:
-            raise DataError(
-                f"{shard.name}: its class names ({join_some(own)}) differ from those in "
-                f"{named[0].name} ({join_some(first)})."
-            )
     own = list(named[0].class_names or []) if named else []
+    for shard in named:
+        with_names(shard, own, named[0].name)
     if classes is None and not own:
         return _dense_labels(shards, column) or _labels_that_occur(shards, column)
     known = {*(classes or ())}
@@ -111,6 +107,21 @@ def class_names_of(
         numbers_in(classes, own, join_some([shard.name for shard in shards], 2))
         return list(classes)
     return own
+
+
+def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
+    """The file with these class names of `where`.
+
+    Raises:
+        DataError: it has other ones.
+    """
+    own = shard.class_names
+    if own and own != [*names]:
+        raise DataError(
+            f"{shard.name}: its class names ({join_some(own)}) differ from those in {where} "
+            f"({join_some(names)})."
+        )
+    return replace(shard, class_names=[*names])
 
 
 def _without_labels(shards: Sequence[Shard]) -> NoLabelsError:
