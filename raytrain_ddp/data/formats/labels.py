@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -120,7 +121,7 @@ def names_of(labels: Iterable[Any]) -> list[str]:
     names = {name for label in {*labels} if (name := name_of(label)) is not None}
     if not all(map(_WHOLE.fullmatch, names)):
         return sorted(names)
-    return sorted((name for name in names if not is_negative(name)), key=int)
+    return sorted(filterfalse(is_negative, names), key=lambda name: (len(name), name))
 
 
 class Labels:
@@ -144,9 +145,9 @@ class Labels:
         self._last = len(places) - 1 if is_range else None
         self._meant: dict[str, int]  # by an integer
         if self._are_names:  # 1 is the class 01 if that is the only one of this value
-            alike = Counter(map(int, digits))
-            only = [name for name in digits if alike[int(name)] == 1]
-            self._meant = {str(int(name)): self._places[name] for name in only}
+            values = [name.lstrip("0") or "0" for name in digits]
+            alike, given = Counter(values), zip(values, digits, strict=True)
+            self._meant = {v: self._places[name] for v, name in given if alike[v] == 1}
         else:
             self._meant = {str(place): self._places[name] for place, name in enumerate(places)}
         if named is None:

@@ -44,8 +44,8 @@ def labels_of(
     names = class_names_of(shards, columns.label, classes)
     # Numbers in a file without names are those of the other files.
     own = next((shard.class_names for shard in shards if shard.class_names), None)
-    labels = Labels(names, own)
-    return names, {shard.at.uri: labels for shard in shards}
+    labels = {kind: Labels(names, own) for kind in {shard.kind for shard in shards}}
+    return names, {shard.at.uri: labels[shard.kind] for shard in shards}
 
 
 def _target_names(
