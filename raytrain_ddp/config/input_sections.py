@@ -115,7 +115,9 @@ class DataConfig(Section, name="data"):
         self.require("grow_epochs", bool(self.grow_epochs) == bool(self.start_size), rule)
         rule = "each value must be {} 1: divide values of the scale 0 to 255 by 255"
         self.require("mean", all(0 <= mean <= 1 for mean in self.mean), rule.format("0 to"))
-        self.require("std", all(0 < std <= 1 for std in self.std), rule.format("above 0 and at most"))
+        self.require(
+            "std", all(0 < std <= 1 for std in self.std), rule.format("above 0 and at most")
+        )
         rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"
         self.require("source", self.source, rule)
         for name in ("train_split", "eval_split", "config"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
-from raytrain_ddp.data.formats.labels import distinct_names, names_in
+from raytrain_ddp.data.formats.labels import names_in
 from raytrain_ddp.errors import DataError, first_names, quoted
 
 _README = "README.md"
@@ -76,19 +76,14 @@ def class_names_of(listing: FileListing, asked: str) -> dict[str, list[str]]:
     Args:
         asked: the name of a config, see `repo_config`.
     """
-    infos = _card(listing).get("dataset_info")
-    infos = [info for info in (infos if isinstance(infos, list) else [infos]) if info]
-    wanted = (asked, "default") if asked == "auto" else (asked,)
-    if len(infos) > 1:
-        infos = [info for info in infos if info.get("config_name", "default") in wanted]
-    found: dict[str, list[str]] = {}
-    for info in infos[:1]:
-        for feature in info.get("features") or ():
-            if names := names_in(feature):
-                found[str(feature.get("name"))] = distinct_names(
-                    names, f"{listing.shown}: {_README}"
-                )
-    return found
+    infos = _card(listing).get("dataset_info") or []
+    try:
+        infos = infos if isinstance(infos, list) else [infos]
+        chosen = [i for i in infos if len(infos) < 2 or i["config_name"] in (asked, "default")]
+        features = chosen[0].get("features") or [] if chosen else []
+        return {each["name"]: names for each in features if (names := names_in(each))}
+    except (AttributeError, TypeError, KeyError):
+        raise _nonsense(listing, "dataset_info must have features, each with a name") from None
 
 
 def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:

@@ -70,13 +70,19 @@ def is_string(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def hugging_face_names(schema: Any, column: str) -> list[str] | None:
-    """The names of the Hugging Face ClassLabel feature, if the column is or has lists of one."""
+def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[str] | None:
+    """The names of the Hugging Face ClassLabel feature, if the first column is or has lists of
+    one.
+
+    Raises:
+        DataError: two of them are the same name.
+    """
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        return names_in(features["info"]["features"][column])
-    except (KeyError, TypeError, ValueError):
+        names = names_in(features["info"]["features"][columns[0]])
+    except (KeyError, IndexError, TypeError, ValueError):
         return None
+    return distinct_names(names, where) if names else None
 
 
 def names_in(feature: Any) -> list[str] | None:

@@ -239,12 +239,10 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
         leaves, path_column = (columns.image,), columns.image
     elif pa.types.is_struct(image):
         fits = {"bytes": is_binary, "path": is_string}
-        fields = {field.name: field.type for field in image}
-        leaves = tuple(
-            f"{columns.image}.{leaf}"
-            for leaf in fits
-            if leaf in fields and fits[leaf](fields[leaf])
-        )
+        usable = [
+            field.name for field in image if field.name in fits and fits[field.name](field.type)
+        ]
+        leaves = tuple(f"{columns.image}.{name}" for name in sorted(usable))
         path_column = next((leaf for leaf in leaves if leaf.endswith(".path")), "")
     if not leaves:
         raise DataError(
@@ -271,21 +269,16 @@ def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> 
     Raises:
         DataError: they have no common type, such as numbers and texts.
     """
-    rows: dict[type, int] = {}  # the first of each type
-    for row, value in enumerate(values):
-        if value is not None:
-            rows.setdefault(type(value), row)
+    rows = {type(value): row for row, value in enumerate(values) if value is not None}
     if len(rows) < 2 or rows.keys() == {int, float}:
-        with suppress(pa.ArrowInvalid, pa.ArrowTypeError):
-            try:
-                return pa.array(values)
-            except OverflowError:
-                if rows.keys() == {int}:
-                    return pa.array([None if value is None else str(value) for value in values])
-    first, last = values[min(rows.values())], max(rows.values())
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            return pa.array(values)
+    if rows.keys() == {int}:
+        return pa.array([None if value is None else str(value) for value in values])
+    row = min(rows.values())
     raise DataError(
-        f"{where(last)}: {name} {quoted(values[last])} has another type than {quoted(first)} in an "
-        "earlier row: write all as text, or all as numbers."
+        f"{where(row)}: {name} {quoted(values[row])} has another type than in other rows: write "
+        "all as text, or all as numbers."
     )
 
 

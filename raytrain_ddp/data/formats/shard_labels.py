@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.data.formats.labels import (
+    Kind,
     Labels,
     NoLabelsError,
+    distinct_names,
     is_negative,
     name_of,
     names_of,
@@ -31,82 +33,47 @@ def labels_of(
 ) -> tuple[list[str], dict[str, Labels | Targets]]:
     """The names of the classes or targets, and the mapping of each file's values by its URI.
 
-    Raises:
-        DataError: as `class_names_of` and `_target_names`.
-    """
-    if columns.targets:
-        names = _target_names(shards, columns, classes)
-        kind, binary = shards[0].kind, columns.binary
-        return names, {
-            shard.at.uri: Targets(columns.targets, names, kind, binary, shard.class_names)
-            for shard in shards
-        }
-    names = class_names_of(shards, columns.label, classes)
-    # Numbers in a file without names are those of the other files.
-    own = next((shard.class_names for shard in shards if shard.class_names), None)
-    labels = {kind: Labels(names, own) for kind in {shard.kind for shard in shards}}
-    return names, {shard.at.uri: labels[shard.kind] for shard in shards}
-
-
-def _target_names(
-    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
-) -> list[str]:
-    """The columns of targets; or the given classes, or else the labels that occur in a column of
-    lists.
-
-    Raises:
-        DataError: files disagree about the kind of the columns, or classes are given for columns.
-    """
-    if len({shard.kind for shard in shards}) > 1:
-        files = join_some([shard.name for shard in shards], 2)
-        raise DataError(
-            f"{files}: {quoted(columns.targets[0])} is a column of lists in some files only."
-        )
-    own = [shard.class_names for shard in shards]
-    if shards[0].kind == "list" and any(own):
-        if not all(own):
-            files = join_some([shard.name for shard in shards], 2)
-            raise DataError(f"{files}: the labels have names in some files only.")
-        if classes is None:
-            return list(dict.fromkeys(name for names in own for name in names or ()))
-        for shard in shards:
-            numbers_in(classes, shard.class_names or [], shard.name)
-        return list(classes)
-    if shards[0].kind == "list":
-        rows = all_values(shards, columns.targets) if classes is None else ()
-        occur = names_of(label for values in rows for row in values for label in row or ())
-        return occur if classes is None else list(classes)
-    if classes is not None and tuple(classes) != columns.targets:
-        raise DataError(
-            f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
-            "columns: remove it."
-        )
-    return list(columns.targets)
-
-
-def class_names_of(
-    shards: Sequence[Shard], column: str, classes: Sequence[str] | None
-) -> list[str]:
-    """The given classes, or those of the ClassLabel feature, or else one per distinct label.
+    The names are the columns of targets; or else the given classes, those of the ClassLabel
+    feature, or one per distinct label.
 
     Raises:
         NoLabelsError: no row has a label.
-        DataError: files disagree about their classes, or have classes that are not in the given
-            list.
+        DataError: files disagree about their classes or the kind of their targets, or have classes
+            that are not in the given list, or classes are given for columns.
     """
-    named = [shard for shard in shards if shard.class_names]
-    own = list(named[0].class_names or []) if named else []
-    for shard in named:
-        with_names(shard, own, named[0].name)
-    if classes is None and not own:
-        return _dense_labels(shards, column) or _labels_that_occur(shards, column)
-    known = {*(classes or ())}
-    if all(_is_unlabeled(shard, column, known) for shard in shards):
-        raise _without_labels(shards)
-    if classes is not None:
-        numbers_in(classes, own, join_some([shard.name for shard in shards], 2))
-        return list(classes)
-    return own
+    kind, files = shards[0].kind, join_some([shard.name for shard in shards], 2)
+    made: dict[Kind, Labels | Targets]
+    if columns.targets and len({shard.kind for shard in shards}) > 1:
+        column = quoted(columns.targets[0])
+        raise DataError(f"{files}: {column} is a column of lists in some files only.")
+    if columns.targets and kind != "list":
+        if classes is not None and tuple(classes) != columns.targets:
+            raise DataError(
+                f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
+                "columns: remove it."
+            )
+        names = list(columns.targets)
+        made = {kind: Targets(columns.targets, names, kind, columns.binary)}
+    else:
+        named = [shard for shard in shards if shard.class_names]
+        own = named[0].class_names if named else None  # also of files without names
+        for shard in named:
+            with_names(shard, own or (), named[0].name)
+        if classes is not None:
+            numbers_in(classes, own or (), files)
+        known = own if classes is None else list(classes)
+        if columns.targets:
+            rows = () if known else all_values(shards, columns.targets)
+            occur = (label for values in rows for row in values for label in row or ())
+            names = known or names_of(occur)
+            made = {kind: Targets(columns.targets, names, kind, columns.binary, own)}
+        else:
+            if known and all(_is_unlabeled(shard, columns.label, {*known}) for shard in shards):
+                raise _without_labels(files)
+            names = known or _dense_labels(shards, columns.label)
+            names = names or _labels_that_occur(shards, columns.label, files)
+            made = {each.kind: Labels(names, own) for each in shards}
+    return names, {shard.at.uri: made[shard.kind] for shard in shards}
 
 
 def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
@@ -115,17 +82,16 @@ def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> 
     Raises:
         DataError: it has other ones.
     """
-    own = shard.class_names
-    if own and own != [*names]:
+    own, names = shard.class_names, distinct_names(names, where)
+    if own and own != names:
         raise DataError(
             f"{shard.name}: its class names ({join_some(own)}) differ from those in {where} "
             f"({join_some(names)})."
         )
-    return replace(shard, class_names=[*names])
+    return replace(shard, class_names=names)
 
 
-def _without_labels(shards: Sequence[Shard]) -> NoLabelsError:
-    files = join_some([shard.name for shard in shards], 2)
+def _without_labels(files: str) -> NoLabelsError:
     return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
 
 
@@ -179,7 +145,7 @@ def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
     return None
 
 
-def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
+def _labels_that_occur(shards: Sequence[Shard], column: str, files: str) -> list[str]:
     kinds = {"number" if shard.kind == "integer" else shard.kind for shard in shards}
     if len(kinds) > 1:
         listed = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
@@ -187,7 +153,7 @@ def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
     rows = [*all_values(shards, [column])]
     found = [{*values} for values in rows]
     if not any(_is_labeled(value) for values in found for value in values):
-        raise _without_labels(shards)
+        raise _without_labels(files)
     names = names_of(value for values in found for value in values)
     labels = Labels(names)
     for shard, values, distinct in zip(shards, rows, found, strict=True):

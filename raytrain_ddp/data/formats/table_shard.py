@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import distinct_names, hugging_face_names, is_string
+from raytrain_ddp.data.formats.labels import hugging_face_names, is_string
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -95,7 +95,7 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
             schema = found.schema
             batches = [*map(found.get_batch, range(count))] if is_file else list(found)
     leaves, path_column, kind = check_columns(at.name, schema, columns)
-    names = hugging_face_names(schema, columns.labels[0]) if columns.labels else None
+    class_names = hugging_face_names(schema, columns.labels, at.name)
     table = pa.Table.from_batches(batches, schema)
     table = table.select([columns.image, *columns.labels]).flatten()
     groups, digest, start = [], sha256(schema.to_string().encode()), 0
@@ -110,7 +110,6 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
         groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels, max(0, missing)))
         digest.update(f"{rows} {part.nbytes} {values}".encode())
         start += rows
-    class_names = distinct_names(names, at.name) if names else None
     identity = digest.hexdigest()
     return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)
 
