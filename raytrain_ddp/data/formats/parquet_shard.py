@@ -25,6 +25,7 @@ _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 class ParquetShard(Shard):
     """A Parquet file. The digest is that of the footer."""
 
+    reads_labels = False
     _footer: bytes  # a tenth of the size of its parsed form
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -66,7 +66,8 @@ class RowGroup(NamedTuple):
             labels.
         size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
-        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them.
+        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them,
+            as all but Parquet.
         without_image: rows with neither bytes nor a path, as far as the file's statistics tell.
     """
 
@@ -74,7 +75,7 @@ class RowGroup(NamedTuple):
     columns: tuple[str, ...]
     size_bytes: int
     image_bytes: int
-    labels: tuple[int, int, int] | None
+    labels: tuple[int, int, int] | None = None
     without_image: int = 0
 
 
@@ -116,7 +117,10 @@ class Shard(ABC):
         kind: of the labels.
         class_names: from the ClassLabel feature, if the file has one.
         path_column: has the paths of images in files of their own; "": there is none.
+        reads_labels: all labels are in memory, or read at once.
     """
+
+    reads_labels: ClassVar[bool] = True
 
     at: Opened
     size_bytes: int
@@ -280,14 +284,6 @@ def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> 
         f"{where(row)}: {name} {quoted(values[row])} has another type than in other rows: write "
         "all as text, or all as numbers."
     )
-
-
-def label_range(values: Sequence[Any], kind: Kind) -> tuple[int, int, int] | None:
-    """(nulls, min, max) of integer labels, see `RowGroup`; None for others."""
-    if kind != "integer":
-        return None
-    known = [value for value in values if value is not None]
-    return len(values) - len(known), min(known, default=0), max(known, default=0)
 
 
 def is_binary(kind: Any) -> bool:

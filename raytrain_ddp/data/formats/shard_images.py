@@ -92,7 +92,7 @@ class ShardImages:
         unnamed = [shard for shard in self._shards if not shard.class_names]
         is_own = labeled and classes is None and not self._columns.targets
         self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
-        self._check_statistics()
+        self._check_labels()
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._cache: DiskCache | None = None
@@ -296,15 +296,14 @@ class ShardImages:
                         f"{image}. Repair or remove it, or set --data.bad-records skip."
                     )
 
-    def _check_statistics(self) -> None:
-        """Finds labels that are not classes early, if the files have statistics."""
-        for block, (shard, group) in enumerate(self._blocks):
-            known = shard.groups[group].labels
-            if known is None:
-                continue
-            number = self._labels_of[shard.at.uri].number
-            if known[0] or number(known[1]) is None or number(known[2]) is None:
-                self._labels(block, shard.read(group, [self._columns.label]))  # names the row
+    def _check_labels(self) -> None:
+        """Finds labels that are not classes early, if no more files must be read for it."""
+        for block, (shard, group) in enumerate(self._blocks if self._columns.labels else ()):
+            known, number = shard.groups[group].labels, self._labels_of[shard.at.uri].number
+            is_bad = known and (known[0] or number(known[1]) is None or number(known[2]) is None)
+            if is_bad or shard.reads_labels:
+                self._labels(block, shard.read(group, self._columns.labels))  # names the row
+            if is_bad:
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 

@@ -22,7 +22,6 @@ from raytrain_ddp.data.formats.shard import (
     Shard,
     check_columns,
     column_of,
-    label_range,
     rows_in,
 )
 from raytrain_ddp.errors import DataError, quoted
@@ -71,9 +70,8 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
     groups = []
     for start in range(0, table.num_rows, _GROUP_ROWS):
         part = table.slice(start, _GROUP_ROWS)
-        labels = label_range(rows_in(part, columns.labels), kind)
         missing = sum(not path for path in part[columns.image].to_pylist())
-        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, labels, missing))
+        groups.append(RowGroup(part.num_rows, kept, part.nbytes, 0, without_image=missing))
     digest = sha256(content).hexdigest()
     at = at.below(columns.root)
     return TableShard(at, len(content), digest, tuple(groups), kind, None, path_column, table)
@@ -104,11 +102,10 @@ def open_arrow(at: Opened, columns: Columns) -> TableShard:
         images = [part[leaf] for leaf in leaves]
         used = leaves if images[0].null_count else leaves[:1]
         bytes_of = sum(image.nbytes for image in images)
-        values = rows_in(part, columns.labels)
-        kept, labels = (*used, *columns.labels), label_range(values, kind)
-        missing = sum(image.null_count for image in images) - (len(images) - 1) * rows
-        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, labels, max(0, missing)))
-        digest.update(f"{rows} {part.nbytes} {values}".encode())
+        missing = max(0, sum(image.null_count for image in images) - (len(images) - 1) * rows)
+        kept = (*used, *columns.labels)
+        groups.append(RowGroup(rows, kept, part.nbytes, bytes_of, without_image=missing))
+        digest.update(f"{rows} {part.nbytes} {rows_in(part, columns.labels)}".encode())
         start += rows
     identity = digest.hexdigest()
     return TableShard(at, size, identity, tuple(groups), kind, class_names, path_column, table)

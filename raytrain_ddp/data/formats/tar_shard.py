@@ -25,7 +25,6 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS
-from raytrain_ddp.data.formats.labels import Kind
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -33,7 +32,6 @@ from raytrain_ddp.data.formats.shard import (
     Shard,
     check_columns,
     column_of,
-    label_range,
 )
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
@@ -132,21 +130,20 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     schema = pa.schema([(columns.image, pa.binary()), (columns.label or "label", label)])
     _, _, kind = check_columns(at.name, schema, columns)
     digest = index.schema.metadata[b"digest"].decode()
-    groups = tuple(_groups(index, columns, kind))
+    groups = tuple(_groups(index, columns))
     size, modified = status.st_size, status.st_mtime_ns
     return TarShard(at, size, digest, groups, kind, None, _NAMES, modified, index)
 
 
-def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
+def _groups(index: Any, columns: Columns) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
     offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
     used = columns.image, *columns.labels
 
     def group(stop: int) -> RowGroup:
         size = int(max(0, last - first))
-        labels = label_range(index["label"][start:stop].to_pylist(), kind)
         missing = index["size"][start:stop].null_count
-        return RowGroup(stop - start, used, size, size, labels, missing)
+        return RowGroup(stop - start, used, size, size, without_image=missing)
 
     start, first, last = 0, math.inf, 0  # its first row, and the bytes from header to end
     for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
