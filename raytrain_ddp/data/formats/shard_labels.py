@@ -70,8 +70,8 @@ def labels_of(
         else:
             if known and all(_is_unlabeled(shard, columns.label, {*known}) for shard in shards):
                 raise _without_labels(files)
-            names = known or _dense_labels(shards, columns.label)
-            names = names or _labels_that_occur(shards, columns.label, files)
+            dense = known or _dense_labels(shards, columns.label)
+            names = dense or _labels_that_occur(shards, columns.label, files)
             made = {each.kind: Labels(names, own) for each in shards}
     return names, {shard.at.uri: made[shard.kind] for shard in shards}
 
