@@ -24,6 +24,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+_MOST_SHOWN = 240  # characters of a value or path
 _LAST_STATUS = 125  # shells reserve higher numbers
 # errno of full or failing disks, networks, and file systems that depend on one.
 _PASSING = {
@@ -112,9 +113,23 @@ def first_line(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 10, last: str = " and ", by: str = ", ") -> str:
-    """``a, b and 3 more``: the first names, and the number of the others."""
+    """``a, b and 3 more``: the first names, each `in_one_line`, and the number of the others."""
     more = f"{last}{len(names) - most} more" if len(names) > most else ""
-    return by.join(names[:most]) + more
+    return by.join(map(in_one_line, names[:most])) + more
+
+
+def in_one_line(text: object, most: int = _MOST_SHOWN) -> str:
+    """What a user gave, as a message shows it: without control characters, and without the middle
+    of a text of more than `most` characters."""
+    shown = str(text)
+    if len(shown) > most:
+        shown = f"{shown[: most // 2]}...{shown[-most // 4 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def quoted(value: object) -> str:
+    """A value in the notation of Python, `in_one_line`."""
+    return in_one_line(repr(value))
 
 
 def status_of(error: RaytrainError) -> int:

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, in_one_line
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def reason_of(uri: str, error: BaseException) -> str:
     if any(part in text.casefold() for part in secrets):
         token = re.search(r"AWS Error [A-Z_]+", text)
         text = token.group() if token else ""
-    return text or type(error).__name__
+    return in_one_line(text) or type(error).__name__
 
 
 def attempt(ask: Callable[[], T]) -> T | Exception:

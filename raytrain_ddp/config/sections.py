@@ -140,10 +140,11 @@ class ScheduleConfig(Section, name="schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(0, "warmup_epochs", "gamma")
+        self.at_least(0, "warmup_epochs")
         self.above_zero("step_epochs")
         rule = "must be a fraction of optim.lr, 0 to 1"
         self.require("final_lr", 0 <= self.final_lr <= 1, rule)
+        self.require("gamma", 0 <= self.gamma <= 1, "must be a fraction, 0 to 1")
 
 
 @dataclass(frozen=True)

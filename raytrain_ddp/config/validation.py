@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, quoted
 
 # Of C0, C1 and DEL; what YAML and Unicode take for the end of a line; halves of a character.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
@@ -24,7 +24,7 @@ ADDRESS = {"metavar": "HOST:PORT|auto"}
 def require(holds: bool, field: str, value: object, rule: str) -> None:
     """Raises ConfigError that names the field, the value and the rule, unless the rule holds."""
     if not holds:
-        raise ConfigError(f"{field} = {value!r}: {rule}.")
+        raise ConfigError(f"{field} = {quoted(value)}: {rule}.")
 
 
 def require_least(args: object, **least: float) -> None:
@@ -74,7 +74,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     rules: list[tuple[str, dict[str, float]]] = []
 
     def refuse_unless(holds: bool, word: str, rule: str) -> None:
-        require(holds, "optim.groups", tuple(words), f"{word!r} {rule}")
+        require(holds, "optim.groups", tuple(words), f"{quoted(word)} {rule}")
 
     for word in words:
         name, equals, text = word.partition("=")

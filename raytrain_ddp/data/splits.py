@@ -18,7 +18,7 @@ from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locat
 from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
 from raytrain_ddp.data.loading.sources import Source
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -230,7 +230,8 @@ def open_images(
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "files":
-        return ShardImages(found.paths, config, classes, binary)
+        column = columns_of(config).labels[0]
+        return ShardImages(found.paths, config, classes, binary, found.class_names.get(column))
     if config.target_columns:
         raise DataError(
             f"data.{'source' if found.split == 'train' else 'eval_source'} has no columns, but "

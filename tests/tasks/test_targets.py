@@ -342,7 +342,9 @@ def test_a_label_found_only_in_the_evaluation_set_is_named(files: Path, tmp_path
     data = DataConfig(
         source=str(files / "train.parquet"), eval_source=str(other), target_columns=("tags",)
     )
-    with pytest.raises(DataError, match=r"row group 0, row 3: tags: 'x' is not one of the 3 cl"):
+    with pytest.raises(
+        DataError, match=r"row group 0, row 3: tags: a label 'x' is not one of the 3 cl"
+    ):
         open_splits(data, None, binary=True).summary()
 
 

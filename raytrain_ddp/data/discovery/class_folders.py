@@ -13,7 +13,7 @@ from raytrain_ddp.data.discovery.split_names import (
     SplitName,
     split_name,
 )
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_names, quoted
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
 
@@ -61,7 +61,7 @@ def class_folder_splits(
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
                 has = f"only {first_names(inner)}"
-                raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
+                raise NoSuchConfigError(f"{listing.shown} has no config {quoted(config)}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
@@ -83,7 +83,9 @@ def class_folder_splits(
         else:
             break
     if not picked:
-        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
+        raise NoSuchConfigError(
+            f"{listing.shown} has no config {quoted(config)}: remove --data.config."
+        )
     return _usable(top, splits, subs, tree)
 
 

@@ -5,8 +5,8 @@ discovery.py finds the splits of a source; this module chooses which ones to use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
@@ -17,7 +17,7 @@ from raytrain_ddp.data.discovery.split_names import (
     NoSuchConfigError,
     Role,
 )
-from raytrain_ddp.errors import ConfigError, DataError, first_names
+from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 
 Use = Literal["train", "eval"]
 _NAMES_SHOWN = 5
@@ -31,12 +31,14 @@ class Located:
     Args:
         split: what it is used for.
         name: the split's name from its files or folder; "" if it has none.
+        class_names: those of columns of labels, as far as README.md declares them.
     """
 
     kind: Kind
     paths: tuple[str, ...]
     split: Use
     name: str = ""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _if_classes(source: DataSet, use: Use) -> str:
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
     """The split with that name, or the only one with a synonymous name (val, validation)."""
-    flag = f"data.{use}_split = {asked!r}"
+    flag = f"data.{use}_split = {quoted(asked)}"
     if source.kind == "torchvision":
         return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]
@@ -216,7 +218,7 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:
-    return Located(source.kind, source.paths(name), split, name)
+    return Located(source.kind, source.paths(name), split, name, source.class_names)
 
 
 def _named(source: DataSet, split: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as defaults
 from os.path import isdir
 from pathlib import Path, PurePosixPath
@@ -25,6 +25,7 @@ from raytrain_ddp.data.discovery.file_listing import (
 )
 from raytrain_ddp.data.discovery.hf_repository import (
     RepoConfig,
+    class_names_of,
     files_of,
     is_of,
     repo_config,
@@ -42,7 +43,7 @@ from raytrain_ddp.data.discovery.split_names import (
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, format_of
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
@@ -65,6 +66,7 @@ class DataSet:
         uri_of: the path or URI of a file or folder.
         unusable: other splits that exist, and why they cannot be used.
         notes: sentences about other data that is not used.
+        class_names: those of columns of labels, as far as README.md declares them.
         check: raises a DataError if a split is incomplete or may not be a split.
     """
 
@@ -75,6 +77,7 @@ class DataSet:
     uri_of: Callable[[str], str]
     unusable: Mapping[str, str] = defaults(default_factory=dict)
     notes: tuple[str, ...] = ()
+    class_names: Mapping[str, Sequence[str]] = defaults(default_factory=dict)
     check: Callable[[str], None] = lambda _: None
 
     def paths(self, split: str) -> tuple[str, ...]:
@@ -96,7 +99,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         ConfigError: the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
-    shown = f"{field} = {without_secrets(source)!r}"
+    shown = f"{field} = {quoted(without_secrets(source))}"
     asked = config.config
     if source.startswith("torchvision:"):
         _require_no_config(shown, asked)
@@ -117,6 +120,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         _require_no_config(shown, asked)
         return DataSet(field, shown, "files", of_dataset, listing.uri_of)
     card = None if listing.pattern else repo_config(listing, asked)
+    class_names = {} if listing.pattern else class_names_of(listing, asked)
     if card is not None:
         listing, asked = listing.inside(card.folder), "auto"
     images = listing.images
@@ -128,7 +132,8 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if not names and not images:
         names = next((each for each in by_format if each), [])
     if names:
-        return _of_files(field, listing, names, card, asked)
+        of_files = _of_files(field, listing, names, card, asked)
+        return replace(of_files, class_names=class_names)
     if images and listing.is_local and not listing.pattern:
         return _of_images(field, listing, card, asked, config)
     raise _nothing(listing)
@@ -180,8 +185,8 @@ def _of_files(
 
         require_all_shards(splits[split], listing.shown, is_wanted)
 
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "files", splits, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "files", splits, uri_of, unusable, tuple(notes), check=check)
 
 
 def _unread(listing: FileListing, used: Sequence[str], card: RepoConfig | None) -> list[str]:
@@ -220,7 +225,7 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
             if len(configs) > 1
             else "or any other: remove --data.config"
         )
-        raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
+        raise NoSuchConfigError(f"{listing.shown} has no config {quoted(asked)}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
         inside = [name for name in names if name.startswith(f"{chosen[0]}/")]
@@ -267,13 +272,13 @@ def _of_images(
     for folder in sorted(beside.intersection(splits.values())):
         notes.append(f"not used: the images in {folder} that are in none of its class folders")
     found = {split: (folder,) for split, folder in splits.items()}
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "folder", found, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "folder", found, uri_of, unusable, tuple(notes), check=check)
 
 
 def _require_no_config(shown: str, asked: str) -> None:
     if asked != "auto":
-        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
+        raise NoSuchConfigError(f"{shown} has no config {quoted(asked)}: remove --data.config.")
 
 
 def _written_by_convert(listing: FileListing) -> Splits | None:

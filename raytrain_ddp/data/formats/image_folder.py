@@ -215,8 +215,10 @@ def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
     def ask(path: str) -> os.stat_result | OSError:
         try:
             return os.stat(path)
-        except (OSError, ValueError) as error:  # a NUL in a path
-            return error if isinstance(error, OSError) else FileNotFoundError(path)
+        except ValueError:  # a null character
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        except OSError as error:
+            return error
 
     with ThreadPoolExecutor(_STAT_THREADS) as threads:
         yield from threads.map(ask, paths)

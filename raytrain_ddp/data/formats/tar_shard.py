@@ -27,14 +27,13 @@ from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
-from raytrain_ddp.data.formats.labels import Kind
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
     RowGroup,
     Shard,
     check_columns,
-    label_range,
+    column_of,
 )
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
@@ -43,9 +42,9 @@ _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
 _GROUP_BYTES = 8 * 2**20
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and suffix
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _NAMES = "__name__"  # the column of the members' names
 _VERSION = 2  # of the index
 
@@ -139,21 +138,20 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     schema = pa.schema([(columns.image, pa.binary()), (columns.label or "label", label)])
     _, _, kind = check_columns(at.name, schema, columns)
     digest = index.schema.metadata[b"digest"].decode()
-    groups = tuple(_groups(index, columns, kind))
+    groups = tuple(_groups(index, columns))
     size, modified = status.st_size, status.st_mtime_ns
     return TarShard(at, size, digest, groups, kind, None, _NAMES, modified, index)
 
 
-def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
+def _groups(index: Any, columns: Columns) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
     offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
     used = columns.image, *columns.labels
 
     def group(stop: int) -> RowGroup:
         size = int(max(0, last - first))
-        labels = label_range(index["label"][start:stop].to_pylist(), kind)
         missing = index["size"][start:stop].null_count
-        return RowGroup(stop - start, used, size, size, labels, missing)
+        return RowGroup(stop - start, used, size, size, without_image=missing)
 
     start, first, last = 0, math.inf, 0  # its first row, and the bytes from header to end
     for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -237,14 +235,16 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["offset"].append(None if image is None else image.offset_data)
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
-    if all(isinstance(label, str) and _INTEGER.fullmatch(label) for label in labels):
-        labels = [int(label) for label in labels]
+    column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
+    # As in earlier versions: whole numbers without quotes if all labels are.
+    bare = all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels)
     digest = sha256()
-    for row in zip(*rows.values(), labels, strict=True):
-        digest.update(f"{row}\n".encode())
+    for *place, label in zip(*rows.values(), labels, strict=True):
+        shown = label if bare else repr(label)
+        digest.update(f"({', '.join(map(repr, place))}, {shown})\n".encode())
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
     columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
-    table = pa.table({**columns_of, "label": pa.array(labels)})
+    table = pa.table({**columns_of, "label": column})
     metadata = {"digest": digest.hexdigest(), "left_out": json.dumps(left_out)}
     return table.replace_schema_metadata(metadata)
 
@@ -322,7 +322,9 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
         )
     content = os.pread(descriptor, member.size, member.offset_data)
     try:
-        return content.decode().strip() if suffix in members else json.loads(content)[columns.label]
+        if suffix not in members:
+            return json.loads(content)[columns.label]
+        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(
