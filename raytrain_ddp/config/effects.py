@@ -42,14 +42,14 @@ _RULES = [
     _Rule("schedule.final_lr", "schedule.name = cosine"),
     _Rule("schedule.step_epochs schedule.gamma", "schedule.name = step"),
     _Rule(
-        "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
+        "ddp.gradient_as_bucket_view ddp.static_graph",
         "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
     _Rule(
         "ddp.find_unused_parameters",
         "ddp.static_graph = false (a static graph finds unused parameters by itself)",
-        lambda c: not c.ddp.static_graph,
+        lambda c: c.exact or not c.ddp.static_graph,
     ),
     _Rule("ddp.powersgd_rank", "ddp.compression = powersgd"),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
