@@ -31,7 +31,7 @@ from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
-from raytrain_ddp.training.membership.launched import LIMIT_S, UNSET, Waiting
+from raytrain_ddp.training.runtime.launched import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
 
 CLAIM_FILE = "claimed.toml"

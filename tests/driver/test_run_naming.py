@@ -33,7 +33,7 @@ from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import driven, owned
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 from raytrain_ddp.events import Note
-from raytrain_ddp.training.membership import launched
+from raytrain_ddp.training.runtime import launched
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
