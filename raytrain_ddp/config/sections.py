@@ -178,7 +178,8 @@ class DdpConfig(Section, name="ddp"):
     static_graph: bool = False
     """Promise that the graph is the same in every step."""
     find_unused_parameters: bool = False
-    """Find parameters that a step does not use. Required for models that skip some."""
+    """Find parameters that a step does not use. Required for models that skip some. With exact,
+    their gradient is 0, so weight decay and momentum still change them."""
     sync_batchnorm: bool = False
     """Compute batch-norm statistics over the current slots of all workers (SyncBatchNorm). The
     result then depends on the number of workers."""

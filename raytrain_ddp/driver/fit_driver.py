@@ -119,11 +119,12 @@ def fit_locally(
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     require_no_evaluator(config)
-    main = ranks_of_launcher()[0] == 0
+    rank, _, _ = ranks_of_launcher()
+    main = rank == 0
     if main:
         run, branch = run_and_branch(config, default_name, resume_from, allow_change)
     else:
-        run, branch = run_of_rank_0(config, default_name), None
+        run, branch = run_of_rank_0(config, rank, default_name), None
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
         with led as (run, tell):
@@ -163,7 +164,8 @@ def _train_here(
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
     from raytrain_ddp.training.start.settling import settled
 
-    world = join_world(config.scaling, config.exact, nccl_settings(config))
+    tell = (lambda text: show(Note(text))) if main else None
+    world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     config, notes = settled(config, world)
     if main:
         write_config(config, run)

@@ -31,6 +31,7 @@ from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.training.runtime.launched import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
 
 CLAIM_FILE = "claimed.toml"
@@ -40,7 +41,6 @@ _SHOWN = 3  # fields in a line
 _LONGEST = 120  # maximum length of a name with a number
 _PAUSE_S = 0.1
 _CLAIM_S = 10.0
-_RANK_0_S = 120.0
 
 Changes = Sequence[tuple[str, Any, Any]]
 
@@ -81,18 +81,19 @@ def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     return answered(config, lambda: _of_config(config, default_name or name_by_config(config)))
 
 
-def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> NamedRun:
+def run_of_rank_0(config: TrainConfig, rank: int, default_name: str | None = None) -> NamedRun:
     """The same run as rank 0's, which may not have started it yet.
 
     Raises:
         PreflightError: rank 0's run does not appear in this storage; also like `find_run`.
     """
-    until_s = time.monotonic() + _RANK_0_S
+    place = without_secrets(config.storage)
+    waiting = Waiting(lambda: f"rank {rank} waits for rank 0 to start a run in {place}", None)
     while (run := find_run(config, default_name)).is_new:
-        if time.monotonic() > until_s:
+        if waiting.look():
             raise PreflightError(
-                f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
-                f"within {_RANK_0_S:g} s: all ranks must use the same storage."
+                f"storage = {place}: rank 0 did not start a run with this config here within "
+                f"{LIMIT_S:g} s. {UNSET} The storage must be the same, too."
             )
         time.sleep(_PAUSE_S)
     return run

@@ -140,11 +140,18 @@ def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPat
     parse_fit(["--epochs", "2", "--local"])
 
 
+ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
         ({}, (0, 1, 0)),
-        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}, (2, 3, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1", **ADDRESS}, (2, 3, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS, "MASTER_PORT": "65536"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS, "MASTER_PORT": "http"}, None),
         ({"RANK": "3"}, None),
         ({"RANK": "3", "WORLD_SIZE": "3"}, None),
         ({"RANK": "one", "WORLD_SIZE": "3"}, None),
@@ -155,12 +162,12 @@ def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_do_not_fit_together_are_refused(
     environment: dict[str, str], ranks: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *ADDRESS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if ranks is None:
-        with pytest.raises(PreflightError, match=r"RANK = .*: start with torchrun"):
+        with pytest.raises(PreflightError, match=r"(RANK|WORLD_SIZE) = .*: start with torchrun"):
             ranks_of_launcher()
     else:
         assert ranks_of_launcher() == ranks

@@ -26,7 +26,6 @@ from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver import run_naming
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
@@ -34,6 +33,7 @@ from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import driven, owned
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 from raytrain_ddp.events import Note
+from raytrain_ddp.training.runtime import launched
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
@@ -254,16 +254,16 @@ def test_other_ranks_use_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.M
     begin(unnamed(tmp_path, 0.2), "TinyTask")
     config = unnamed(tmp_path, 0.1)
     found: list[str | None] = []
-    with in_thread(lambda: found.append(run_of_rank_0(config).config.name)):
+    with in_thread(lambda: found.append(run_of_rank_0(config, 1).config.name)):
         time.sleep(0.3)
         assert not found, "before rank 0 has claimed it"
         with driven(find_run(config), quiet):
             while not found:
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]
-    monkeypatch.setattr(run_naming, "_RANK_0_S", 0.2)
-    with pytest.raises(PreflightError, match="rank 0 did not start a run here"):
-        run_of_rank_0(unnamed(tmp_path, 0.3))
+    monkeypatch.setattr(launched, "LIMIT_S", 0.2)
+    with pytest.raises(PreflightError, match=r"rank 0 did not start a run.*same command line"):
+        run_of_rank_0(unnamed(tmp_path, 0.3), 1)
 
 
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:

@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TinyTask, plain, run_tiny, tiny_config
+from tiny import TinyTask, plain, run_tiny, tiny_config, weights
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
@@ -23,7 +24,7 @@ from torchmetrics import Metric
 
 import raytrain_ddp
 from raytrain_ddp import user_code
-from raytrain_ddp.config.sections import DdpConfig, EvalConfig
+from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
@@ -215,6 +216,160 @@ def test_unused_parameters_are_accepted_with_find_unused_parameters(
     assert len({*workers(3, ran, plain(plainly), Forward)}) == 1
     allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
     assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
+
+
+class Drops(TinyTask):
+    """Its model does not use some parameters in each step, on each rank."""
+
+    first = 1  # the first step in which a parameter may be unused
+    chance = 0.5
+
+    def __init__(self, config: TrainConfig, first: int = 1) -> None:
+        super().__init__(config)
+        self.first = first
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.extra = nn.Linear(24, 24)
+        made.dropout.register_forward_hook(self.add)  # before the head
+        return made
+
+    def add(self, module: nn.Module, _: Any, features: Tensor) -> Tensor:
+        return features + self.made.extra(features) if self.uses(module.training) else features
+
+    def at(self) -> bool:
+        """Whether it is this step or a later one."""
+        assert self.session is not None
+        return self.session.step >= self.first
+
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at()) or bool(torch.rand(()) < 0.5)
+
+
+class DropsOnOneRank(Drops):
+    """So does a branch that depends on the data."""
+
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at() and torch.distributed.get_rank() == 1)
+
+
+class DropsOnAll(Drops):
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at())
+
+
+def dropped(
+    rank: int, size: int, config: Any, kind: type[Drops], first: int, at: int = 0
+) -> tuple[str, int]:
+    result = run_tiny(rank, size, config, {"first": first}, kind=kind, stop_at=at)
+    return result.digest, result.outcome.step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [Drops, DropsOnOneRank, DropsOnAll])
+@pytest.mark.parametrize(
+    ("first", "changes"),
+    [
+        (0, {}),  # already in the warm-up
+        (1, {}),
+        (1, {"micro_batch": 4}),
+        (5, {"micro_batch": 4, "ddp": DdpConfig(gradient_as_bucket_view=False)}),
+        (5, {"ddp": DdpConfig(compression="bf16", bucket_cap_mb=0.001)}),
+        (5, {"ddp": DdpConfig(compression="powersgd")}),
+        (4, {"ddp": DdpConfig(static_graph=True)}),
+        (4, {"compute": ComputeConfig(precision="fp16")}),
+    ],
+)
+def test_parameters_that_a_rank_does_not_use_in_a_step_are_named_at_once_by_all_ranks(
+    workers: Group,
+    tmp_path: Path,
+    size: int,
+    kind: type[Drops],
+    first: int,
+    changes: dict[str, Any],
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", **changes))
+    began = time.monotonic()
+    ends = workers.outcomes(size, dropped, config, kind, first)
+    assert time.monotonic() - began < 20, "no rank waits for another one until a time limit"
+    assert {(end.name, end.exit_status) for end in ends} == {("ConfigError", 2)}
+    (line,) = {end.text.strip().splitlines()[-1] for end in ends}
+    assert "extra.weight" in line
+    assert "--ddp.find-unused-parameters true" in line
+    if kind is not Drops and first:
+        assert f"in step {first}" in line
+    if kind is DropsOnOneRank and first:
+        assert "rank 1" in line
+
+
+class SkipsModel(Drops):
+    """Its loss does not depend on the model in some steps, as where no sample is positive."""
+
+    calls = False
+
+    def uses(self, training: bool) -> bool:
+        return True
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if not model.training or not self.at() or batch["row"][0] % 2:
+            return super().loss(model, batch)
+        if self.calls:
+            model(batch["x"])
+        return torch.zeros((), requires_grad=True)
+
+
+class SkipsOutput(SkipsModel):
+    calls = True
+
+
+@pytest.mark.parametrize("kind", [SkipsModel, SkipsOutput])
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_loss_without_a_link_to_the_model_on_one_rank_adds_zeros_to_the_gradient(
+    workers: Group, tmp_path: Path, kind: type[Drops], finds: bool
+) -> None:
+    ddp = DdpConfig(find_unused_parameters=finds)
+    for size in (2, 3):
+        config = tiny_config(tmp_path, f"run-{size}", epochs=1, ddp=ddp)
+        assert len({*workers(size, dropped, plain(config), kind, 1)}) == 1
+        exact = tiny_config(tmp_path, f"exact-{size}", epochs=1, exact=True)
+        workers(size, dropped, plain(exact), kind, 1)
+        summed, exactly = weights(config), weights(exact)
+        for name, value in summed.items():
+            torch.testing.assert_close(value, exactly[name], rtol=1e-4, atol=1e-5)
+
+
+class CallsOwn(Drops):
+    """Calls the model that it made, from a step on."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        is_own = model.training and self.at() and torch.distributed.get_rank() == 1
+        return super().loss(self.made if is_own else model, batch)
+
+    def uses(self, training: bool) -> bool:
+        return True
+
+
+def test_a_loss_that_does_not_call_the_given_model_in_a_later_step_is_refused(
+    workers: Group, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run"))
+    ends = workers.outcomes(3, dropped, config, CallsOwn, 4)
+    assert [end.name for end in ends] == ["RuntimeError", "TaskError", "RuntimeError"]
+    assert "not the one that it receives" in ends[1].text
+
+
+@pytest.mark.parametrize("kind", [Drops, DropsOnOneRank, DropsOnAll])
+def test_unused_parameters_may_vary_with_find_unused_parameters(
+    workers: Group, tmp_path: Path, kind: type[Drops]
+) -> None:
+    ddp = DdpConfig(find_unused_parameters=True)
+    for size in (2, 3):
+        config = tiny_config(tmp_path, f"run-{size}", epochs=1, ddp=ddp)
+        assert len({*workers(size, dropped, plain(config), kind, 1)}) == 1
+    if kind is not DropsOnOneRank:  # which depends on the number of workers
+        exact = [tiny_config(tmp_path, f"exact-{n}", epochs=1, exact=True, ddp=ddp) for n in "123"]
+        ends = [workers(n, dropped, plain(c), kind, 0) for n, c in enumerate(exact, 1)]
+        assert len({end for each in ends for end in each}) == 1
 
 
 def test_numpy_numbers_are_accepted_as_scalars() -> None:

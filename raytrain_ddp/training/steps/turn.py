@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -71,7 +72,7 @@ class Turn:
             bucket_mib = config.ddp.bucket_cap_mb
             self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
         else:
-            self._reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
+            self._reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size), world)
         slots = config.slots if config.exact else 0
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
@@ -123,6 +124,8 @@ class Turn:
                 weighted = loss * (spoilt * weight * self._reduction.scale)
                 with self.guard.watching(slot.index, shown):
                     state.scaler.scale(weighted).backward()
+            if self._reduction.unused:
+                shown = shown * math.nan  # all ranks agree on it, also with fp16
             losses = torch.stack([shown, *beside]) if beside else shown
             self._buffers.add(slot.index, weight, losses)
         failpoint("train.after_backward", *place)
@@ -150,7 +153,7 @@ class Turn:
     def _update(self, lr: float, agreed: Tensor, first: int) -> Tensor:
         """Applies the gradients unless something is not finite, without waiting for the device."""
         state = self._state
-        norm, refused = self.guard.examine(lr, agreed)
+        norm, refused = self.guard.examine(lr, agreed, self._reduction.unused)
         self._buffers.finish(refused)
         state.compression.finish(refused)
         if self._clip:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_ddp.config.train_config import TrainConfig
@@ -19,6 +18,7 @@ from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
+from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, autocast
@@ -151,7 +151,7 @@ def _pass(
     """Returns the names of the scalars with the loss, which is computed in the context, and
     parameters that the model lacks; see `others_of`."""
     run.model.zero_grad()
-    with _counting_calls(run.net) as calls, watching:
+    with counting_calls(run.net) as calls, watching:
         loss, scalars = run(batch)
     if any(each.grad is not None for each in run.model.parameters()):
         raise TaskError(
@@ -168,7 +168,8 @@ def _pass(
     if all(each.grad is None for each in run.model.parameters()):
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
-    require_gradients()
+    if not run.config.ddp.find_unused_parameters:
+        require_gradients()
     run.model.zero_grad()
     return (*scalars,), others
 
@@ -262,26 +263,6 @@ def require_own(
             "not a Python list). If they are meant to stay fixed, call requires_grad_(False) on "
             "them."
         )
-
-
-@contextmanager
-def _counting_calls(net: nn.Module) -> Iterator[list[None]]:
-    """An entry for each call of a wrapped model. (One that is not wrapped may be compiled.)"""
-    calls: list[None] = []
-    if not isinstance(net, DistributedDataParallel):
-        yield calls
-        return
-    forward: Callable[..., Any] = net.forward
-
-    def counted(*args: object, **kwargs: object) -> object:
-        calls.append(None)
-        return forward(*args, **kwargs)
-
-    net.forward = counted  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        del net.forward
 
 
 def _remedy_of(text: str) -> str | None:
