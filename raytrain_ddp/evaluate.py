@@ -224,8 +224,9 @@ def _print(
 
 def _print_classes(task: Any, counts: Tensor) -> None:
     """counts: (classes, 5): tp, fp, tn, fn, support."""
-    from rich.console import Console
     from rich.table import Table
+
+    from raytrain_ddp.display.terminal import terminal
 
     table = Table("class", "samples", "right", "precision", "recall", box=None)
     for column in table.columns[1:]:
@@ -234,7 +235,7 @@ def _print_classes(task: Any, counts: Tensor) -> None:
         precision = f"{tp / (tp + fp):.4f}" if tp + fp else "-"
         recall = f"{tp / (tp + fn):.4f}" if tp + fn else "-"
         table.add_row(name, str(support), str(tp), precision, recall)
-    Console().print(table)
+    terminal().print(table)
 
 
 if __name__ == "__main__":

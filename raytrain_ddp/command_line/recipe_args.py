@@ -13,7 +13,7 @@ from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.effects import require_effect, under_torchrun
 from raytrain_ddp.config.recipe import load, shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import ADDRESS
+from raytrain_ddp.config.validation import ADDRESS, require_no_control
 from raytrain_ddp.errors import ConfigError
 
 _PROFILE_STEPS = 5
@@ -135,6 +135,7 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
     Raises:
         ConfigError: a recipe or a flag is wrong. SystemExit (0): help was printed.
     """
+    require_no_control(argv)
     recipe = argv[0] if argv and not argv[0].startswith("-") else None
     config = _config_of(recipe) if recipe is not None else TrainConfig()
     args: Any = command.parse(argv, config=config)

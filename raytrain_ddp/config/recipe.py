@@ -59,7 +59,8 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
         if name not in kinds:
-            wrong.append(f"there is no field {prefix}{name}.{did_you_mean(name, kinds)}")
+            shown = f"{prefix}{name}" if name.isprintable() else repr(f"{prefix}{name}")
+            wrong.append(f"there is no field {shown}.{did_you_mean(name, kinds)}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
             inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
             is_right &= inner is not None
