@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from PIL import Image
 from processes import ENVIRONMENT, Answer, run_cli
 from rich.console import Console
 
@@ -557,3 +558,52 @@ def test_output_does_not_depend_on_a_usable_number_of_columns(
     assert again.status == 0
     assert "already complete" in again.out.replace("\n", " ")
     assert len(again.out) < 10_000
+
+
+# ------------------------------------------------------------------ what is wrong with a storage
+
+
+def listed_photos(folder: Path) -> None:
+    """A list of 40 images, the last but one of which is missing."""
+    for number in range(40):
+        if number != 38:
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+    rows = [f"{number}.png,{number % 2}" for number in range(40)]
+    (folder / "list.csv").write_text("\n".join(["image,label", *rows]))
+
+
+LISTED = ("--data.source", "list.csv", "--data.holdout", "0.2", "--batch-size", "8",
+          "--micro-batch", "8")  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [LISTED, ("--storage", "/proc/none"), ("--name", "held")])
+def test_a_dry_run_ends_as_the_start_would(words: tuple[str, ...], tmp_path: Path):
+    listed_photos(tmp_path)
+    with Lease.take(open_storage(str(tmp_path / "runs/held"))):
+        before = contents(tmp_path).keys()
+        tried = run_cli("fit", *words, "--local", "--dry-run", cwd=tmp_path, warm=True)
+        assert contents(tmp_path).keys() == before
+        started = run_cli("fit", *words, "--local", cwd=tmp_path, warm=True)
+    assert tried.status == started.status != 0
+    assert len(tried.err.splitlines()) == 1
+    assert tried.err.split("pid")[0].split()[-3:] == started.err.split("pid")[0].split()[-3:]
+
+
+def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path):
+    every = ("--checkpoint.every-steps", "1", "--epochs", "20", "--model.dropout", "0")
+    program = [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *every]
+    environment = {**os.environ, **ENVIRONMENT}
+    with warm_python.WarmPython(
+        program, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        while not (run := tmp_path / "runs/small/checkpoints").exists() or not any(
+            path.name.startswith("step-") for path in run.iterdir()
+        ):
+            assert process.poll() is None
+        shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
+        shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
+        out = process.communicate(timeout=120)[0].decode()
+    assert process.returncode == 5, out
+    assert "deleted" in out
+    assert "is lost" not in out
+    assert out.count("retrying in") <= 4, "training is held up once, not at each checkpoint"

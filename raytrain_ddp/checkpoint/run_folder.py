@@ -202,13 +202,17 @@ def checkpoint_store(run: Storage) -> CheckpointStore:
 
 
 def newest_manifest(run: Storage) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest is readable; files are not verified."""
+    """The manifest of `newest_checkpoint`."""
+    found = newest_checkpoint(run)
+    return found.manifest if found is not None else None
+
+
+def newest_checkpoint(run: Storage) -> Checkpoint | None:
+    """The newest checkpoint whose manifest is readable; files are not verified."""
     store = checkpoint_store(run)
     for name in store.names():
-        try:
-            return store.open(name).manifest
-        except DamagedError:
-            continue
+        with suppress(DamagedError):
+            return store.open(name)
     return None
 
 

@@ -136,8 +136,8 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
             if pause_s is None or isinstance(error, _LASTING):
                 raise PreflightError(
                     f"storage = {without_secrets(config.storage)}: it cannot be read: "
-                    f"{reason_of(config.storage, error)}. Nothing is lost: fix it, then "
-                    "run the same command again."
+                    f"{reason_of(config.storage, error)}. Fix it, then run "
+                    "the same command again."
                 ) from None
         time.sleep(pause_s)
     raise AssertionError  # the last iteration has returned or raised

@@ -19,12 +19,12 @@ from glob import glob
 from pathlib import Path, PurePath
 from typing import Any
 
-from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     SWEEP_FILE,
-    checkpoint_store,
+    newest_checkpoint,
     newest_manifest,
     recorded,
     require_none_lost,
@@ -205,7 +205,8 @@ def _changes(
     changed = changed_fields(begun, config, str(folder) if folder.is_local else "")
     if manifest is None or {name for name, _, _ in changed} - {*path_fields(TrainConfig)}:
         return changed
-    found = checkpoint_store(folder).open(CheckpointName(manifest.step, manifest.attempt))
+    found = newest_checkpoint(folder)
+    assert found is not None  # that of the manifest
     return other_things(found, changed, config, is_named=config.name is not None)
 
 
