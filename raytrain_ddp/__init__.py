@@ -8,7 +8,13 @@ Names are imported when first used: ``import raytrain_ddp`` loads neither torch 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].startswith(__name__):  # a command
+    from raytrain_ddp.library_imports import protect
+
+    protect()
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ Cheap to import: pyarrow and fsspec are loaded when the first URI is opened.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -75,6 +76,15 @@ def below(place: str, name: str) -> str:
         return f"{place}/{name}"
     folder, mark, query = place.partition("?")
     return f"{folder}/{quote(name)}{mark}{query}"
+
+
+def split_last(place: str) -> tuple[str, str]:
+    """The folder that a path or URI lies in, and its name there; `below` is the inverse."""
+    if "://" not in place:
+        return os.path.split(place)
+    path, mark, query = place.partition("?")
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return f"{folder}{mark}{query}", unquote(name)
 
 
 def fsspec_inside(fs: Any) -> Any:

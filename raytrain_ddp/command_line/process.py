@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from raytrain_ddp.config.validation import CONTROL
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
@@ -51,7 +52,7 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
         _require_folder()
         return main(given)
     except RaytrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_printable(str(error))}", file=sys.stderr)
         return status_of(error)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
@@ -64,6 +65,12 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
+
+
+def _printable(text: str) -> str:
+    """The text with escapes for control characters, such as those in the name of a file."""
+    shown = lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1]  # noqa: E731
+    return CONTROL.sub(shown, text)
 
 
 def _require_folder() -> None:

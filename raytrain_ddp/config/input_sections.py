@@ -18,13 +18,13 @@ TORCHVISION_ROOT = "data"
 class DataConfig(Section, name="data"):
     """Where the images come from, their order, and how they are loaded."""
 
-    source: str = "digits"
+    source: str = field(default="digits", metadata={"path": "data"})
     """Folder, Parquet, tar, list, or URI. A folder of class folders
     (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
     WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
     (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
     torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
-    eval_source: str | None = None
+    eval_source: str | None = field(default=None, metadata={"path": "data"})
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
     """Split to train on. auto: train, or all data if there are no named splits; a dot: the folder
@@ -34,7 +34,7 @@ class DataConfig(Section, name="data"):
     evaluate."""
     config: str = "auto"
     """Data set to use from a repository with several: a config of its README.md, or a folder."""
-    root: str | None = field(default=None, metadata=FREE)
+    root: str | None = field(default=None, metadata={**FREE, "path": "folder"})
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
     image_column: str = field(default="image", metadata=MAY_BE_EMPTY)
@@ -91,7 +91,7 @@ class DataConfig(Section, name="data"):
     memory_mib: int = field(default=1024, metadata=FREE)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    cache: str | None = field(default=None, metadata=FREE)
+    cache: str | None = field(default=None, metadata={**FREE, "path": "folder"})
     """Folder on the local disk of each node for copies of row groups of remote Parquet files."""
     cache_gib: float = field(default=100.0, metadata=FREE)
     """Disk space limit of data.cache, in GiB per node. The least recently used files of other data

@@ -18,14 +18,16 @@ from raytrain_ddp.config.validation import FREE, group_rules, scalar
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = "digits-cnn"
+    name: str = field(default="digits-cnn", metadata={"path": "code"})
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
     or digits-cnn, a small network for the bundled digits."""
-    args: dict[str, str | bool | int | float] = field(default_factory=dict)
+    args: dict[str, str | bool | int | float] = field(
+        default_factory=dict, metadata={"path": "options"}
+    )
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
-    weights: str | None = None
+    weights: str | None = field(default=None, metadata={"path": "weights"})
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""

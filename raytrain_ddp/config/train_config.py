@@ -79,12 +79,14 @@ class TrainConfig(Section):
 
     name: str | None = field(default=None, metadata=FREE)
     """Name of the run and of its folder. Default: the name of the recipe or of the data."""
-    storage: str = field(default="runs", metadata=FREE)
+    storage: str = field(default="runs", metadata={**FREE, "path": "folder"})
     """Folder or URI for runs (s3://, gs:// ...). All nodes must have access to it."""
-    task: TaskLike = "image-classification"
+    task: TaskLike = field(default="image-classification", metadata={"path": "code"})
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""
-    task_options: dict[str, str | bool | int | float] = field(default_factory=dict)
+    task_options: dict[str, str | bool | int | float] = field(
+        default_factory=dict, metadata={"path": "options"}
+    )
     """Keyword arguments for a task of your own."""
     seed: int = 0
     """Random seed. All randomness depends on it only."""

@@ -27,7 +27,7 @@ from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import answered, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, find_run
+from raytrain_ddp.driver.run_naming import Changes, NamedRun, find_run, other_things
 from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 
 BRANCH_FILE = "branch.json"
@@ -122,7 +122,8 @@ def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Bra
             raise ConfigError(f"--allow-change {name}: there is no such field.{hint}")
     checkpoint = answered(config, lambda: _origin(config, origin))
     config = settled_as_begun(config, checkpoint.manifest.config)
-    changes = changed_fields(checkpoint.manifest.config, config)
+    changes: Changes = changed_fields(checkpoint.manifest.config, config)
+    changes = other_things(checkpoint, changes, config, is_named=True)
     differing = [name for name, _, _ in changes]
     fixed = [name for name in differing if not may_change(name)]
     if fixed:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -15,6 +16,7 @@ from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
 from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.placement import (
@@ -57,6 +59,8 @@ def dry_run(
     config, manifest = run.config, run.manifest
     if local:
         require_no_evaluator(config)
+    if not is_complete(config, manifest):
+        require_free(run.folder)
     have = local_resources()
     layout, where = _workers(config, have, local)
     asked = replace(config, data=replace(config.data, classes=named))
@@ -65,25 +69,25 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.tasks.task_check import model_of
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
     from raytrain_ddp.training.steps.device_feed import plan_for
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
+    task, data, eval_data, new_code = _opened(config, run, reads)
     plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     epochs, repeats = steps / per_epoch, config.augment.repeats
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
+    notes = [
+        *effect_notes(config),
+        *step_notes(config, per_epoch),
+        *filter(None, [layout.note, new_code]),
+    ]
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
@@ -126,6 +130,23 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _opened(
+    config: TrainConfig, run: NamedRun, reads: set[str]
+) -> tuple[Task, Data, Data | None, str]:
+    """The task, its data, which are those of the run so far, and a note if its code is not."""
+    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.run_identity import RunIdentity
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
+
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
+    identity = RunIdentity.of(data, eval_data, task)  # needs each file
+    checkpoint = newest_checkpoint(run.folder)
+    return task, data, eval_data, identity.require_same(checkpoint) if checkpoint else ""
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

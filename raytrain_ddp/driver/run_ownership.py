@@ -104,6 +104,16 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
             raise
 
 
+def require_free(run: Storage) -> None:
+    """Takes the lease of a run, and gives it back; leaves nothing behind.
+
+    Raises:
+        RunLockedError, PreflightError: like `Lease.take`.
+    """
+    with _no_empty_folders(run), Lease.take(run, lambda _: None):
+        pass
+
+
 @contextmanager
 def _exit_as_ctrl_c() -> Iterator[None]:
     """Ray's handler of SIGTERM, which it installs when it starts, exits with its number."""

@@ -532,9 +532,8 @@ def test_fault_27_a_change_on_resume_is_refused_unless_the_field_may_change(fiel
     then: dict[str, Any] = to_dict(TrainConfig())
     section, _, name = field.rpartition(".")
     (then[section] if section else then)[name] = "something else"
-    changed = changed_fields(then, TrainConfig())
-    now = flat(TrainConfig())[field]
-    assert changed == ([] if field in FREE.split() else [(field, "something else", now)])
+    changed = [name for name, _, _ in changed_fields(then, TrainConfig())]
+    assert changed == ([] if field in FREE.split() else [field])
 
 
 def test_a_field_newer_than_the_checkpoint_counts_as_its_default():

@@ -101,7 +101,8 @@ class ShardImages:
             self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
-        if config.bad_records == "error":
+        self._may_skip = config.may_skip
+        if not self._may_skip:
             self._require_every_image()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
@@ -161,12 +162,21 @@ class ShardImages:
 
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
-        its images), independent of where the files are."""
+        its images), independent of where the files are.
+
+        Raises:
+            DataError: an image of a list does not exist, and bad records are an error.
+        """
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
-        for size in sizes_of([path for path, _ in self.files or ()]):
+        for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
+            if size < 0 and not self._may_skip:
+                raise DataError(
+                    f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
+                    "row, or set --data.bad-records skip."
+                )
             digest.update(f"{size}\n".encode())
         return digest.hexdigest()
 

@@ -195,6 +195,8 @@ class AsyncCheckpointer:
 
         def pause(wait_s: float, error: OSError) -> bool:
             self._failed_at = time.monotonic()
+            if self._in_a_row and error.errno == errno.ESTALE:
+                return False  # the folder of the run is still gone: do not hold up each checkpoint
             self._note(
                 f"the checkpoint of step {snapshot.manifest.step} could not be written ({error}): "
                 f"retrying in {wait_s:.1f} s."
@@ -213,8 +215,9 @@ class AsyncCheckpointer:
     def _failed(self, step: int, error: OSError) -> None:
         self._in_a_row, self._failed_at = self._in_a_row + 1, time.monotonic()
         self._failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error}. Nothing that was "
-            "committed is lost; free space or fix the storage, then run the same command again."
+            f"the checkpoint of step {step} could not be written: {error}. Free space or fix the "
+            "storage, then run the same command again: the run goes on after the newest checkpoint "
+            "there, if any."
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure
