@@ -16,6 +16,7 @@ from raytrain_ddp.config.automatic import unsettled
 from raytrain_ddp.config.field_types import Section, as_text, checked
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -51,7 +52,8 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
         if name not in kinds:
-            wrong.append(f"there is no field {prefix}{name}.{did_you_mean(name, kinds)}")
+            hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
+            wrong.append(f"there is no field {prefix}{name}.{hint}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
             inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
             is_right &= inner is not None
@@ -87,6 +89,8 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
     if values is None:
+        if hint := withdrawn(path_or_name):
+            raise ConfigError(f"no recipe {path_or_name!r}.{hint}")
         wrong = f"no recipe {path_or_name!r}: give"
         if path.suffix == ".toml":
             why = "is a folder" if path.is_dir() else "does not exist"

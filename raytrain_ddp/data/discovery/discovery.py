@@ -120,25 +120,20 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         names = next((each for each in found if each), [])
     if names:
         return _of_files(field, listing, names, card, asked)
-    has_text = not images and (listing.pattern or listing.named((".txt",)))
-    hint = (
-        " Text is read as it is, not converted: fit char-lm --data.source ..." if has_text else ""
-    )
     if not listing.is_local:
         raise DataError(
             f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
             "files are read only from local disks: convert them there and upload the result)."
-            f"{hint}"
         )
     if listing.pattern:
         raise DataError(
             f"{shown}: no match is a Parquet file, a tar file or a list of images; for images, "
-            f"specify the folder.{hint}"
+            "specify the folder."
         )
     if not images:
         raise DataError(
             f"{shown}: contains neither Parquet files nor class folders, tar files or lists of "
-            f"images.{hint}"
+            "images."
         )
     return _of_images(field, listing, card, asked, config)
 
