@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TinyTask, plain, run_tiny, tiny_config
+from tiny import TinyNet, TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
@@ -133,6 +133,92 @@ def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(
     assert [row for row, _ in read(1, [(0, 40)])] != [row for row, _ in whole]
 
 
+class Items:
+    """A map-style data set whose items, by `draw`, depend on random numbers."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        x = torch.full((1, 4, 4), float(row)) + self.draw()
+        return {"x": x, "y": torch.tensor(row % 5), "row": torch.tensor(row)}
+
+
+class Iterated(Items, IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return (self[row] for row in range(len(self)))
+
+
+class OwnSource:
+    """Without `shared`, which means that threads may read it."""
+
+    def __init__(self, items: Items) -> None:
+        self.items, self.blocks = items, np.array([96])
+
+    def read(self, rows: np.ndarray) -> list[Any]:
+        return [self.items[row] for row in rows.tolist()]
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def drawn_in_collate(records: Any) -> Any:
+    return {
+        name: torch.from_numpy(values) + 0 * int(random.random())
+        for name, values in records.items()
+    }
+
+
+ARRAYS = {"x": np.zeros((96, 1, 4, 4), np.float32), "y": np.arange(96) % 5, "row": np.arange(96)}
+READ_IN_THREADS = {
+    "torch": lambda: MapSource(Items(lambda: torch.rand(())), shared=True),
+    "NumPy": lambda: MapSource(Items(np.random.rand), shared=True),
+    "Python": lambda: MapSource(Items(random.random), shared=True),
+    "iterable": lambda: IterableSource(Iterated(random.random), shared=True),
+    "own source": lambda: OwnSource(Items(random.random)),
+    "collate": lambda: ArraySource(ARRAYS),
+    "by processes": lambda: MapSource(Items(random.random)),
+    "no draws": lambda: MapSource(Items(lambda: 0.0), shared=True),
+    "generator of its own": lambda: MapSource(Items(random.Random(0).random), shared=True),
+}
+
+
+class ReadInThreads(TinyTask):
+    def __init__(self, config: TrainConfig, kind: str, part: str) -> None:
+        super().__init__(config)
+        self.kind, self.part = kind, part
+
+    def data(self) -> Data:
+        collate = {"collate": {"collate": drawn_in_collate}}.get(self.kind, {})
+        return Data(READ_IN_THREADS[self.kind](), **collate)
+
+    def train_data(self) -> Data:
+        return self.data() if self.part == "train" else super().train_data()
+
+    def eval_data(self) -> Data | None:
+        return self.data() if self.part == "eval" else super().eval_data()
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+@pytest.mark.parametrize("kind", READ_IN_THREADS)
+def test_random_numbers_of_global_generators_are_refused_where_threads_read(
+    kind: str, part: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1, limit_train_batches=1))
+    options = {"kind": kind, "part": part}
+    if kind in ("by processes", "no draws", "generator of its own"):
+        run_tiny(0, 1, config, options, kind=ReadInThreads)
+        return
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, options, kind=ReadInThreads)
+    generator = kind if kind in ("torch", "NumPy") else "Python"
+    assert f"generator of {generator}," in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 # ------------------------------------------------------------------ the loss and the model
 
 
@@ -215,6 +301,112 @@ def test_unused_parameters_are_accepted_with_find_unused_parameters(
     assert len({*workers(3, ran, plain(plainly), Forward)}) == 1
     allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
     assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
+
+
+class Remembering(nn.Module):
+    """Its forward pass keeps something, by `kind`, in an attribute of this module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.net = kind, TinyNet(norm=False)
+        self.h: Any = {"list": [torch.zeros(())], "dict": {"h": torch.zeros(())}, "counter": 0}.get(
+            kind, torch.zeros(())
+        )
+        if kind in ("none at first", "cache", "last output"):
+            self.h = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        now, factor = y.detach().mean(), torch.ones(())
+        if self.kind == "tensor":
+            factor = self.h = 0.9 * self.h + now
+        elif self.kind == "in place":
+            factor = self.h.add_(now).clone()
+        elif self.kind == "data":
+            self.h.data.add_(now)
+            factor = self.h.clone()
+        elif self.kind == "list":
+            self.h.append(now)
+            factor = torch.stack(self.h).sum()
+        elif self.kind == "dict":
+            factor = self.h["h"] = self.h["h"] + now
+        elif self.kind == "counter":
+            self.h += 1
+            factor = factor / self.h
+        elif self.kind == "none at first":
+            factor, self.h = factor if self.h is None else self.h, now
+        elif self.kind == "with its graph":
+            factor, self.h = self.h.detach(), y.mean()
+        elif self.kind == "cache":
+            self.h = {**(self.h or {}), len(x): torch.arange(len(x))}
+        elif self.kind == "last output":
+            self.h = y
+        elif self.kind == "steps":
+            self.calls = getattr(self, "calls", 0) + 1
+        return y * (1 + factor)
+
+
+class RemembersInModel(TinyTask):
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        made = nn.Sequential(Remembering(self.kind))
+        self.made = made  # type: ignore[assignment]
+        return made
+
+
+class RemembersInTask(TinyTask):
+    """Weights its loss by a running mean, and changes its batch, which is allowed."""
+
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind, self.running, self.random = kind, torch.ones(()), random.Random(0)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        y = batch.pop("y")
+        loss = cross_entropy(model(batch["x"].mul_(0.5)), y)
+        if self.kind == "running":
+            self.running = 0.9 * self.running + 0.1 * loss.detach()
+        noise = self.random.random() if self.kind == "generator" else torch.rand(())
+        return loss * self.running + 0 * loss if self.kind == "running" else loss * noise
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "named"),
+    [
+        *(
+            (RemembersInModel, kind, "model.0.h")
+            for kind in ("tensor", "in place", "data", "list", "dict", "counter", "none at first")
+        ),
+        (RemembersInModel, "with its graph", "model.0.h"),
+        (RemembersInModel, "cache", ""),
+        (RemembersInModel, "last output", ""),
+        (RemembersInTask, "running", "task.running"),
+        (RemembersInTask, "generator", "a generator"),
+        (RemembersInTask, "seeded", ""),
+    ],
+)
+def test_a_loss_that_depends_on_earlier_calls_is_refused_before_the_first_step(
+    task: Any, kind: str, named: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    if not named:
+        ran = run_tiny(0, 1, config, {"kind": kind}, kind=task)
+        assert not any("forward passes" in str(event) for event in ran.events)
+        return
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, {"kind": kind}, kind=task)
+    assert named in str(caught.value)
+    assert "register_buffer" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_count_of_calls_in_a_module_is_noted(tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    ran = run_tiny(0, 1, config, {"kind": "steps"}, kind=RemembersInModel)
+    assert any("forward passes change model.0.calls" in str(event) for event in ran.events)
 
 
 def test_numpy_numbers_are_accepted_as_scalars() -> None:
