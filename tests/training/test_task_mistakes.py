@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 import raytrain_ddp
 from raytrain_ddp import user_code
-from raytrain_ddp.config.sections import DdpConfig, EvalConfig
+from raytrain_ddp.config.sections import DdpConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
@@ -407,6 +407,59 @@ def test_a_count_of_calls_in_a_module_is_noted(tmp_path: Path) -> None:
     config = plain(tiny_config(tmp_path, "run", epochs=1))
     ran = run_tiny(0, 1, config, {"kind": "steps"}, kind=RemembersInModel)
     assert any("forward passes change model.0.calls" in str(event) for event in ran.events)
+
+
+class WithoutPositives(TinyTask):
+    """Its loss depends on the model only if a sample of the micro-batch is positive."""
+
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config, norm=False)
+        self.kind = kind
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        step = self.session.step if self.session is not None else 0
+        is_negative = step == 2 or (step > 2 and int(batch["row"][0]) % 3 == 0)
+        if is_negative and model.training:
+            if self.kind == "does not call":
+                return torch.zeros((), requires_grad=True)
+            model(batch["x"])
+            return torch.zeros((), requires_grad=True) * 2
+        return super().loss(model, batch)
+
+
+def trained_weights(rank: int, size: int, config: Any, kind: str) -> list[Tensor]:
+    task: list[WithoutPositives] = []
+
+    class Kept(WithoutPositives):
+        def __init__(self, config: TrainConfig, kind: str) -> None:
+            super().__init__(config, kind)
+            task.append(self)
+
+    run_tiny(rank, size, config, {"kind": kind}, kind=Kept)
+    return [each.detach().clone() for each in task[0].made.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loss_without_a_link_to_the_model_counts_as_gradients_of_zero(
+    size: int, workers: Group, tmp_path: Path
+) -> None:
+    """In one step on all ranks, later on some of them; weight decay and momentum as with exact."""
+    optim = OptimConfig(lr=0.05, weight_decay=0.1)
+    found = []
+    for exact in (True, False):
+        config = tiny_config(tmp_path, f"exact-{exact}", epochs=1, exact=exact, optim=optim)
+        found.append(workers(size, trained_weights, plain(config), "calls")[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_several_workers_require_that_each_loss_calls_the_model(
+    workers: Group, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    ends = workers.outcomes(2, trained_weights, config, "does not call")
+    assert any("call model(...) for each micro-batch" in getattr(end, "text", "") for end in ends)
+    workers(1, trained_weights, plain(tiny_config(tmp_path, "one", epochs=1)), "does not call")
 
 
 def test_numpy_numbers_are_accepted_as_scalars() -> None:

@@ -16,10 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.data.loading.nested import tensors_of
+from raytrain_ddp.errors import ConfigError, TaskError
 from raytrain_ddp.training.gradients.tree_sum import TreeSum
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
+
+_MOST_NODES = 64
 
 
 class DdpReduction:
@@ -34,6 +37,31 @@ class DdpReduction:
 
     def __init__(self, net: nn.Module, scale: float) -> None:
         self._net, self.scale = net, scale
+        self._outputs: Any = None
+        if isinstance(net, DistributedDataParallel):
+            net.register_forward_hook(self._keep)
+
+    def _keep(self, net: nn.Module, inputs: object, outputs: object) -> None:
+        self._outputs = outputs
+
+    def linked(self, loss: Tensor) -> Tensor:
+        """The loss, shape (), which depends on the model's outputs by a summand of 0 if it depends
+        on no parameter: DDP on the other ranks waits for a backward pass through the model.
+
+        Raises:
+            TaskError: the model was not called.
+        """
+        net, outputs, self._outputs = self._net, self._outputs, None
+        is_last = isinstance(net, DistributedDataParallel) and net.require_backward_grad_sync
+        if not is_last or _has_parameters(loss):
+            return loss
+        links = [each.flatten()[:0].sum() for each in tensors_of(outputs) if each.requires_grad]
+        if not links:
+            raise TaskError(
+                "the loss of a micro-batch neither depends on the model nor calls it, but the "
+                "other workers wait for its gradients: call model(...) for each micro-batch."
+            )
+        return loss + torch.stack([each.to(loss) for each in links]).sum()
 
     def require_all(self, model: nn.Module) -> None:
         """Raises ConfigError if a parameter that needs a gradient has none after a backward
@@ -61,7 +89,26 @@ class DdpReduction:
         return no_sync
 
     def finish(self) -> None:
-        """Makes the gradients the sum over all slots; all ranks take part."""
+        """Makes the gradients the sum over all slots; all ranks take part. They are 0 if no loss
+        depends on the model, as in exact mode."""
+        trained = [each for each in self._net.parameters() if each.requires_grad]
+        if all(each.grad is None for each in trained):
+            for each in trained:
+                each.grad = torch.zeros_like(each)
+
+
+def _has_parameters(loss: Tensor) -> bool:
+    """Whether the loss depends on parameters; also if its graph is large."""
+    seen, left = set[Any](), [loss.grad_fn]
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        left += [before for before, _ in node.next_functions]
+    return bool(left)
 
 
 def _require_gradients(model: nn.Module, where: str, more: str) -> None:
@@ -106,6 +153,9 @@ class ExactReduction:
 
     def working(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.samples]
+
+    def linked(self, loss: Tensor) -> Tensor:
+        return loss
 
     @contextmanager
     def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:

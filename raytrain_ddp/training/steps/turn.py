@@ -115,6 +115,7 @@ class Turn:
             counts = slot.samples >= self._fewest
             with self._reduction.passing(slot, is_last), self._training(counts):
                 loss, scalars = self._forward(slot.batch)
+                loss = self._reduction.linked(loss)
                 beside = self._beside(scalars, slot.samples > 0)
                 spoilt = failpoint("train.loss", *place)  # 1 except in tests
                 shown = loss.detach() * spoilt
