@@ -16,6 +16,7 @@ import torch
 from processes import Group, Raised
 from tiny import TinyNet, TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 from torch.utils.data import IterableDataset, TensorDataset
@@ -29,7 +30,7 @@ from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.errors import DataError, RaytrainError, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
@@ -460,6 +461,110 @@ def test_several_workers_require_that_each_loss_calls_the_model(
     ends = workers.outcomes(2, trained_weights, config, "does not call")
     assert any("call model(...) for each micro-batch" in getattr(end, "text", "") for end in ends)
     workers(1, trained_weights, plain(tiny_config(tmp_path, "one", epochs=1)), "does not call")
+
+
+class Compiled(TinyTask):
+    """Its model is compiled by a backend that raises this error."""
+
+    def __init__(self, config: TrainConfig, error: Exception) -> None:
+        super().__init__(config)
+        self.error = error
+
+    def model(self) -> nn.Module:
+        def backend(graph: Any, inputs: Any) -> Any:
+            raise self.error
+
+        made = super().model()
+        made.compile(backend=backend)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (PermissionError(13, "Permission denied", "/cache/x.so"), 3),
+        (ImportError("/cache/x.so: failed to map segment from shared object"), 3),
+        (InvalidCxxCompiler(), 3),
+        (CppCompileError(["g++", "x.cpp"], "x.cpp:1:10: fatal error: Python.h: No such file"), 3),
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), 3),
+        (NotImplementedError("no such operation\nin the second line"), 1),
+        (AssertionError(), 1),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_failure_of_torch_compile_is_one_line(
+    error: Exception, status: int, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    with pytest.raises(RaytrainError) as caught:
+        run_tiny(0, 1, config, {"error": error}, kind=Compiled)
+    assert caught.value.exit_status == status
+    assert "\n" not in str(caught.value)
+    assert "--compute.no-compile" in str(caught.value)
+
+
+class Unsuitable(TinyTask):
+    def __init__(self, config: TrainConfig, change: Any) -> None:
+        super().__init__(config)
+        self.change = change
+
+    def model(self) -> Any:
+        self.made = nn.Sequential(super().model())  # type: ignore[assignment]
+        return self.change(self.made)
+
+
+def filled(made: nn.Module, name: str, value: float) -> nn.Module:
+    tensor = {**dict(made.named_parameters()), **dict(made.named_buffers())}[name]
+    with torch.no_grad():
+        tensor.view(-1)[0] = value
+    return made
+
+
+def in_inference_mode(_: nn.Module) -> nn.Module:
+    with torch.inference_mode():
+        return TinyNet()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda made: filled(made, "0.norm.running_mean", math.nan), "0.norm.running_mean"),
+        (lambda made: filled(made, "0.head.weight", math.nan), "0.head.weight"),
+        (lambda made: filled(made, "0.head.bias", math.inf), "0.head.bias"),
+        (lambda made: made.to("meta"), "meta device"),
+        (lambda made: made.append(nn.Linear(5, 5, device="meta")), "1 is on the meta device"),
+        (lambda made: made.append(nn.LazyLinear(5)), "1 has no weights yet"),
+        (lambda made: made.append(nn.LazyBatchNorm1d(affine=False)), "1 has no weights yet"),
+        (nn.DataParallel, "DataParallel"),
+        (lambda made: made.requires_grad_(False), "frozen"),
+        (in_inference_mode, "inference_mode"),
+        (lambda made: None, "returned None"),
+        (lambda made: TinyNet, "Return TinyNet()"),
+        (lambda made: made.state_dict(), "expected a torch.nn.Module"),
+        (lambda made: made.forward, "expected a torch.nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(
+    change: Any, named: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, {"change": change}, kind=Unsuitable)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: filled(made, "0.norm.running_var", math.inf),
+        lambda made: made.share_memory(),
+        lambda made: made.eval(),
+    ],
+)
+def test_an_unusual_model_is_trained(change: Any, tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1, limit_train_batches=2))
+    run_tiny(0, 1, config, {"change": change}, kind=Unsuitable)
 
 
 def test_numpy_numbers_are_accepted_as_scalars() -> None:
