@@ -239,7 +239,7 @@ class PreparedRun:
             trained = {n for n, p in self.state.model.named_parameters() if p.requires_grad}
             remedy = REMEDY if trained & {*names} else "only the task's own code changes them"
             raise DivergedError(
-                f"nan or inf in {first_names(names)} after step {step}. Committed checkpoints are "
+                f"weights are not finite after step {step}: {first_names(names)}. Committed checkpoints are "
                 f"kept; {remedy}."
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
