@@ -237,10 +237,12 @@ class PreparedRun:
         self.stepper.replica_check.require()
         if names := nonfinite(self.state.model):  # the same on all ranks, as are weights
             trained = {n for n, p in self.state.model.named_parameters() if p.requires_grad}
-            remedy = REMEDY if trained & {*names} else "only the task's own code changes them"
+            what, remedy = "weights are not finite", REMEDY
+            if not trained & {*names}:
+                what, remedy = "nan in what no update changes", "the task's own code has set it"
             raise DivergedError(
-                f"weights are not finite after step {step}: {first_names(names)}. Committed checkpoints are "
-                f"kept; {remedy}."
+                f"{what} after step {step}: {first_names(names)}. Committed checkpoints are kept; "
+                f"{remedy}."
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None
