@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
     from raytrain_ddp.data.order.sample_rng import Draws as Draws
-    from raytrain_ddp.data.text_source import TextSource as TextSource
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
@@ -59,7 +58,6 @@ _HOMES = {
     "RaytrainError": "errors",
     "Source": "data.loading.sources",
     "Task": "tasks.task",
-    "TextSource": "data.text_source",
     "TrainConfig": "config.train_config",
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",

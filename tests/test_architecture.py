@@ -49,7 +49,7 @@ RANKS_WITHIN = {
         {"loading"},
         {"formats", "array_source", "iterable_source"},
         {"discovery"},
-        {"holdout", "text_source", "torchvision_datasets"},
+        {"holdout", "torchvision_datasets"},
         {"splits"},
         {"pixels"},
     ],
@@ -77,7 +77,7 @@ MOST_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TextSource", "TrainConfig", "fit", "fit_locally", "load"),
+    *("Source", "Task", "TrainConfig", "fit", "fit_locally", "load"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EmaConfig", "EvalConfig", "StopConfig"),
     *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),

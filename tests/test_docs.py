@@ -278,6 +278,7 @@ def test_every_command_is_accepted(line: str, tmp_path: Path, monkeypatch: pytes
         path.write_text("batch_size = 256\n")
     for script in ("train.py", *(path.name for path in (ROOT / "examples/launchers").glob("*.py"))):
         (tmp_path / script).touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)
     assert {**PARSERS, **BESIDES}[command](argv)

@@ -11,6 +11,7 @@ from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.command_line.suggestions import meant
 from raytrain_ddp.config.field_types import listed
 from raytrain_ddp.config.validation import is_flag
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 Path = tuple[str, ...]
@@ -70,8 +71,8 @@ def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
     if last.startswith("no-") and positive is not None and positive.is_switch:
         return positive, True
     found = [f"--{flag}" for flag in meant(word.lstrip("-"), [*named, "help", "help-all"])]
-    hint = f"Did you mean {listed(found)}?" if found else "See --help-all."
-    raise ConfigError(f"there is no flag {word}. {hint}")
+    hint = f" Did you mean {listed(found)}?" if found else " See --help-all."
+    raise ConfigError(f"there is no flag {word}.{withdrawn(name) or hint}")
 
 
 def _value(name: str, flag: Flag, given: list[str], words: deque[str]) -> Any:

@@ -24,6 +24,7 @@ from raytrain_ddp.config.paths import (
 )
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -59,8 +60,9 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
         if name not in kinds:
+            hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
             shown = f"{prefix}{name}" if name.isprintable() else repr(f"{prefix}{name}")
-            wrong.append(f"there is no field {shown}.{did_you_mean(name, kinds)}")
+            wrong.append(f"there is no field {shown}.{hint}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
             inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
             is_right &= inner is not None
@@ -90,7 +92,7 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     if path.suffix != ".toml" and path_or_name in shipped:
         path = shipped[path_or_name]
     runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
-    hint = did_you_mean(path_or_name, [*shipped, *runs])
+    hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
     wrong = f"no recipe {path_or_name!r}: give"
     if path.suffix == ".toml":
         why = "is a folder" if path.is_dir() else "does not exist"

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 else:
     TaskLike = str  # stored form; also used in files and flags
 
-# The tasks of the package that compute `loss.name`.
-_WITH_LOSS = ("image-classification", "raytrain_ddp.tasks.tabular:Tabular")
 AUTO_FIELDS = ("compute.precision", "compute.channels_last", "micro_batch")
 """Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
@@ -165,7 +163,7 @@ class TrainConfig(Section):
         grows = self.steps or self.data.grow_epochs < self.epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         self.data.require("grow_epochs", grows, rule)
-        if self.task in _WITH_LOSS:
+        if self.task == "image-classification":
             self.require_loss()
         least, most = self.scaling.worker_range()
         self.require_slots(most)

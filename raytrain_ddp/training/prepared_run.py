@@ -19,8 +19,9 @@ from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
@@ -234,10 +235,14 @@ class PreparedRun:
         self.stepper.settle()  # the device finishes its work first, which is not stall time
         began = time.monotonic()
         self.stepper.replica_check.require()
-        if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
+        if names := nonfinite(self.state.model):  # the same on all ranks, as are weights
+            trained = {n for n, p in self.state.model.named_parameters() if p.requires_grad}
+            what, remedy = "weights are not finite", REMEDY
+            if not trained & {*names}:
+                what, remedy = "nan in what no update changes", "the task's own code has set it"
             raise DivergedError(
-                f"weights are not finite after step {step}. Committed checkpoints are kept; "
-                f"{REMEDY}."
+                f"{what} after step {step}: {first_names(names)}. Committed checkpoints are kept; "
+                f"{remedy}."
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None

@@ -140,10 +140,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
 
 
 def _nothing(listing: FileListing) -> DataError:
-    has_text = not listing.images and (listing.pattern or listing.named((".txt",)))
-    hint = (
-        " Text is read as it is, not converted: fit char-lm --data.source ..." if has_text else ""
-    ) + "".join(f" ({note}.)" for note in counted(listing.left_out, LEFT_OUT))
+    hint = "".join(f" ({note}.)" for note in counted(listing.left_out, LEFT_OUT))
     problem = "contains neither Parquet files nor class folders, tar files or lists of images"
     if not listing.is_local:
         problem = (

@@ -24,7 +24,6 @@ from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
-from raytrain_ddp.training.gradients.buffer_sync import REALS
 from raytrain_ddp.training.gradients.gradient_compression import Compression
 from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
@@ -219,25 +218,6 @@ class TrainState:
     def evaluated(self) -> AbstractContextManager[None]:
         """The model with the weights that are evaluated: their average, if there is one."""
         return nullcontext() if self.average is None else self.average.in_place()
-
-    def is_finite(self) -> bool:
-        """Whether weights are finite and buffers contain no nan; the host waits for the device.
-
-        The optimizer's state is finite, as no gradient with an overflowing norm is applied. Norms
-        read the weights once, several times as fast as `isfinite` on a CPU.
-        """
-        groups: dict[torch.dtype | None, list[Tensor]] = {}  # by the dtype of their norms
-        for weight in self.model.parameters():
-            if weight.dtype in REALS or weight.is_complex():  # frozen ones may be quantized
-                wide = torch.float32 if weight.dtype is torch.float16 else None  # up to 65,504
-                groups.setdefault(wide, []).append(weight.detach())
-        finite = [
-            norm.isfinite()
-            for dtype, weights in groups.items()
-            for norm in torch._foreach_norm(weights, dtype=dtype)
-        ]
-        finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
-        return bool(torch.stack(finite).all())
 
     def improve(self, step: int, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
         """Records the evaluation after `step`; returns whether it is the best so far.

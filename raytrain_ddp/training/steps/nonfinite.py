@@ -212,9 +212,12 @@ def handle_nonfinite(
     broadcast(None, session.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
+    remedy = (
+        REMEDY if trace.step > 1 else "no update came before: check them, the model and the loss"
+    )
     raise DivergedError(
         f"{what}. Committed checkpoints are kept, and {file} in the run's folder names these "
-        f"samples; {REMEDY}, or skip such steps with --optim.nonfinite skip."
+        f"samples; {remedy}, or skip such steps with --optim.nonfinite skip."
     )
 
 
