@@ -57,7 +57,7 @@ def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:
     """The error that names the flag, the value and what it takes."""
     if not words:
         return ConfigError(f"{name} takes {flag.takes}, but no value was given.")
-    hint = did_you_mean(words[0], flag.choices) if len(words) == 1 else ""
+    hint = withdrawn(words[0]) or did_you_mean(words[0], flag.choices) if len(words) == 1 else ""
     return ConfigError(f"{name} takes {flag.takes}, not {' '.join(words)!r}.{hint}")
 
 

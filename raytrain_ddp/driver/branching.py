@@ -42,7 +42,7 @@ _FIELDS = {
     *("optim.lr", "optim.momentum", "optim.nesterov", "optim.betas", "optim.weight_decay"),
     *("optim.clip_norm", "optim.label_smoothing"),
 }
-_NOT = {"augment.repeats", "augment.spread_repeats", "ddp.compression", "ddp.powersgd_rank"}
+_NOT = {"augment.repeats", "augment.spread_repeats", "ddp.compression"}
 _OF_GROUPS = ("momentum", "nesterov", "betas", "weight_decay")
 
 
