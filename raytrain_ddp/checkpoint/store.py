@@ -118,7 +118,7 @@ class CheckpointStore:
         listing = self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
             raise CheckpointError(f"Checkpoint {folder} already exists: commits never replace it.")
-        for left in listing.given_up(name):
+        for left in listing.given_up(name.attempt):
             self.storage.delete_dir(left)
         try:
             folder.mkdir()

@@ -29,7 +29,6 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
-from raytrain_ddp.training.runtime.world import from_all_ranks
 from raytrain_ddp.training.session import Session, Snapshot
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.state.train_state import TrainState
@@ -244,8 +243,6 @@ class PreparedRun:
         with self.clock.part("checkpoint"):
             free = time.monotonic()
             self.session.drain()
-            if self.state.awaited:  # no copy is overwritten before rank 0 has written its own
-                from_all_ranks(None, world)
             waited = time.monotonic() - free
             if world.is_main:
                 snapshot = replace(self._snapshot(metrics), last=last)
