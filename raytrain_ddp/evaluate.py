@@ -79,11 +79,10 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     out = None if args.out is None else _place(args.out)
-    from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded
-    from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint, recorded
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
-    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
+    config = config_of(checkpoint)
     given = _given(args, config)
     implied: dict[str, Any] = {"eval_size": 0} if "image_size" in given else {}
     if "eval_source" in given:

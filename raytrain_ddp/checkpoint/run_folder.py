@@ -31,7 +31,9 @@ from raytrain_ddp.checkpoint.store import (
     MANIFEST_FILE,
     CheckpointStore,
 )
+from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.config.withdrawn import still_read
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -269,6 +271,11 @@ def recorded_classes(checkpoint: Checkpoint) -> list[str]:
     """The class names of the data that the run was trained on; empty if it recorded none."""
     names: list[str] = recorded(checkpoint).get("data", {}).get("classes") or []
     return names
+
+
+def config_of(checkpoint: Checkpoint) -> TrainConfig:
+    """The config of the run, to use its model; ConfigError if it belongs to another version."""
+    return from_dict(still_read(checkpoint.manifest.config), where=str(checkpoint))
 
 
 def recorded(checkpoint: Checkpoint) -> dict[str, Any]:

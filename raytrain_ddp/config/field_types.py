@@ -95,7 +95,7 @@ def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str
                 continue
             rule = "finite"
         field = f"{section.section}.{name}".lstrip(".")
-        hint = withdrawn(value) if isinstance(value, str) else ""
+        hint = withdrawn(f"{field}={value}")
         wrong.append(f"{field} = {value!r}: must be {rule}.{hint}")
     return fitting, wrong
 

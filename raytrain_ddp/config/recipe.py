@@ -16,7 +16,7 @@ from raytrain_ddp.config.automatic import unsettled
 from raytrain_ddp.config.field_types import Section, as_text, checked
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import had_no_effect, withdrawn
+from raytrain_ddp.config.withdrawn import DEFAULTS, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -51,7 +51,7 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     """A section of what is known of `values`, or None; `wrong` receives a line for each error."""
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
-        if had_no_effect(prefix + name, value):
+        if (prefix + name, value) in DEFAULTS.items():
             continue
         if name not in kinds:
             hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
@@ -176,8 +176,7 @@ def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, 
     Fields that did not exist when the checkpoint was written count as their default. Where the
     data of a URI are served from (its query) may change: their fingerprint is compared besides.
     """
-    free = set(_free_fields(TrainConfig(), ""))
-    begun = {name: value for name, value in fields_of(old) if not had_no_effect(name, value)}
+    free, begun = {*_free_fields(TrainConfig(), ""), *DEFAULTS}, dict(fields_of(old))
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
     free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order

@@ -28,6 +28,7 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
@@ -147,6 +148,9 @@ def _of_name(config: TrainConfig) -> NamedRun:
         require_none_lost(config, folder)
         return NamedRun(config, folder, None)
     changed = changed_fields(manifest.config, config)
+    for name, then, _ in changed:
+        if hint := withdrawn(f"{name}={then}"):
+            raise ConfigError(f"run {config.name} has {name} = {then!r}.{hint}")
     if changed:
         width = max(len(name) for name, _, _ in changed)
         rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]

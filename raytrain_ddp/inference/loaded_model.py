@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded, recorded_classes
-from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.checkpoint.run_folder import (
+    config_of,
+    find_checkpoint,
+    recorded,
+    recorded_classes,
+)
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
@@ -184,7 +188,7 @@ def load(
     if checkpoint not in ("best", "last", None):
         raise ConfigError(f"checkpoint = {checkpoint!r}: must be best or last.")
     found = find_checkpoint(os.fspath(run), checkpoint)
-    config = from_dict(dict(found.manifest.config), where=str(found))
+    config = config_of(found)
     return loaded(found, config, choose_device(device))
 
 
