@@ -8,8 +8,8 @@ this machine, a thread each. Each round runs every way once, each time beginning
 - durable: from the call on all ranks until rank 0 knows that all is on disk, after fsync
 - restart: until all ranks have loaded model and optimizer; with the look for the newest checkpoint
 
-raytrain_ddp: rank 0 writes. Each byte is hashed when it is written, and verified when it is read. The
-memory for the copy on the host, during which alone training would wait, is there already: `fit`
+raytrain_ddp: rank 0 writes. Each byte is hashed when it is written, and verified when it is read.
+The memory for the copy on the host, during which alone training would wait, is there already: `fit`
 reserves it at the first line of the log. Files are written past the page cache, and read from the
 disk.
 
