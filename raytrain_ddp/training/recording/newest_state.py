@@ -26,9 +26,6 @@ class NewestState:
         recorder: of rank 0.
         live: the state that this process has, if it survived others.
         pause: waits before a retry, see `with_backoff`.
-
-    Attributes:
-        attempt: the number of this start, after `find`.
     """
 
     world: World
@@ -36,7 +33,6 @@ class NewestState:
     recorder: Recorder | None
     live: LiveState | None
     pause: Callable[[float, OSError], bool]
-    attempt: int = 0
 
     def find(self, existing: Existing | None) -> Checkpoint | None:
         """From the storage, not from Ray's register: that lags behind by one poll, and may list a
@@ -50,29 +46,28 @@ class NewestState:
         relay = Relay(self.world, existing=existing)
         # A state that survivors have must not be lost to an outage of the storage.
         outage_s = OUTAGE_S * any(from_all_ranks(self.live is not None, self.world))
-        steps, begun = self._of_main(lambda r: (r.steps(outage_s), r.attempt), relay)
-        place, stored = self.store.storage, None
+        steps, begun = self._of_main(lambda r: (r.steps(outage_s), r.may_go_on()), relay)
+        place = self.store.storage
         live = most_advanced(self.live, steps, place, self.world, existing)
         if live is not None and begun:
-            self.attempt, live = begun, replace(live, timer_runs=True)
-        else:
-            stored, now = self._stored(relay, may_read=live is None)
-            if now != steps:  # a damaged one was set aside
-                before = live
-                live = most_advanced(self.live, now, place, self.world, existing)
-                if before is not None and live is None:
-                    stored, _ = self._stored(relay, may_read=True)
+            return replace(live, timer_runs=True)
+        stored, now = self._stored(relay, may_read=live is None)
+        if now != steps:  # a damaged one was set aside
+            before = live
+            live = most_advanced(self.live, now, place, self.world, existing)
+            if before is not None and live is None:
+                stored, _ = self._stored(relay, may_read=True)
         return live or stored
 
     def _stored(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
         """The newest stored checkpoint, and the steps of all. Survivors that continue from their
         own state do not read it."""
 
-        def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
+        def begin(recorder: Recorder) -> tuple[Any, list[int]]:
             newest = recorder.begin(relay.read_all if may_read else lambda _: None)
-            return newest and (newest.name, newest.manifest), recorder.steps(), recorder.attempt
+            return newest and (newest.name, newest.manifest), recorder.steps()
 
-        found, steps, self.attempt = self._of_main(begin, relay)
+        found, steps = self._of_main(begin, relay)
         if found is None:
             return None, steps
         place = self.store.storage.join(str(found[0]))

@@ -29,7 +29,6 @@ _SAID_S = 1.0
 _HANGS_S = 30.0
 # Retrying within a minute does not help against these.
 _LASTING = {
-    errno.ECANCELED,
     errno.ENOSPC,
     errno.EFBIG,
     errno.EDQUOT,
