@@ -52,7 +52,7 @@ def workers() -> Iterator[Group]:
 LONGEST = (
     *("test_generations", "test_chaos", "test_hang_diagnosis", "test_emulated_gpu", "test_exact"),
     *("test_training", "test_convert", "test_slurm", "test_run_local", "test_own_datasets"),
-    *("test_loader_processes", "test_distributions", "test_recipes", "test_optimizer_shares"),
+    *("test_loader_processes", "test_distributions", "test_recipes"),
     *("test_nonfinite", "test_config", "test_broken_inputs", "test_replaced_gpu_workers"),
     *("test_snapshot", "test_s3_network", "test_help", "test_epoch_order", "test_task_state"),
     *("test_gradient_compression", "test_task_optimizer", "test_export", "test_examples"),

@@ -57,8 +57,9 @@ def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:
     """The error that names the flag, the value and what it takes."""
     if not words:
         return ConfigError(f"{name} takes {flag.takes}, but no value was given.")
-    hint = did_you_mean(words[0], flag.choices) if len(words) == 1 else ""
-    return ConfigError(f"{name} takes {flag.takes}, not {' '.join(words)!r}.{hint}")
+    text = " ".join(words)
+    hint = withdrawn(f"{flag.name}={text}") or did_you_mean(text, flag.choices)
+    return ConfigError(f"{name} takes {flag.takes}, not {text!r}.{hint}")
 
 
 def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
@@ -72,7 +73,8 @@ def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
         return positive, True
     found = [f"--{flag}" for flag in meant(word.lstrip("-"), [*named, "help", "help-all"])]
     hint = f" Did you mean {listed(found)}?" if found else " See --help-all."
-    raise ConfigError(f"there is no flag {word}.{withdrawn(name) or hint}")
+    gone = withdrawn(name) or withdrawn(f"{section}{dot}{last.removeprefix('no-')}")
+    raise ConfigError(f"there is no flag {word}.{gone or hint}")
 
 
 def _value(name: str, flag: Flag, given: list[str], words: deque[str]) -> Any:

@@ -24,7 +24,7 @@ from raytrain_ddp.config.paths import (
 )
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.config.withdrawn import DEFAULTS, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -59,6 +59,8 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     """A section of what is known of `values`, or None; `wrong` receives a line for each error."""
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
+        if (prefix + name, value) in DEFAULTS.items():
+            continue
         if name not in kinds:
             hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
             shown = f"{prefix}{name}" if name.isprintable() else repr(f"{prefix}{name}")
@@ -195,7 +197,7 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run, which may have moved, and its data with it.
     """
-    free, begun = set(_free_fields(TrainConfig(), "")), dict(fields_of(old))
+    free, begun = {*_free_fields(TrainConfig(), ""), *DEFAULTS}, dict(fields_of(old))
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
     free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order

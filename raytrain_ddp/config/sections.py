@@ -185,22 +185,12 @@ class DdpConfig(Section, name="ddp"):
     sync_batchnorm: bool = False
     """Compute batch-norm statistics over the current slots of all workers (SyncBatchNorm). The
     result then depends on the number of workers."""
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """Compress gradients, for slow networks. bf16 and fp16 send them in that precision, powersgd as
-    low-rank factors, which are far smaller (PowerSGD, arXiv:1905.13727). What the factors leave out
-    is sent in later steps. Until then it is part of the checkpoint, which grows by the size of the
-    model for each worker."""
-    powersgd_rank: int = 4
-    """powersgd: rank of the factors. A higher rank is closer to the gradient and takes longer."""
-    shard_optimizer: bool = field(default=False, metadata=FREE)
-    """Divide the optimizer's state among the workers (ZeRO stage 1), which saves memory; the bits
-    stay the same. The share of a worker that dies is lost, so all restart from the newest
-    checkpoint, as with replace_workers false."""
+    compression: Literal["none", "bf16", "fp16"] = "none"
+    """Send gradients in this precision, for slow networks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.above_zero("bucket_cap_mb")
-        self.at_least(1, "powersgd_rank")
 
 
 @dataclass(frozen=True)

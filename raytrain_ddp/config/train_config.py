@@ -158,8 +158,6 @@ class TrainConfig(Section):
         self.model.require("unfreeze_epoch", self.steps or unfreeze < self.epochs, rule)
         one_graph = self.exact or not (unfreeze and self.ddp.static_graph)  # exact uses no DDP
         self.ddp.require("static_graph", one_graph, "cannot be used with model.unfreeze_epoch")
-        if unfreeze:
-            self.require_no_powersgd("model.unfreeze_epoch")
         grows = self.steps or self.data.grow_epochs < self.epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         self.data.require("grow_epochs", grows, rule)
@@ -168,9 +166,6 @@ class TrainConfig(Section):
         least, most = self.scaling.worker_range()
         self.require_slots(most)
         self.require_synced(least, most, self.scaling.use_gpu is not False)
-        resyncs = self.scaling.on_divergence == "resync"
-        rule = "must be stop with ddp.shard_optimizer: no worker has another's optimizer state"
-        self.scaling.require("on_divergence", not (self.ddp.shard_optimizer and resyncs), rule)
         if self.exact:
             self._require_exact()
 
@@ -274,12 +269,6 @@ class TrainConfig(Section):
             f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
             f"or --scaling.num-workers {self.slots}."
         )
-
-    def require_no_powersgd(self, feature: str) -> None:
-        """Raises ConfigError if gradients are compressed by PowerSGD, which `feature` does not
-        allow."""
-        used = self.ddp.compression == "powersgd"
-        self.ddp.require("compression", not used, f"cannot be used with {feature}")
 
     def require_synced(self, least: int, most: int, on_gpu: bool) -> None:
         """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the

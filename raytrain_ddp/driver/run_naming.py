@@ -35,6 +35,7 @@ from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.paths import path_fields
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.driver.preflight import answered, fingerprints
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
@@ -156,6 +157,9 @@ def _of_name(config: TrainConfig) -> NamedRun:
         require_none_lost(config, folder)
         return NamedRun(config, folder, None)
     changed = _changes(folder, manifest, manifest.config, config)
+    for name, then, _ in changed:
+        if hint := withdrawn(f"{name}={then}"):
+            raise ConfigError(f"run {config.name} has {name} = {then!r}.{hint}")
     if changed:
         width = max(len(name) for name, _, _ in changed)
         rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]

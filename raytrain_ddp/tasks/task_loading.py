@@ -128,7 +128,7 @@ def check_task_name(name: str) -> None:
     """Raises ConfigError if `name` cannot be a task's; does not import it."""
     if name in BUILT_IN or isinstance(name, TaskName):
         return
-    if hint := withdrawn(name):
+    if hint := withdrawn(f"task={name}"):
         raise ConfigError(f"there is no task {name!r}.{hint}")
     place, colon, class_name = name.rpartition(":")
     from_python = class_name.endswith(")") or "<" in class_name

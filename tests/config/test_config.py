@@ -42,7 +42,6 @@ checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.kee
 checkpoint.max_failed
 data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
-ddp.shard_optimizer
 epochs
 eval.asynchronous
 max_time
@@ -52,7 +51,7 @@ name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_per_worker
 scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
-scaling.on_divergence scaling.placement scaling.replace_workers scaling.resize_s
+scaling.placement scaling.replace_workers scaling.resize_s
 scaling.spares scaling.start_timeout_s scaling.use_gpu scaling.wait_s scaling.warm_processes
 settled
 steps stop.min_delta stop.patience
@@ -71,7 +70,7 @@ data.image_column data.image_size data.interpolation data.jpeg_scaling data.labe
 data.mean data.shuffle data.shuffle_window data.source data.start_size data.std
 data.target_columns data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
-ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
+ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup
 eval.every_epochs eval.every_steps eval.micro_batch exact
 limit_eval_batches limit_train_batches
@@ -189,7 +188,6 @@ NONSENSE = [
     ("schedule.step_epochs", 0.0),
     ("schedule.gamma", -0.1),
     ("ddp.bucket_cap_mb", 0.0),
-    ("ddp.powersgd_rank", 0),
     ("eval.every_epochs", -1),
     ("checkpoint.every_epochs", -1),
     ("checkpoint.every_steps", -1),

@@ -90,8 +90,7 @@ CHOICES: Mapping[str, tuple[int, str]] = {
     "ddp.bucket-cap-mb": (2, "1 0.01"),
     "ddp.gradient-as-bucket-view": (2, "false"),
     "ddp.static-graph": (2, "true"),
-    "ddp.compression": (3, "bf16 fp16 powersgd"),
-    "ddp.shard-optimizer": (3, "true"),
+    "ddp.compression": (3, "bf16 fp16"),
     "ema.decay": (4, "0.9 0.99"),
     "ema.warmup": (2, "false"),
     "eval.every-epochs": (3, "0 2"),
@@ -101,7 +100,6 @@ CHOICES: Mapping[str, tuple[int, str]] = {
     "checkpoint.every-epochs": (2, "0 2"),
     "checkpoint.every-steps": (4, "1 2 4"),
     "scaling.check-every-steps": (4, "1 3"),
-    "scaling.on-divergence": (2, "resync"),
     "log.audit": (2, "true"),
 }
 

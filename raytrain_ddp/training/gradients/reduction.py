@@ -318,7 +318,7 @@ def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:
     loaded = model.state_dict().keys() if is_loaded else ()
     for name, tensor in model_tensors(model).items():
         if name not in loaded:
-            broadcast_tensor(tensor, 0)
+            broadcast_tensor(tensor)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

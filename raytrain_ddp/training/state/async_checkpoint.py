@@ -29,7 +29,6 @@ _SAID_S = 1.0
 _HANGS_S = 30.0
 # Retrying within a minute does not help against these.
 _LASTING = {
-    errno.ECANCELED,
     errno.ENOSPC,
     errno.EFBIG,
     errno.EDQUOT,
@@ -79,10 +78,6 @@ class AsyncCheckpointer:
         max_failed: this many failures in a row end the training.
         tell: receives notes and events, also from this thread.
         sleep: waits the given seconds; returns False if the wait was interrupted.
-
-    Attributes:
-        is_vital: whether training cannot continue without the latest snapshot: it is the best so
-            far, or is to be evaluated.
     """
 
     def __init__(
@@ -95,8 +90,7 @@ class AsyncCheckpointer:
         self._commit, self._max_failed, self._tell, self.sleep = commit, max_failed, tell, sleep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="committer")
         self._under_way: Future[None] | None = None
-        self._step, self._needs_others = 0, False  # of the snapshot being committed
-        self.is_vital = False
+        self._step = 0  # of the snapshot being committed
         self._since = 0.0
         self._in_a_row = 0
         self._failure: CheckpointError | None = None  # of the latest commit
@@ -112,8 +106,6 @@ class AsyncCheckpointer:
         """
         self.wait()
         self._step, self._since = snapshot.manifest.step, time.monotonic()
-        self._needs_others = bool(snapshot.elsewhere)
-        self.is_vital = self._step in snapshot.needed
         self._under_way = self._thread.submit(self._attempt, snapshot)
         return self._under_way
 
@@ -128,10 +120,6 @@ class AsyncCheckpointer:
     def step(self) -> int | None:
         """Of the snapshot that is being committed."""
         return self._step if self.is_busy() else None
-
-    def needs_others(self) -> bool:
-        """Whether another rank writes a part of the checkpoint that is being committed."""
-        return self._needs_others and self.is_busy()
 
     def postpones(self) -> bool:
         """Whether a checkpoint that can wait must wait for the current one; reported once for

@@ -155,7 +155,6 @@ class Turn:
         state = self._state
         norm, refused = self.guard.examine(lr, agreed, self._reduction.unused)
         self._buffers.finish(refused)
-        state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
         self._apply(refused, first)
@@ -174,7 +173,7 @@ class Turn:
     def _apply_on_device(self, refused: Tensor, first: int) -> None:
         """A fused optimizer skips a refused step without the host."""
         self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        self._state.shares.step(self._optimizer, self._clock.mark)
+        self._optimizer.step()
 
     def _apply_on_host(self, refused: Tensor, first: int) -> None:
         """The host waits for the device and decides. Random numbers of the optimizer and of
@@ -182,7 +181,7 @@ class Turn:
         config = self._config
         seed_slot(self._world.device, config.seed, self._state.step, first + config.slots)
         if not refused:
-            self._state.shares.step(self._optimizer, self._clock.mark)
+            self._optimizer.step()
 
     def warm_up(self, batch: Batch, samples: int, smallest: Batch, single: Batch | None) -> WarmUp:
         """See `warm_up`; all ranks take part."""
@@ -195,7 +194,6 @@ class Turn:
         self._state.scaler.scale(torch.zeros((), device=self._world.device))
         self.scalar_names, self._fewest = found.scalar_names, found.fewest
         self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
-        self._state.compression.forget()
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
