@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # On a busy machine an example may take any time: slowness is not a failure. All runs have the same
 # examples, so failures in CI can be reproduced locally; --hypothesis-profile=search tries others.
-if find_spec("hypothesis"):
+with suppress(ModuleNotFoundError):
     from hypothesis import HealthCheck, settings
 
     for profile, repeatable in (("repeatable", True), ("search", False)):
@@ -88,8 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
 
 
-# Machines with GPUs have packages of their own, often without Ray. There, `pytest -m gpu` reads only
-# the files that have such tests, and skips those that import what is not installed.
+# Machines with GPUs have packages of their own, often without Ray. There, `pytest -m gpu` reads
+# only the files that have such tests, and skips those that import what is not installed.
 
 
 def _wants_gpu_tests_only(config: pytest.Config) -> bool:
