@@ -410,9 +410,9 @@ def report(command: str, series: Series[Run]) -> list[str]:
             "## Beside a loop of small torch operations",
             "us for one round of the loop (two operations), by the scheduler's clocks: on a CPU;"
             " ready, but the CPU had other work; blocked, which is waiting for the GIL. Decoding"
-            " and resizing an image is replaced by 1 ms of sleep, so that the workers need no CPU but"
-            " for their Python, as where there are enough. Slower: on a CPU or blocked, against no"
-            " loader. Python: us for each image in the loader's threads, most of it with the GIL.",
+            " and resizing an image is replaced by 1 ms of sleep, so that the workers need no CPU"
+            " but for their Python, as where there are enough. Slower: on a CPU or blocked, against"
+            " no loader. Python: us an image in the loader's threads, most of it with the GIL.",
             table(["", "time", "on a CPU", "ready", "blocked", "slower", *RATES.values()], loops),
         ],
     }

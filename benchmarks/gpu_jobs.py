@@ -104,7 +104,7 @@ def ranks(options: Options) -> None:
     steps = options["warm_up"] + options["steps"]
     exact, kill = ["--exact", "true"], f"train.after_backward:kill@rank={{}},step={2 * steps // 3}"
     bf16 = ["--compute.precision", "bf16"]
-    side, batch = str(options["image_size"]), str(options["batch"] // 4)
+    side, batch = str(options["image_size"]), str(min(options["batch"], 64))
     large = [*bf16, "--model.name", options["model"], "--data.image-size", side]
     large += ["--data.source", options["images"], "--data.holdout", "0.1"]
     large += ["--batch-size", batch, "--micro-batch", batch]

@@ -464,3 +464,14 @@ def test_time_before_a_restart_is_not_reported_as_startup(
     watch(Plan(replaced=[1]))
     again = _end(TrainConfig(storage=str(tmp_path)), run, outcome, watch, 10.0).seconds
     assert again["until the last change of workers"] == 25.0
+
+
+def test_without_ray_fit_says_so_in_one_line_and_trains_locally(tmp_path: Path):
+    missing = "raise ModuleNotFoundError('No module named ray', name='ray')"
+    (tmp_path / "ray.py").write_text(missing)
+    argv = ("--name", "small", "--batch-size", "256", "--micro-batch", "64", *EPOCHS)
+    answer = run_cli("fit", *argv, cwd=tmp_path, warm=True)
+    assert answer.status == PreflightError.exit_status
+    assert answer.err.count("\n") == 1
+    assert "Ray is not installed" in answer.err
+    assert run_cli("fit", *argv, "--local", cwd=tmp_path, warm=True).status == 0

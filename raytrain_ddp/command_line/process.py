@@ -50,9 +50,10 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
     try:
         _require_folder()
         return main(given)
-    except RaytrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return status_of(error)
+    except (RaytrainError, ModuleNotFoundError) as error:
+        known = error if isinstance(error, RaytrainError) else _without_ray(error)
+        print(f"error: {known}", file=sys.stderr)
+        return status_of(known)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
@@ -64,6 +65,16 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
+
+
+def _without_ray(error: ModuleNotFoundError) -> PreflightError:
+    """Raises the error itself if it is about another module."""
+    if error.name != "ray":
+        raise error
+    return PreflightError(
+        "Ray is not installed: pip install 'ray[default,train]'. Or train without it, by --local "
+        "or torchrun."
+    )
 
 
 def _require_folder() -> None:
