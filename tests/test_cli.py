@@ -607,3 +607,18 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path):
     assert "deleted" in out
     assert "is lost" not in out
     assert out.count("retrying in") <= 4, "training is held up once, not at each checkpoint"
+
+
+def test_without_ray_fit_says_so_in_one_line_and_trains_locally(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "path").mkdir()
+    missing = "raise ModuleNotFoundError('No module named ray', name='ray')"
+    (tmp_path / "path/ray.py").write_text(missing)
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", f"{tmp_path}/path:{ENVIRONMENT['PYTHONPATH']}")
+    argv = ("--name", "small", "--batch-size", "256", "--micro-batch", "64", *EPOCHS)
+    answer = run_cli("fit", *argv, cwd=tmp_path, warm=True)
+    assert answer.status == PreflightError.exit_status
+    assert answer.err.count("\n") == 1
+    assert "Ray is not installed" in answer.err
+    assert run_cli("fit", *argv, "--local", cwd=tmp_path, warm=True).status == 0

@@ -58,7 +58,8 @@ WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  
 FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
-    *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
+    *("quick", "only", "out", "working-dir", "minutes", "ray-wheels"),
+    *("timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
     *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
     *("seconds", "batch"),  # of spot/__main__.py, and of scancel

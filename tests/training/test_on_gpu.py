@@ -29,10 +29,7 @@ from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def config(folder: Path, name: str, **changes: Any) -> TrainConfig:
