@@ -25,7 +25,7 @@ COMMANDS = {
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "signals", "uri", "user_code", "warm", "spot"},
+    {"files", "failpoints", "process_state", "signals", "uri", "user_code", "warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},
