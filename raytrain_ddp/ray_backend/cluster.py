@@ -30,6 +30,7 @@ from raytrain_ddp.ray_backend.ray_settings import (
     own_state_api,
     quick_start,
     ray_settings,
+    short_folder,
 )
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
@@ -93,7 +94,7 @@ def ray_connection(
         return
     if address:
         require_listener(address)
-    with applied_settings(settings):
+    with applied_settings(settings if address else {**settings, **short_folder()}):
         use_token(embedded=not address, tell=tell)
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray

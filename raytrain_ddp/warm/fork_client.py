@@ -21,6 +21,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 READY, REFUSED = b"r", b"n"
@@ -180,7 +181,7 @@ def expect_job(processes: int, job: str) -> bool:
     for name in names:
         if name.startswith(prefix) and (connection := connect(name[1:])) is not None:
             is_known = True
-            with connection:
+            with connection, suppress(TimeoutError):  # it is loading its modules
                 connection.settimeout(_ANNOUNCED_WITHIN_S)
                 if is_own(connection) and connection.recv(1) == READY:
                     request = marshal.dumps({"expected": processes, "job": job})

@@ -88,9 +88,8 @@ class Running(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(unchanged_process: None) -> Iterator[Any]:
     """A head with capacity for one worker, plus the nodes that a test adds."""
-    before = dict(os.environ)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_AUTH_MODE"] = "token"
     if not (
@@ -108,8 +107,6 @@ def cluster() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def paced(folder: Path, name: str, **options: Any) -> TrainConfig:

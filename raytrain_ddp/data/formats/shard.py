@@ -20,7 +20,7 @@ from raytrain_ddp.data.formats.image_folder import NO_FILE, read_on_disk
 from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names
+from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names, is_passing
 from raytrain_ddp.uri import attempt, open_uri, reason_of
 
 T = TypeVar("T")
@@ -187,9 +187,7 @@ def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
     for wait_s in () if is_local else RETRY_S:
-        if not isinstance(outcome, Exception) or isinstance(
-            outcome, (FileNotFoundError, RaytrainError)
-        ):
+        if not isinstance(outcome, Exception) or not is_passing(outcome):
             break
         time.sleep(wait_s)
         outcome = attempt(ask)
