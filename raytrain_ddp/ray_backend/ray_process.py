@@ -88,7 +88,8 @@ def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
             with suppress(ChildProcessError):  # the user ignores SIGCHLD
                 os.waitpid(pid, 0)
             output.seek(0)
-            print(output.read(), end="")
+            if text := output.read():
+                print(text, end="")
     if event is None:
         raise RetriesExhausted(
             f"{LOST}the process that was connected to it has ended (its raylet, or the process "
