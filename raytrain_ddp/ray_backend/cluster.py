@@ -257,7 +257,7 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     if not mode:
         return {}
     if owner:
-        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers)
+        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers, owner)
     return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
 
 

@@ -59,16 +59,17 @@ def why_cold(mode: str) -> str:
     return fork_client.unsuited(mode)
 
 
-def start_early(mode: str, threads: int, workers: object = 0) -> None:
-    """Starts the server of this process, so that it loads its modules while Ray starts.
+def start_early(mode: str, threads: int, workers: object = 0, owner: int = 0) -> None:
+    """Starts the server of a process, so that it loads its modules while Ray starts.
 
     Without it, the first worker starts it. A second call does nothing.
 
     Args:
         workers: of the job, as in `announce_job`; 0: no processes are prepared.
+        owner: the process that it ends with; 0: this one.
     """
     with suppress(OSError):  # the workers start as usual
-        _start(mode, os.getpid(), threads, workers, os.environ)
+        _start(mode, owner or os.getpid(), threads, workers, os.environ)
 
 
 def _start(

@@ -339,6 +339,10 @@ def test_fault_06_a_run_whose_ray_is_killed_ends_with_status_7_and_one_line(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         below = psutil.Process(driver.pid).children(recursive=True)
+        servers = [each.cmdline() for each in below if "fork_server.py" in " ".join(each.cmdline())]
+        assert {line[3] for line in servers} <= {
+            str(driver.pid)
+        }  # of the run, for the next one, too
         if part == "core worker":
             below = [each for each in below if each.ppid() == driver.pid and is_fork(each)]
         elif part == "training worker":
