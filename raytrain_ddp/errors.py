@@ -26,15 +26,19 @@ from types import MappingProxyType
 
 _MOST_SHOWN = 240  # characters of a value or path
 _LAST_STATUS = 125  # shells reserve higher numbers
-# errno of full or failing disks, networks, and file systems that depend on one.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# errno of failing disks, networks, and file systems that depend on one.
 _PASSING = {
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
+    *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
     *(errno.ETIMEDOUT, errno.EREMOTEIO),
 }
 # pyarrow's errors of object stores have no errno.
 _OF_STORES = ("AWS Error", "google::cloud", "Azure")
 _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
+# Those of other clients are known by their names, or a status of HTTP.
+_OF_CLIENTS = ("Connect", "Timeout", "Disconnected")
+_PASSING_STATUSES = {408, 425, 429, *range(500, 600)}
 
 
 class RaytrainError(Exception):
@@ -93,9 +97,23 @@ class RemoteTraceback(Exception):
     """The cause of an exception raised in a loader process: its traceback in that process."""
 
 
-def is_passing(error: OSError) -> bool:
-    """Whether the same may succeed later, or on another machine."""
-    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _PASSING:
+def is_passing(error: BaseException, if_full: bool = True) -> bool:
+    """Whether the same may succeed later, or on another machine: the one list of errors after which
+    anything is tried again.
+
+    Args:
+        if_full: the answer for a full disk, or one that someone may have to make room on.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return if_full
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return True
+    status = getattr(error, "status", getattr(getattr(error, "response", None), "status_code", 0))
+    if isinstance(status, int) and status:
+        return status in _PASSING_STATUSES
+    if any(word in type(error).__name__ for word in _OF_CLIENTS):
         return True
     text = str(error)
     of_store = any(pattern in text for pattern in _OF_STORES)

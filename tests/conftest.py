@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from processes import Group
 
+from raytrain_ddp.process_state import process_as_found
+
 # Otherwise, each process and its children would use busy-waiting threads on all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -49,6 +51,13 @@ def workers() -> Iterator[Group]:
     group = Group()
     yield group
     group.end()
+
+
+@pytest.fixture(scope="module")
+def unchanged_process() -> Iterator[None]:
+    """For a file whose tests connect this process to Ray, which leaves much behind."""
+    with process_as_found():
+        yield
 
 
 # Files that take longest, so that no process is left with one of them at the end.

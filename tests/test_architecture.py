@@ -25,7 +25,8 @@ COMMANDS = {
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "library_imports", "signals", "uri", "user_code", "warm", "spot"},
+    {"files", "failpoints", "library_imports", "process_state", "signals", "uri", "user_code"},
+    {"warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},

@@ -263,7 +263,7 @@ class CheckpointStore:
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
         if self._claim is not None and not listing.claims:
             text = "the checkpoints of this run are gone: is the file system mounted? Or deleted?"
-            raise OSError(errno.ESTALE, text, str(self.storage))
+            raise FileNotFoundError(errno.ENOENT, text, str(self.storage))
         if mine is None or not listing.claims:
             return listing
         newest = listing.claims[-1]

@@ -19,7 +19,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
@@ -27,7 +27,6 @@ from raytrain_ddp.uri import reason_of, without_secrets
 T = TypeVar("T")
 
 _PAUSES_S = (0.5, 1.0, 2.0)
-_LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -133,7 +132,7 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
         except UnreachableError:  # one that was tried for long enough
             raise
         except OSError as error:
-            if pause_s is None or isinstance(error, _LASTING):
+            if pause_s is None or not is_passing(error, if_full=False):
                 raise PreflightError(
                     f"storage = {without_secrets(config.storage)}: it cannot be read: "
                     f"{reason_of(config.storage, error)}. Fix it, then run "

@@ -25,6 +25,7 @@ from raytrain_ddp.data.splits import ImageSource
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Asked, outputs
 from raytrain_ddp.inference.given_images import GivenImages
+from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
@@ -168,6 +169,7 @@ class LoadedModel(nn.Module):
         return image_data(source, config, None, len(self.class_names), on_bad)
 
 
+@process_as_found()
 def load(
     run: str | os.PathLike[str],
     checkpoint: Literal["best", "last"] | None = None,

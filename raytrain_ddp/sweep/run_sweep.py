@@ -18,6 +18,7 @@ from raytrain_ddp.driver.branching import may_change
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, TaskError
+from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.optuna_search import require_optuna
 from raytrain_ddp.sweep.space import field_of, with_point
@@ -79,6 +80,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     return replace(order, base=base)
 
 
+@process_as_found()
 def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
     """Runs the trials that are missing; returns the exit status: 0, or 128 + a signal.
 

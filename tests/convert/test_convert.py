@@ -1145,6 +1145,7 @@ def test_png_is_lossless():
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("unchanged_process")
 @pytest.mark.filterwarnings("ignore")
 def test_a_conversion_on_ray_has_the_same_bytes(
     folder: Path, converted: Path, damaged: Path, tmp_path: Path

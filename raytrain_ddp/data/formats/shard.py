@@ -27,6 +27,7 @@ from raytrain_ddp.errors import (
     did_you_mean,
     first_names,
     in_one_line,
+    is_passing,
     quoted,
 )
 from raytrain_ddp.uri import attempt, open_uri, reason_of
@@ -199,9 +200,7 @@ def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
     for wait_s in () if is_local else RETRY_S:
-        if not isinstance(outcome, Exception) or isinstance(
-            outcome, (FileNotFoundError, RaytrainError)
-        ):
+        if not isinstance(outcome, Exception) or not is_passing(outcome):
             break
         time.sleep(wait_s)
         outcome = attempt(ask)

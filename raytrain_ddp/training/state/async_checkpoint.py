@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import random
 import time
@@ -11,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, is_passing
 from raytrain_ddp.events import CheckpointFailed, Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.session import Snapshot
@@ -27,15 +26,6 @@ _LATER_S = 15.0
 _LONGEST_S = 60.0  # for all attempts together, as far as we control it
 _SAID_S = 1.0
 _HANGS_S = 30.0
-# Retrying within a minute does not help against these.
-_LASTING = {
-    errno.ENOSPC,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-}
 
 
 def retry_pauses() -> Iterator[float]:
@@ -51,7 +41,8 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
 
     Args:
         pause: waits the given seconds; returns whether to continue.
-        outage_s: keep trying for this long, regardless of the number of tries and the cause.
+        outage_s: keep trying for this long, regardless of the number of tries, even if a disk is
+            full.
     """
     failed: float | None = None  # time of the first failure
     pauses, number = retry_pauses(), 0
@@ -62,8 +53,8 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
             failed, number = failed or time.monotonic(), number + 1
             wait_s = next(pauses, _LATER_S if outage_s else math.inf)
             late = time.monotonic() - failed + wait_s > max(_LONGEST_S, outage_s)
-            lasts = error.errno in _LASTING and not outage_s
-            if lasts or late or not pause(wait_s, error):
+            passes = is_passing(error, if_full=outage_s > 0)
+            if not passes or late or not pause(wait_s, error):
                 raise
 
 
@@ -183,8 +174,6 @@ class AsyncCheckpointer:
 
         def pause(wait_s: float, error: OSError) -> bool:
             self._failed_at = time.monotonic()
-            if self._in_a_row and error.errno == errno.ESTALE:
-                return False  # the folder of the run is still gone: do not hold up each checkpoint
             self._note(
                 f"the checkpoint of step {snapshot.manifest.step} could not be written ({error}): "
                 f"retrying in {wait_s:.1f} s."
