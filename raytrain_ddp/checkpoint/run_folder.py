@@ -114,8 +114,9 @@ def config_of_run(place: str) -> TrainConfig | None:
         PreflightError: the storage cannot be reached.
     """
     given, slash, last = place.rpartition("/")
-    place = path_of_run((given or slash or ".") if last == CONFIG_FILE else place)
-    if "://" not in place and not (os.path.isdir(place) and holds_run(Path(place), alone=False)):
+    by_file = last == CONFIG_FILE  # a file of that name alone may be a recipe
+    place = path_of_run((given or slash or ".") if by_file else place)
+    if "://" not in place and not (os.path.isdir(place) and holds_run(Path(place), not by_file)):
         return None
     run = open_run(place)
     manifest = None if run.exists(CONFIG_FILE) else newest_manifest(run)

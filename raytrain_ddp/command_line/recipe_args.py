@@ -25,7 +25,7 @@ class RecipeArgs:
 
     config: TrainConfig = field(metadata=flat("run"))
     recipe: str | None = field(default=None, metadata=positional("RECIPE"))
-    """A .toml file, a name that fit --describe lists, or a run. Flags override it."""
+    """A .toml file, a run, or one of fit --describe. Flags override it."""
 
 
 Args = TypeVar("Args", bound=RecipeArgs)

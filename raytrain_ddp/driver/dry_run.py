@@ -69,28 +69,32 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import model_of
+    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+    from raytrain_ddp.training.run_identity import RunIdentity
     from raytrain_ddp.training.steps.device_feed import plan_for
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
-    task, data, eval_data, new_code = _opened(config, run, reads)
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
     plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     epochs, repeats = steps / per_epoch, config.augment.repeats
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [
-        *effect_notes(config),
-        *step_notes(config, per_epoch),
-        *filter(None, [layout.note, new_code]),
-    ]
+    notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
+    identity = RunIdentity.of(data, eval_data, task)  # needs each file, and reads each field
+    if checkpoint := newest_checkpoint(run.folder):
+        notes += filter(None, [identity.require_same(checkpoint)])
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -130,23 +134,6 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
-
-
-def _opened(
-    config: TrainConfig, run: NamedRun, reads: set[str]
-) -> tuple[Task, Data, Data | None, str]:
-    """The task, its data, which are those of the run so far, and a note if its code is not."""
-    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.run_identity import RunIdentity
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
-
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
-    identity = RunIdentity.of(data, eval_data, task)  # needs each file
-    checkpoint = newest_checkpoint(run.folder)
-    return task, data, eval_data, identity.require_same(checkpoint) if checkpoint else ""
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.data.loading.nested import PLAIN, leaves_of
 from raytrain_ddp.errors import TaskError, first_names
 from raytrain_ddp.tasks.task import Task
@@ -31,7 +32,8 @@ def attributes_of(task: Task, model: nn.Module) -> Attributes:
     found: Attributes = {}
     for owner, each in owners.items():
         for key, value in [*getattr(each, "__dict__", {}).items()]:
-            if key not in _OF_MODULES:
+            # A config cannot change; to look at its fields would count as reading them.
+            if key not in _OF_MODULES and not isinstance(value, Section):
                 nest = [*value] if isinstance(value, deque | set) else value
                 leaves = (leaf for _, leaf in islice(leaves_of(nest), _MOST_LEAVES))
                 found[f"{owner}.{key}"] = [_kept(leaf) for leaf in leaves]
