@@ -74,7 +74,6 @@ def dry_run(
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
-    from raytrain_ddp.training.run_identity import RunIdentity
     from raytrain_ddp.training.steps.device_feed import plan_for
     from raytrain_ddp.training.steps.early_stop import require_evaluation
 
@@ -92,9 +91,7 @@ def dry_run(
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
-    identity = RunIdentity.of(data, eval_data, task)  # needs each file, and reads each field
-    if checkpoint := newest_checkpoint(run.folder):
-        notes += filter(None, [identity.require_same(checkpoint)])
+    notes += _compared(run, data, eval_data, task)  # reads each field
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -134,6 +131,18 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _compared(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> list[str]:
+    """A note if the run began with other code; needs each file of the data.
+
+    Raises:
+        DataError: a file is missing, or the data are not those of the run so far.
+    """
+    from raytrain_ddp.training.run_identity import RunIdentity
+
+    identity, checkpoint = RunIdentity.of(data, eval_data, task), newest_checkpoint(run.folder)
+    return [*filter(None, [identity.require_same(checkpoint) if checkpoint else None])]
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
