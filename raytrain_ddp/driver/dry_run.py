@@ -69,18 +69,14 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.tasks.task_check import model_of
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
     from raytrain_ddp.training.steps.device_feed import plan_for
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
+    task, data, eval_data = _opened(config, reads)
     plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     epochs, repeats = steps / per_epoch, config.augment.repeats
@@ -131,6 +127,17 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | None]:
+    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
+
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
+    return task, data, eval_data
 
 
 def _compared(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> list[str]:
