@@ -8,18 +8,14 @@ this machine, a thread each. Each round runs every way once, each time beginning
 - durable: from the call on all ranks until rank 0 knows that all is on disk, after fsync
 - restart: until all ranks have loaded model and optimizer; with the look for the newest checkpoint
 
-in parts: what `fit` does with a state of this size or, below 1 GiB, would do: each rank writes its
-files. rank 0 alone: what it does with a smaller one. In both, each byte is hashed when it is
-written, and verified when it is read. The memory for the copy on the host, during which alone
-training would wait, is there already: `fit` reserves it at the first line of the log. Files are
-written past the page cache, and read from the disk.
+raytrain_ddp: rank 0 writes. Each byte is hashed when it is written, and verified when it is read.
+The memory for the copy on the host, during which alone training would wait, is there already: `fit`
+reserves it at the first line of the log. Files are written past the page cache, and read from the
+disk.
 
 DCP: torch.distributed.checkpoint, `save` and `load`, with the replicated state divided among the
 ranks; training would wait for all of it. Files are in the page cache when they are read. Both load
 into the weights that are there and into a new optimizer, as a new process does.
-
-With --mb-per-s, ours write to the object store of object_store_server.py: each worker has 8
-connections of so many MB/s, as workers on several machines have.
 """
 
 from __future__ import annotations
@@ -31,13 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from object_store import SETTINGS, store_server, uri_of
 from series import (
     Series,
     describe_machine,
@@ -48,7 +42,7 @@ from series import (
     torchrun,
 )
 
-WAYS = {"parts": "raytrain_ddp, in parts", "alone": "raytrain_ddp, rank 0 alone", "dcp": "DCP"}
+WAYS = {"ours": "raytrain_ddp", "dcp": "DCP"}
 WORKERS, LIMIT_S, WIDTH = 3, 400.0, 4096
 
 
@@ -68,7 +62,7 @@ def main() -> int:
     args = parse()
     series: Series[Run] = Series(describe_machine())
     for number in range(args.rounds):
-        for way in in_turn([w for w in WAYS if w != "dcp" or not args.mb_per_s], number):
+        for way in in_turn([*WAYS], number):
             measured = partial(measure, way, args, number + 1)
             series.add(f"round {number + 1}, {way}", measured, line)
     return series.publish(as_markdown(series, args), args.out)
@@ -80,14 +74,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--millions", type=int, default=84, help="parameters")
-    parser.add_argument("--mb-per-s", type=float, default=0.0, help="0: on this disk")
     parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
     return parser.parse_args()
 
 
 def line(run: Run) -> str:
     return (
-        f"round {run.round}  {WAYS[run.way]:<26}  durable {run.durable_s:5.2f} s"
+        f"round {run.round}  {WAYS[run.way]:<12}  durable {run.durable_s:5.2f} s"
         f"  restart {run.restart_s:5.2f} s  memory {max(run.peak_bytes) / 1e9:.2f} GB"
     )
 
@@ -98,14 +91,9 @@ def measure(way: str, args: argparse.Namespace, number: int) -> Run:
     TimeoutExpired: it took longer than LIMIT_S.
     """
     load = os.getloadavg()[0]
-    with ExitStack() as stack:
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-        uri, settings = name, {}
-        if args.mb_per_s:
-            port = stack.enter_context(store_server(30.0, args.mb_per_s))
-            uri, settings = uri_of(port), SETTINGS
-        about = f"{way} {args.millions} {name} {uri}"
-        run_to_end([*torchrun(WORKERS), __file__], LIMIT_S, CHECKPOINT_RANKS=about, **settings)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        about = f"{way} {args.millions} {name}"
+        run_to_end([*torchrun(WORKERS), __file__], LIMIT_S, CHECKPOINT_RANKS=about)
         notes = [Path(name) / f"rank-{rank}.json" for rank in range(WORKERS)]
         found: list[dict[str, Any]] = [json.loads(note.read_text()) for note in notes]
     times = {key: found[0][key] for key in ("durable_s", "restart_s")}
@@ -126,16 +114,14 @@ def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
                     spread([max(run.peak_bytes[1:]) / 1e9 for run in runs], 2),
                 ]
             )
-    place = f"8 connections of {args.mb_per_s:g} MB/s each" if args.mb_per_s else "one disk"
     head = ["", "durable s", "restart s", "peak memory GB, rank 0", "others"]
     return [
         "# Checkpoints of several workers",
         "`python benchmarks/checkpoint_ranks.py "
-        f"--rounds {args.rounds} --millions {args.millions}"
-        + (f" --mb-per-s {args.mb_per_s:g}`" if args.mb_per_s else "`"),
+        f"--rounds {args.rounds} --millions {args.millions}`",
         series.place(),
         f"About {12 * args.millions / 1e3:.1f} GB of state (parameters and AdamW), 3 gloo workers, "
-        f"a thread each, {place}. Medians over the rounds (min .. max).",
+        "a thread each, one disk. Medians over the rounds (min .. max).",
         table(head, rows),
     ]
 
@@ -143,7 +129,7 @@ def as_markdown(series: Series[Run], args: argparse.Namespace) -> list[str]:
 # ------------------------------------------------------------------ in a worker
 
 
-def work(way: str, millions: int, folder: Path, uri: str) -> None:
+def work(way: str, millions: int, folder: Path) -> None:
     import resource
 
     import torch
@@ -163,10 +149,7 @@ def work(way: str, millions: int, folder: Path, uri: str) -> None:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    if way == "dcp":
-        save, load = of_dcp(model, optimizer, world, folder)
-    else:
-        save, load = of_ours(model, optimizer, world, uri, way == "parts")
+    save, load = (of_dcp if way == "dcp" else of_ours)(model, optimizer, world, folder)
 
     def timed(act: Callable[[], None]) -> float:
         dist.barrier()
@@ -196,18 +179,16 @@ def moments(optimizer: Any) -> list[Any]:
     return [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
 
 
-def of_ours(model: Any, optimizer: Any, world: Any, uri: str, in_parts: bool) -> Any:
+def of_ours(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
     import torch
 
     from raytrain_ddp import TrainConfig
     from raytrain_ddp.checkpoint.manifest import Manifest
     from raytrain_ddp.training.recording.local_session import LocalSession
     from raytrain_ddp.training.recording.recorder import Best
-    from raytrain_ddp.training.state import checkpoint_parts
     from raytrain_ddp.training.state.train_state import TrainState
 
-    checkpoint_parts.LEAST_BYTES = 1 if in_parts else 2**60
-    config = TrainConfig(name="run", storage=uri)
+    config = TrainConfig(name="run", storage=str(folder))
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
 
     def session() -> LocalSession:
@@ -215,20 +196,12 @@ def of_ours(model: Any, optimizer: Any, world: Any, uri: str, in_parts: bool) ->
 
     first = session()
     assert first.latest() is None
-    files = state.files(world, [], state.gather())
+    manifest = Manifest(1, 0, 1, world.size, config={}, data_fingerprint="")
     if world.is_main:
-        nothing = Manifest(0, 0, 1, world.size, config={}, data_fingerprint="")
-        state.snapshot(nothing, [], state.gather(), files)
-    else:
-        state.part(state.gather(), files[world.rank])
+        state.snapshot(manifest, [])  # allocates its memory
 
     def save() -> None:
-        manifest = Manifest(1, 0, 1, world.size, config={}, data_fingerprint="")
-        gathered = state.gather()
-        if world.is_main:
-            first.report({}, state.snapshot(manifest, [], gathered, files))
-        else:
-            first.write_part(1, state.part(gathered, files[world.rank]))
+        first.commit(state.snapshot(manifest, []) if world.is_main else None)
         first.drain()
 
     def load() -> None:
@@ -273,8 +246,8 @@ def of_dcp(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
 
 
 if __name__ == "__main__":
-    given = os.environ.pop("CHECKPOINT_RANKS", "").split(" ", 3)
-    if len(given) == 4:
-        work(given[0], int(given[1]), Path(given[2]), given[3])
+    given = os.environ.pop("CHECKPOINT_RANKS", "").split(" ", 2)
+    if len(given) == 3:
+        work(given[0], int(given[1]), Path(given[2]))
     else:
         sys.exit(main())

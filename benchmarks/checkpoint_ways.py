@@ -48,7 +48,7 @@ class Ours:
     """What `Run.save` does: look for NaN, wait for the commit before, copy, commit in a thread."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        scaler = torch.amp.GradScaler(enabled=False)
         self._state = TrainState(model, optimizer, scaler)
         self._store = CheckpointStore(open_storage(str(folder)))
         self._committer = ThreadPoolExecutor(1)
@@ -70,7 +70,8 @@ class Ours:
         return self._commit
 
     def load(self) -> None:
-        world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), threads=1)
+        device = next(iter(self._state.model.parameters())).device
+        world = World(rank=0, size=1, local_rank=0, device=device, threads=1)
         relay = Relay(world, existing=self._state.existing())
         found = self._store.latest(verify=relay.read_all)
         assert found is not None
@@ -170,19 +171,21 @@ def network(parameters: int) -> nn.Sequential:
 
 
 def measure(
-    way: str, parameters: int, checkpoints: int, idle_s: float, folder: Path
+    way: str, parameters: int, checkpoints: int, idle_s: float, folder: Path, device: str = "cpu"
 ) -> dict[str, Any]:
     """Trains and saves; what a checkpoint costs the loop, when it is durable, what it takes."""
     torch.manual_seed(0)
-    model = network(parameters)
+    model = network(parameters).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x, y = torch.randn(BATCH, FEATURES), torch.randint(CLASSES, (BATCH,))
+    x, y = torch.randn(BATCH, FEATURES).to(device), torch.randint(CLASSES, (BATCH,)).to(device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def step() -> float:
         began = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         cross_entropy(model(x), y).backward()
         optimizer.step()
+        wait()
         return time.perf_counter() - began
 
     for _ in range(WARM_STEPS):
@@ -219,6 +222,7 @@ def measure(
     peak = memory("VmHWM")
     read_before, began = bytes_read(), time.perf_counter()
     saver.load()
+    wait()
     load_s = time.perf_counter() - began
     usual = median(idle)
     return {

@@ -159,7 +159,7 @@ def job_environment(folder: Path) -> dict[str, str]:
     """As for launch.py; nothing is asked of the network, nothing written into the home folder."""
     return {
         **environment(),
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
         "HF_HOME": str(folder / "hf-home"),
         "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(folder / "cache-home"),  # of tar files' indices

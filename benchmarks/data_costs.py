@@ -143,61 +143,10 @@ def conversion(size: Size) -> dict[str, float]:
     return {"s": spent_s, "images/s": len(images) / spent_s, "MB/s": megabytes / spent_s}
 
 
-def text(size: Size) -> dict[str, float]:
-    """Batches of 64 windows of 256 characters, from Python's own sources, beside nanoGPT's
-    get_batch (its train.py), in turns."""
-    import asyncio
-
-    import numpy as np
-    import torch
-
-    from raytrain_ddp.data.loading.sources import Data
-    from raytrain_ddp.data.order.sample_rng import Draws
-    from raytrain_ddp.data.text_source import TextSource
-
-    length, batch = 256, 64
-    began = time.perf_counter()
-    source = TextSource(str(Path(str(asyncio.__file__)).parent.parent / "*.py"), length)
-    open_s = time.perf_counter() - began
-    data, rows = Data(source), int(source.blocks.sum())
-    order = np.random.default_rng(0).permutation(rows)
-    tokens = Path("text.bin")  # as its prepare.py writes it
-    read = source.read(np.arange(rows))["x"]
-    read.astype(np.uint16).tofile(tokens)
-
-    def ours(number: int) -> None:
-        start = number * batch % (rows - batch)
-        data.batch(Draws(0, 0, order[start : start + batch]))
-
-    def get_batch(_: int) -> None:
-        mapped = np.memmap(tokens, dtype=np.uint16, mode="r")
-        places = torch.randint(len(mapped) - length, (batch,))
-        for shift in (0, 1):
-            parts = [mapped[i + shift : i + shift + length].astype(np.int64) for i in places]
-            torch.stack([torch.from_numpy(part) for part in parts])
-
-    spent_s: dict[Any, list[float]] = {ours: [], get_batch: []}
-    for number in range(1000):
-        for made, spent in spent_s.items():
-            began = time.perf_counter()
-            made(number)
-            if number >= 20:
-                spent.append(time.perf_counter() - began)
-    ours_us, theirs_us = (1e6 * median(found) for found in spent_s.values())
-    found = {"open s": open_s, "characters, millions": rows * length / 1e6}
-    return {
-        **found,
-        "a batch us": ours_us,
-        "nanoGPT's us": theirs_us,
-        "times as fast": theirs_us / ours_us,
-    }
-
-
 COSTS: Mapping[str, tuple[str, Callable[[Size], Mapping[str, Any]], int]] = {
     "checksums": ("page checksums", checksums, 0),
     "seeding": ("random numbers of a sample", seeding, 0),
     "plan-block": ("plan of 10^9 rows, block shuffle", partial(plan, "block"), 0),
     "plan-full": ("plan of 10^9 rows, full shuffle", partial(plan, "full"), 0),
     "convert": ("convert, ImageFolder to Parquet", conversion, 0),
-    "text": ("text files, windows of 256 characters", text, 0),
 }

@@ -47,15 +47,22 @@ LOADERS = {
     "litdata": "litdata, 2 processes",
     "folder-fast": "ImageFolder + DataLoader, simplejpeg, 2 processes",
 }
+SCALING = {
+    f"{form}-{threads}": f"{title}, {threads} thread{'s' * (threads > 1)}"
+    for form, title in (("images", FORMS["images"]), ("small", FORMS["small"]))
+    for threads in (1, 2, 4)
+}
 BESIDE = {
     "alone": "no loader",
     **{
         f"{way}-{count}": f"{way}: {count}"
-        for count in (1, 4, 8)
+        for count in (1, 4, 8, 16)
         for way in ("threads", "processes")
     },
 }
-PARTS = {"split": FORMS, "loaders": LOADERS, "beside": BESIDE}
+PARTS = {"split": FORMS, "scaling": SCALING, "loaders": LOADERS, "beside": BESIDE}
+TARGET = 3000  # images/s that a GPU may train on
+RATES = {"python_us": "Python", "images_per_s": "images/s"}
 BESIDE_S = 6.0
 OPERATIONS = 2000  # small ones of a look
 
@@ -78,6 +85,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--images", type=int, default=1500, help="that a peer loads in a round")
     parser.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
+    parser.add_argument("--parts", nargs="+", default=[*PARTS], choices=PARTS)
     parser.add_argument("--out", type=Path, nargs="+", default=[])
     parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)  # a child of this
     args = parser.parse_args()
@@ -87,6 +95,7 @@ def main() -> int:
         part, job = args.job
         works: dict[str, Callable[[], Mapping[str, float]]] = {
             "split": lambda: split(folder, job),
+            "scaling": lambda: scales(size, job),
             "loaders": lambda: loads(size, job),
             "beside": lambda: beside(folder, job),
         }
@@ -110,7 +119,7 @@ def main() -> int:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
-    jobs = [(part, job) for part, these in PARTS.items() for job in these]
+    jobs = [(part, job) for part in args.parts for job in PARTS[part]]
     for number in range(1, args.rounds + 1):
         for part, job in jobs:
 
@@ -119,17 +128,32 @@ def main() -> int:
 
             series.add(f"{part} {job}", measure, lambda r: f"{r.round} {r.part} {r.job} {r.found}")
     command = f"python benchmarks/data_cpu.py --rounds {args.rounds} --images {args.images}"
+    if args.parts != [*PARTS]:
+        command += f" --parts {' '.join(args.parts)}"
     return series.publish(report(command, series), args.out)
 
 
 def loads(size: Size, job: str) -> dict[str, float]:
-    """CPU s per 1,000 images of a loader, once it runs."""
+    """Of a loader, once it runs."""
     from data_probe import CONTENDERS
 
-    batches = CONTENDERS[job].open(Path(size.folder), size.needed)
+    return rate_of(CONTENDERS[job].open(Path(size.folder), size.needed), size)
+
+
+def scales(size: Size, job: str) -> dict[str, float]:
+    """Of this loader, which leaves mirroring to the device."""
+    import torch
+
+    torch.set_num_threads(1)
+    form, _, threads = job.partition("-")
+    return rate_of(data_ours.ours(Path(size.folder), size.needed, form, int(threads), False), size)
+
+
+def rate_of(batches: Any, size: Size) -> dict[str, float]:
+    """CPU s per 1,000 images, and images/s."""
     for _ in range(size.warm):
         next(batches)
-    found = {"cpu_s": speed(batches, size, size.images)["cpu_s"]}
+    found = speed(batches, size, size.images)
     batches.close()
     return found
 
@@ -270,7 +294,8 @@ class Asleep:
 
 def beside(folder: Path, job: str) -> dict[str, float]:
     """A loop of small torch operations, like one that launches kernels: us of each round on a CPU,
-    ready but without one, and blocked (which is waiting for the GIL)."""
+    ready but without one, and blocked (which is waiting for the GIL); and us of Python in the
+    loader's threads for each image."""
     import torch
 
     torch.set_num_threads(1)
@@ -285,6 +310,7 @@ def beside(folder: Path, job: str) -> dict[str, float]:
     for _ in range(8 * int(workers or 1)):
         next_batch()
     rounds, images, wall_s, began = 0, 0, 0.0, time.monotonic()
+    others_s = time.thread_time() - time.process_time()
     on_cpu_s = ready_s = 0.0
     while time.monotonic() - began < BESIDE_S:
         images += next_batch()
@@ -295,11 +321,14 @@ def beside(folder: Path, job: str) -> dict[str, float]:
         on_cpu_s, ready_s = on_cpu_s + after[0] - before[0], ready_s + after[1] - before[1]
         rounds += OPERATIONS
     spent_s = time.monotonic() - began
+    others_s += time.process_time() - time.thread_time()
     if workers:
         steps.close()
+    python_us = 1e6 * others_s / images if way == "threads" else 0.0
     found = {"cpu_us": on_cpu_s, "ready_us": ready_s, "blocked_us": wall_s - on_cpu_s - ready_s}
     found = {name: 1e6 * value / rounds for name, value in found.items()}
-    return {**found, "wall_us": 1e6 * wall_s / rounds, "images_per_s": images / spent_s}
+    found |= {"wall_us": 1e6 * wall_s / rounds, "python_us": python_us}
+    return {**found, "images_per_s": images / spent_s}
 
 
 def scheduled_s() -> tuple[float, float]:
@@ -339,34 +368,62 @@ def report(command: str, series: Series[Run]) -> list[str]:
         ]
         for job, title in LOADERS.items()
     ]
+    cores = []
+    for job, title in SCALING.items():
+        found = [*runs("scaling", job).values()]
+        needed = [TARGET * run["cpu_s"] / 1000 for run in found]
+        per_core = [1000 / run["cpu_s"] for run in found]
+        wall = spread([run["images_per_s"] for run in found], 0)
+        cores.append([title, spread(per_core, 0), spread(needed, 1), wall])
     keys = ("wall_us", "cpu_us", "ready_us", "blocked_us")
-    loops = [
-        [
-            title,
-            *(spread([r[key] for r in runs("beside", job).values()], 1) for key in keys),
-            spread([r["images_per_s"] for r in runs("beside", job).values()], 0),
+    alone = runs("beside", "alone")
+    loops = []
+    for job, title in BESIDE.items():
+        found = runs("beside", job)
+        slower = [
+            (run["cpu_us"] + run["blocked_us"]) / (alone[n]["cpu_us"] + alone[n]["blocked_us"])
+            for n, run in found.items()
+            if n in alone
         ]
-        for job, title in BESIDE.items()
-    ]
+        columns = [spread([run[key] for run in found.values()], 1) for key in keys]
+        rest = [spread([run[key] for run in found.values()], 0) for key in RATES]
+        loops.append([title, *columns, spread(slower, 2), *rest])
+    sections = {
+        "scaling": [
+            "## Cores",
+            "By CPU time, so as if the cores had nothing else to do. The last column is what this"
+            " machine gave, as busy as it was.",
+            table(["", "images/s of a core", f"cores for {TARGET:,} images/s", "images/s"], cores),
+        ],
+        "split": [
+            "## By cause: us of CPU time an image, one thread",
+            "The bare loop mirrors; this loader leaves that to the device. Whole images: as if"
+            " built without `_jpeg_region.c`.",
+            table(["", *(FORMS[form] for form in forms)], rows),
+        ],
+        "loaders": [
+            "## Loaders: CPU seconds per 1,000 images, of the process and all below it",
+            "All mirror. A ratio above 1 needs less than the bare loop.",
+            table(["", "CPU s per 1,000", "images per CPU second, of the bare loop"], loaders),
+        ],
+        "beside": [
+            "## Beside a loop of small torch operations",
+            "us for one round of the loop (two operations), by the scheduler's clocks: on a CPU;"
+            " ready, but the CPU had other work; blocked, which is waiting for the GIL. Decoding"
+            " and resizing an image is replaced by 1 ms of sleep, so that the workers need no CPU"
+            " but for their Python, as where there are enough. Slower: on a CPU or blocked, against"
+            " no loader. Python: us an image in the loader's threads, most of it with the GIL.",
+            table(["", "time", "on a CPU", "ready", "blocked", "slower", *RATES.values()], loops),
+        ],
+    }
+    measured = {run.part for run in series.runs}
     return [
         "# CPU time of loading images",
         f"`{command}`",
         series.place(),
         "Medians over the rounds (min .. max), ratios within a round. Random resized crop to 224,"
         " mirror, batches of 64, files in the page cache.",
-        "## By cause: us of CPU time an image, one thread",
-        "The bare loop mirrors; this loader leaves that to the device. Whole images: as if built"
-        " without `_jpeg_region.c`.",
-        table(["", *(FORMS[form] for form in forms)], rows),
-        "## Loaders: CPU seconds per 1,000 images, of the process and all below it",
-        "All mirror. A ratio above 1 needs less than the bare loop.",
-        table(["", "CPU s per 1,000", "images per CPU second, of the bare loop"], loaders),
-        "## Beside a loop of small torch operations",
-        "us for one round of the loop (two operations), by the scheduler's clocks: on a CPU; ready,"
-        " but the CPU had other work; blocked, which is waiting for the GIL. Decoding and resizing"
-        " an image is replaced by 1 ms of sleep, so that the workers need no CPU but for their"
-        " Python, as where there are enough.",
-        table(["loader", "time", "on a CPU", "ready", "blocked", "images/s"], loops),
+        *(text for part in sections if part in measured for text in sections[part]),
     ]
 
 

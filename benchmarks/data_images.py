@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import random
 import shutil
 import sys
@@ -63,7 +64,7 @@ def once(place: Path, write: Callable[[Path], None]) -> None:
 def make_images(place: Path, count: int) -> None:
     for label in range(CLASSES):
         (place / f"class_{label}").mkdir()
-    with get_context("fork").Pool(2) as pool:  # nothing that minds a fork is loaded here
+    with get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:  # no threads yet
         pool.starmap(make_image, ((place, number) for number in range(count)), chunksize=50)
 
 

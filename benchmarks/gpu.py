@@ -1,21 +1,22 @@
-"""One command for a machine with GPUs: how fast, how full, and whether all promises hold there.
+"""What a machine with GPUs must show: are the promises kept there, and how fast is it?
 
-    python benchmarks/gpu.py [--out gpu.md gpu.json] [--minutes 10] [--only WORD ...]
+    python benchmarks/gpu.py [--minutes 4|8|12] [--out gpu.md]
     python benchmarks/gpu.py --tiny          # does all of it run? The figures mean nothing
 
-On one GPU, with made-up JPEGs, in under ten minutes: ResNet-50 and ViT-S in bf16 with images from
-memory and from disk; a hand-written loop beside them; deterministic kernels and exact sums off and
-on; the loader alone; what a checkpoint costs; a run that is killed and goes on to the same bits;
-and the tests that need a GPU. With several GPUs also NCCL scaling, by torchrun. The scripts of timm
-and torchvision are measured where they are given: --timm-train and --torchvision-train.
+The first checks share the GPU: the tests marked gpu, and fits of several ranks that are killed and
+resumed. Then, one after another: NCCL groups that are aborted and made again; forks of a warm
+process; a fit on Ray, if it is installed or its wheels are given; ResNet-50 and ViT-S in bf16,
+beside a hand-written loop; a checkpoint of 1 GB, beside DCP; where the host waits. With several
+GPUs also NCCL scaling.
 
-Each measurement is a process of its own; what fails, or comes too late, is named in the report.
-docs/how-to/gpu-results.md says how to send the results.
+Each measurement is a process with a time limit. The report is written anew after each, and lists
+what failed and what was left out; the output of what failed is beside it, in FILE.log.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -25,288 +26,321 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from data_images import make_images, once
-from series import HERE, Series, describe_machine, table
+HERE = Path(__file__).resolve().parent
+PLANS = (4, 8, 12)  # minutes
+FULL = {"image_size": 224, "steps": 40, "warm_up": 20, "every": 10, "batch": 256}
+TINY = {"image_size": 32, "steps": 2, "warm_up": 2, "every": 1, "batch": 4}
+MODELS = {"ResNet-50": "resnet50", "ViT-S": "timm:vit_small_patch16_224"}
+TINY_MODELS = {"ResNet-50": "resnet18", "ViT-S": "timm:vit_tiny_patch16_224"}
+NO_TESTS = 5  # the status of pytest
+# Emulated GPUs lack NCCL, and are never busy; some tests are slow on a CPU.
+NOT_EMULATED = "not (nccl or low_precision or slots_reach or flag_comes or phases_are)"
+FEW = "gloo and plain and loss"
 
-from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-
-RESNET = {"model": "resnet50", "args": {}, "batch": 256}
-VIT = {"model": "timm:vit_small_patch16_224", "args": {}, "batch": 256}
-FULL = {"image_size": 224, "steps": 40, "warm_up": 20, "every": 10, "precision": "bf16"}
-TINY = {"image_size": 32, "steps": 2, "warm_up": 2, "every": 1, "precision": "bf16", "batch": 4}
-TINY_RESNET = {"model": "resnet18", "args": {}}
-TINY_VIT = {"model": "timm:vit_tiny_patch16_224", "args": {"img_size": 32}}
-JOB_S, TESTS_S = 240.0, 300.0
-# Tests that are nothing for --tiny: there may be no NCCL, and some keep the device busy on purpose.
-LARGE = "nccl or low_precision or slots_reach or flag_comes or phases_are"
+running: set[int] = set()  # process groups
 
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement: `kind` is a job of gpu_jobs.py, or one of the functions below."""
+    """A measurement.
+
+    Args:
+        command: after `python`; its last line that begins with "= " is the result.
+        plan: the shortest one, in minutes, that has it.
+        together: with others at the same time; no figure of it is a speed.
+        lacks: why it cannot be measured here.
+    """
 
     name: str
-    kind: str
-    options: Mapping[str, Any]
-    gpus: int = 1
+    command: Sequence[str]
+    limit_s: float
+    plan: int = 4
+    together: bool = False
+    lacks: str = ""
 
 
-@dataclass(frozen=True)
-class Run:
-    name: str
-    load: float  # of the machine (1 minute) before
-    seconds: float  # that it took
-    gpus: int
-    found: dict[str, Any] = field(default_factory=dict)
+class Report:
+    """The Markdown file, written anew after each measurement."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._head = path, f"# On GPUs\n\n- date: {datetime.date.today()}\n"
+        self._rows, self._left_out = list[str](), list[str]()
+        self.failed = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".log").write_text("")
+
+    def head(self, lines: Sequence[str]) -> None:
+        self._head += "".join(f"- {line}\n" for line in lines)
+        self._write("\n".join(lines))
+
+    def add(self, job: Job, result: str, took_s: float, output: str) -> None:
+        """`output` is that of a measurement that failed."""
+        self._rows.append(f"| {job.name} | {result} | {took_s:.0f} |\n")
+        if output:
+            self.failed += 1
+            with self._path.with_suffix(".log").open("a") as log:
+                log.write(f"\n==== {job.name}: {result}\n{output}\n")
+        self._write(f"{job.name}: {result} ({took_s:.0f} s)")
+
+    def leave_out(self, job: Job, why: str) -> None:
+        self._left_out.append(f"- {job.name}: {why}\n")
+        self._write(f"{job.name}: left out, {why}")
+
+    def _write(self, news: str) -> None:
+        rows = "| measurement | result | s |\n| --- | --- | --- |\n" + "".join(self._rows)
+        left_out = f"\nLeft out:\n\n{''.join(self._left_out)}" if self._left_out else ""
+        self._path.write_text(f"{self._head}\n{rows}{left_out}")
+        print(news, flush=True)
 
 
 def main() -> int:
     args = parse()
-    machine = describe_machine()
-    del machine["bytecode"]
-    series: Series[Run] = Series({**machine, **describe_gpus()})
-    began = time.monotonic()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_all)
+    until = time.monotonic() + (float("inf") if args.tiny else 60 * args.minutes)
+    report = Report(args.out)
     with tempfile.TemporaryDirectory(prefix="raytrain-gpu-") as folder:
-        args.storage = Path(folder)
-        jpegs = HERE.parent / "build" / "bench-gpu" / f"{args.images}"
-        once(jpegs, lambda place: make_images(place, args.images))
-        for job in jobs(args, jpegs):
-            if args.only and not any(word in job.name for word in args.only):
-                continue
-            if time.monotonic() - began > 60 * args.minutes:
-                series.failed.append(
-                    f"{job.name}: not measured, as {args.minutes:g} minutes are up"
-                )
-                continue
-            series.add(job.name, lambda job=job: measure(job, args), line)  # type: ignore[misc]
-    for name in ("timm", "torchvision"):
-        if not getattr(args, f"{name}_train"):
-            print(f"not measured: {name}'s own script; give it by --{name}-train PATH/train.py")
-    return series.publish(as_markdown(series), args.out)
+        machine, _, output = call(job("", "machine", {"tiny": args.tiny}, 60).command, 60)
+        report.head(machine.split("; ") if machine else [f"no GPU was found: {output[-300:]}"])
+        gpus = int(re.search(r"GPUs: (\d+)", machine)[1]) if machine else 0  # type: ignore[index]
+        chosen = []
+        for each in jobs(args, Path(folder), gpus):
+            if why := left_out(each, args):
+                report.leave_out(each, why)
+            else:
+                chosen.append(replace(each, limit_s=1800) if args.tiny else each)
+        at_once = max(1, len(os.sched_getaffinity(0)) // 4)
+        with ThreadPoolExecutor(at_once) as pool:
+            begun = {pool.submit(measure, each, until): each for each in chosen if each.together}
+            for done in as_completed(begun):
+                tell(report, begun[done], done.result())
+        for each in chosen:
+            if not each.together:
+                tell(report, each, measure(each, until))
+    return 1 if report.failed else 0
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, nargs="+", default=[Path("gpu.md"), Path("gpu.json")])
-    parser.add_argument("--minutes", type=float, default=10, help="after which no more is begun")
+    parser.add_argument("--minutes", type=float, default=12, help="that all may take [12]")
+    parser.add_argument("--out", type=Path, default=Path("gpu.md"), help="the report [gpu.md]")
     parser.add_argument("--only", nargs="+", default=[], help="words in names of measurements")
-    parser.add_argument("--images", type=int, default=2000, help="JPEGs to make")
-    parser.add_argument("--timm-train", type=Path, help="train.py of a checkout of timm")
-    parser.add_argument("--torchvision-train", type=Path, help="references/classification/train.py")
-    parser.add_argument("--tiny", action="store_true", help="small networks and images, few steps")
-    args = parser.parse_args()
-    if args.tiny:
-        args.images, args.minutes = 60, 60.0
-    return args
-
-
-def describe_gpus() -> dict[str, str]:
-    count = torch.cuda.device_count()
-    if not count:
-        return {"GPUs": "none: these figures are a CPU's"}
-    name, version = torch.cuda.get_device_name(0), torch.cuda.nccl.version()
-    reported = {"GPUs": f"{count} x {name}", "CUDA": f"{torch.version.cuda}, NCCL {version}"}
-    if "Emulated" in name:
-        reported["ATTENTION"] = "the GPU is emulated: no figure means anything"
-    return reported
-
-
-# ------------------------------------------------------------------ measurements
-
-
-def jobs(args: argparse.Namespace, jpegs: Path) -> list[Job]:
-    """What is most wanted first, in case the time is up."""
-    base = TINY if args.tiny else FULL
-    resnet, vit = (TINY_RESNET, TINY_VIT) if args.tiny else (RESNET, VIT)
-    name = "ResNet-50" if not args.tiny else "ResNet-18 (tiny)"
-    of_resnet, of_vit = {**base, **resnet}, {**base, **vit}
-    disk = {"jpegs": str(jpegs)}
-    fast = {"changes": {"compute": {"deterministic": False}}}
-    saves = {"changes": {"checkpoint": {"every_steps": base["every"]}}}
-    found = [
-        Job(f"{name}", "ours", of_resnet),
-        Job(f"{name}, hand-written loop", "plain", of_resnet),
-        Job(f"{name}, not deterministic", "ours", {**of_resnet, **fast}),
-        Job("ViT-S", "ours", of_vit),
-        Job("ViT-S, hand-written loop", "plain", of_vit),
-        Job(f"{name}, JPEGs from disk", "ours", {**of_resnet, **disk}),
-        Job("the loader alone", "loader", {**of_resnet, **disk}),
-        Job(f"{name}, exact", "ours", {**of_resnet, "changes": {"exact": True}}),
-        Job(f"{name}, checkpoints", "ours", {**of_resnet, **saves}),
-        Job("tests of GPUs", "tests", {"select": f"not ({LARGE})" if args.tiny else ""}),
-        Job(f"{name}, killed", "killed", {**of_resnet, **saves}),
-        Job("ViT-S, JPEGs from disk", "ours", {**of_vit, **disk}),
-        Job(f"{name}, hand-written loop, ImageFolder + DataLoader", "plain", {**of_resnet, **disk}),
-    ]
-    for peer in ("timm", "torchvision"):
-        script = getattr(args, f"{peer}_train")
-        if script:
-            found.append(Job(f"{name}, {peer}", peer, {**of_resnet, **disk, "script": str(script)}))
-    for gpus in (2, 4, 8):
-        if gpus <= torch.cuda.device_count():
-            for kind, label in (("ours", ""), ("plain", ", hand-written loop")):
-                found.append(Job(f"{name}, {gpus} GPUs{label}", kind, of_resnet, gpus))
-            exact = {**of_resnet, "changes": {"exact": True}}
-            found.append(Job(f"{name}, {gpus} GPUs, exact", "ours", exact, gpus))
-    return found
-
-
-def measure(job: Job, args: argparse.Namespace) -> Run:
-    load, began = os.getloadavg()[0], time.monotonic()
-    options = {**job.options, "storage": str(args.storage), "name": f"run-{int(1e3 * began)}"}
-    special = {"tests": tests, "killed": killed, "timm": timm, "torchvision": torchvision}
-    found = special[job.kind](options) if job.kind in special else child(job, options)
-    return Run(job.name, load, time.monotonic() - began, job.gpus, found)
-
-
-def child(job: Job, options: Mapping[str, Any], **variables: str) -> dict[str, Any]:
-    start = [sys.executable]
-    if job.gpus > 1:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.gpus}"]
-    done = call([*start, str(HERE / "gpu_jobs.py"), job.kind, json.dumps(options)], **variables)
-    if done.returncode:
-        raise failure(done)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def call(
-    command: Sequence[str], limit_s: float = JOB_S, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-        cwd=HERE.parent,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-        check=False,
+    parser.add_argument("--images", type=int, default=2000, help="JPEGs to make [2000]")
+    parser.add_argument(
+        "--ray-wheels", type=Path, help="folder with the wheels of Ray and its needs"
     )
+    parser.add_argument("--timm-train", type=Path, help="train.py of a checkout of timm")
+    parser.add_argument(
+        "--torchvision-train", type=Path, help="its references/classification/train.py"
+    )
+    parser.add_argument("--tiny", action="store_true", help="small networks and images, few steps")
+    return parser.parse_args()
 
 
-def failure(done: subprocess.CompletedProcess[str]) -> RuntimeError:
-    """The report has its first line: the exit status, and the last error."""
-    errors = re.findall(r"^(?:\[rank\d+\]: )?([\w.]*Error: .*)", done.stderr, re.MULTILINE)
-    why = errors[-1][:300] if errors else "no error was printed"
-    return RuntimeError(f"exit status {done.returncode}, {why}\n{done.stderr[-3000:]}")
+# ------------------------------------------------------------------ what is measured
 
 
-def killed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A run that is killed, and started again: has it the bits of one that was left alone?"""
-    job = Job("", "ours", options)
-    whole = child(job, {**options, "name": "whole"})
-    at = options["warm_up"] + options["every"]
-    faults = {
-        VARIABLE: f"train.after_backward:kill@step={at}",
-        FOLDER_VARIABLE: str(Path(options["storage"]) / "fired"),
-    }
-    done = call([sys.executable, str(HERE / "gpu_jobs.py"), "ours", json.dumps(options)], **faults)
-    if done.returncode != -signal.SIGKILL:
-        raise failure(done)
-    resumed = child(job, options)
-    if resumed["bits"] != whole["bits"]:
-        raise RuntimeError("the weights differ from those of a run that was not killed")
-    return {"verdict": f"killed at step {at}: the same bits"}
-
-
-def tests(options: Mapping[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", options["select"], "tests"]
-    command += ["-p", "no:cacheprovider", "--basetemp", f"{options['storage']}/tests"]
-    done = call(command, TESTS_S)
-    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
-    if done.returncode:
-        lines = [row for row in done.stdout.splitlines() if row.startswith(("FAILED", "ERROR"))]
-        raise RuntimeError("; ".join([last, *lines]))
-    return {"verdict": re.sub(r",? \d+ deselected| in .*", "", last)}
-
-
-def timm(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The rate of the last line of its log, over all steps so far."""
-    folder, model = options["jpegs"], options["model"].removeprefix("timm:")
-    command = [sys.executable, options["script"], "--data-dir", folder, "--model", model]
-    command += ["--train-split", "", "--val-split", "", "--num-classes", "10", "--amp"]
-    command += [
-        "--amp-dtype",
-        "bfloat16",
-        "--channels-last",
-        "--epochs",
-        "1",
-        "--log-interval",
-        "1",
+def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
+    """What is worth most first."""
+    base, models = (TINY, TINY_MODELS) if args.tiny else (FULL, MODELS)
+    images = str(HERE.parent / "build" / "bench-gpu" / str(60 if args.tiny else args.images))
+    base |= {"storage": str(storage), "tiny": args.tiny, "images": images, "precision": "bf16"}
+    resnet, vit = ({**base, "model": models[name]} for name in ("ResNet-50", "ViT-S"))
+    base |= {"rounds": 2 if args.tiny else 50, "millions": 1 if args.tiny else 85}
+    base |= {"wheels": str(args.ray_wheels or "")}
+    forks = {"forks": 2 if args.tiny else 8 if args.minutes < 8 else 20}
+    disk, exact = {"from_disk": True}, {"changes": {"exact": True}}
+    fast = {"changes": {"compute": {"deterministic": False}}}
+    compiled = {"changes": {"compute": {"deterministic": False, "compile": True}}}
+    has_ray = find_spec("ray") or args.ray_wheels
+    no_ray = "" if has_ray else "Ray is not installed; give its wheels by --ray-wheels"
+    no_triton = "its kernels cannot be emulated" if args.tiny else ""
+    longest, *others = tests(args, storage)
+    found = [
+        longest,
+        job("ranks that share a GPU, over gloo", "ranks", resnet, 180, together=True),
+        *others,
+        job("NCCL aborted and made again", "nccl", base, 90),
+        job("forks of a warm process", "forks", {**resnet, **forks}, 120),
+        job("fit on Ray, one GPU", "on_ray", base, 120, plan=8, lacks=no_ray),
+        job("ResNet-50", "ours", resnet, 60),
+        job("ResNet-50, hand-written loop", "plain", resnet, 60),
+        job("ResNet-50, not deterministic", "ours", {**resnet, **fast}, 60, 8),
+        job("ResNet-50, JPEGs from disk", "ours", {**resnet, **disk}, 90, 8),
+        job("ViT-S", "ours", vit, 60, 8),
+        job("ViT-S, hand-written loop", "plain", vit, 60, 8),
+        job("ResNet-50, exact", "ours", {**resnet, **exact}, 60, 8),
+        job("host waits in the loop", "waits", resnet, 60, 8),
+        job("checkpoint of 1 GB", "checkpoint", {**base, "way": "ours"}, 90, 8),
+        job("checkpoint of 1 GB, DCP", "checkpoint", {**base, "way": "dcp-async"}, 90, 8),
+        job("the loader alone", "loader", {**resnet, **disk}, 60, 12),
+        job("ViT-S, JPEGs from disk", "ours", {**vit, **disk}, 90, 12),
+        job("ResNet-50, ImageFolder + DataLoader", "plain", {**resnet, **disk}, 90, 12),
+        job("ResNet-50, compiled", "ours", {**resnet, **compiled}, 150, 12, lacks=no_triton),
+        job("ViT-S, compiled", "ours", {**vit, **compiled}, 150, 12, lacks=no_triton),
+        peer("timm", args.timm_train, storage, resnet),
+        peer("torchvision", args.torchvision_train, storage, resnet),
     ]
-    command += ["-b", str(options["batch"]), "-j", str(len(os.sched_getaffinity(0)))]
-    command += ["--output", options["storage"], "--img-size", str(options["image_size"])]
-    return rate_of(command, r"\(\s*[\d.]+s,\s*([\d.]+)/s\)")
+    for several in (2, 4, 8):
+        if several <= gpus:
+            name = f"ResNet-50, {several} GPUs"
+            found += [
+                job(name, "ours", resnet, 90, gpus=several),
+                job(f"{name}, hand-written loop", "plain", resnet, 90, gpus=several),
+                job(f"{name}, exact", "ours", {**resnet, **exact}, 90, gpus=several),
+            ]
+    return found
 
 
-def torchvision(options: Mapping[str, Any]) -> dict[str, Any]:
-    root = Path(options["storage"]) / "imagefolder"
-    root.mkdir()
-    for split in ("train", "val"):
-        (root / split).symlink_to(options["jpegs"])
-    command = [sys.executable, options["script"], "--data-path", str(root), "--amp"]
-    command += ["--model", options["model"], "-b", str(options["batch"]), "--epochs", "1"]
-    command += ["-j", str(len(os.sched_getaffinity(0))), "--print-freq", "1"]
-    return rate_of(command, r"img/s: [\d.]+ \(([\d.]+)\)")
+def job(
+    name: str,
+    kind: str,
+    options: Mapping[str, Any],
+    limit_s: float,
+    plan: int = 4,
+    together: bool = False,
+    lacks: str = "",
+    gpus: int = 1,
+) -> Job:
+    """A measurement of gpu_jobs.py or gpu_forks.py; on several GPUs by torchrun."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    file = ["gpu_forks.py"] if kind == "forks" else ["gpu_jobs.py", kind]
+    work = [str(HERE / file[0]), *file[1:]]
+    given = json.dumps({**options, "name": re.sub(r"\W+", "-", name)})
+    return Job(name, [*(start if gpus > 1 else []), *work, given], limit_s, plan, together, lacks)
 
 
-def rate_of(command: Sequence[str], pattern: str) -> dict[str, Any]:
-    done = call(command)
-    rates = re.findall(pattern, done.stdout + done.stderr)
-    if done.returncode or not rates:
-        raise failure(done)
-    return {"images_per_s": float(rates[-1])}
+def peer(name: str, script: Path | None, storage: Path, of: Mapping[str, Any]) -> Job:
+    """timm's or torchvision's own script: an epoch of the JPEGs."""
+    command = [str(script), "--model", of["model"], "-b", str(of["batch"]), "--epochs", "1"]
+    command += ["--amp", "-j", str(len(os.sched_getaffinity(0)))]
+    if name == "torchvision":
+        for split in ("train", "val"):
+            (storage / split).symlink_to(of["images"])
+        command += ["--data-path", str(storage), "--print-freq", "1"]
+    else:
+        command += ["--data-dir", of["images"], "--train-split", "", "--val-split", ""]
+        command += ["--num-classes", "10", "--img-size", str(of["image_size"]), "--channels-last"]
+        command += ["--amp-dtype", "bfloat16", "--log-interval", "1", "--output", str(storage)]
+    lacks = "" if script else f"give the path of its script by --{name}-train"
+    return Job(f"ResNet-50, {name}'s script", command, 120, 12, lacks=lacks)
 
 
-# ------------------------------------------------------------------ report
+def tests(args: argparse.Namespace, storage: Path) -> list[Job]:
+    """By file, the longest first."""
+    found = []
+    files = [*(HERE.parent / "tests").rglob("test_*.py")]
+    for file in sorted(files, key=lambda file: ("generations" not in file.name, file.name)):
+        if "mark.gpu" in file.read_text("utf-8") and file.parent.name != "fakecuda":
+            command = ["-m", "pytest", "-m", "gpu", "-vv", "-rs", "--tb=short"]
+            command += ["-p", "no:cacheprovider", "--basetemp", str(storage / file.stem), str(file)]
+            if args.tiny:
+                command += ["-k", FEW if "generations" in file.name else NOT_EMULATED]
+            found.append(Job(f"tests: {file.stem}", command, 200, together=True))
+    return found
 
 
-def line(run: Run) -> str:
-    figure = run.found.get("verdict") or f"{run.found['images_per_s']:.0f} images/s"
-    return f"{run.name:<60}  {figure}  (took {run.seconds:.0f} s)"
+def left_out(job: Job, args: argparse.Namespace) -> str:
+    """Why; "": it is measured."""
+    if args.only and not any(word in job.name for word in args.only):
+        return "not in --only"
+    if not args.tiny and job.plan > args.minutes:
+        return f"in the plan of {job.plan} minutes"
+    return job.lacks
 
 
-def as_markdown(series: Series[Run]) -> list[str]:
-    rates = [run for run in series.runs if "images_per_s" in run.found]
-    head = ["", "images/s", "per GPU", "MFU", "peak GiB", "step ms: where it goes"]
-    rows = [
-        [
-            run.name,
-            f"{run.found['images_per_s']:.0f}",
-            f"{run.found['images_per_s'] / run.gpus:.0f}",
-            f"{run.found['mfu']:.1%}" if run.found.get("mfu") else "",
-            f"{run.found['peak_gib']:.1f}" if run.found.get("peak_gib") else "",
-            split_of(run),
-        ]
-        for run in rates
-    ]
-    verdicts = [f"- {run.name}: {run.found['verdict']}" for run in series.runs if run not in rates]
-    saved = [run for run in rates if run.found.get("checkpoints", 0) > 1]
-    verdicts += [
-        f"- {run.name}: {run.found['checkpoints']} checkpoints, each committed within "
-        f"{run.found['commit_s']:.2f} s in the background"
-        for run in saved
-    ]
-    return [
-        "# On GPUs",
-        "`python benchmarks/gpu.py`, bf16; images from memory unless it says otherwise.",
-        series.place(),
-        table(head, rows),
-        "\n".join(verdicts),
-    ]
+# ------------------------------------------------------------------ measuring
 
 
-def split_of(run: Run) -> str:
-    split = sorted(run.found.get("split_s", {}).items(), key=lambda item: -item[1])
-    shown = [f"{phase} {1e3 * seconds:.1f}" for phase, seconds in split if seconds >= 5e-5]
-    return ", ".join(shown)
+def measure(job: Job, until: float) -> tuple[str, float, str] | None:
+    """Result, seconds, and the output where it failed; None: the time was up."""
+    left_s = until - time.monotonic()
+    if left_s < 15:
+        return None
+    began, limit_s = time.monotonic(), min(job.limit_s, left_s)
+    result, status, output = call(job.command, limit_s)
+    if "pytest" in job.command:
+        result = of_tests(output)
+    failed = ""
+    if status is None:
+        failed = output[-20_000:]
+        result = f"CUT after {limit_s:.0f} s. {result}"
+    elif status and (status != NO_TESTS or "pytest" not in job.command):
+        errors = re.findall(r"^(?:\[rank\d+\]: |E +)?(\w*[\w.]*Error\b.*)", output, re.MULTILINE)
+        why = errors[-1][:300].replace("|", "/") if errors else "no error was printed"
+        result = f"FAILED ({status}): {why}. {result}"
+        failed = output[-20_000:]
+    return result, time.monotonic() - began, failed
+
+
+def call(command: Sequence[str], limit_s: float) -> tuple[str, int | None, str]:
+    """The result, the exit status (None: it was ended at the limit), and all output."""
+    path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **variables},
+            cwd=HERE.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        running.add(process.pid)
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        end(process.pid)
+        process.wait()
+        running.remove(process.pid)
+        out.seek(0)
+        output = out.read()
+    results = [line[2:] for line in output.splitlines() if line.startswith("= ")]
+    rates = re.findall(
+        r"(?:img/s: [\d.]+ \(|s,\s*)([\d.]+)(?:/s)?\)", output
+    )  # torchvision's, timm's
+    results = results or [f"**{float(rate):.0f} images/s**" for rate in rates]
+    return results[-1] if results else "", status, output
+
+
+def end(group: int) -> None:
+    """Ends a measurement, or what it has left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def end_all(number: int, _: object) -> None:
+    for group in [*running]:
+        end(group)
+    os._exit(128 + number)
+
+
+def of_tests(output: str) -> str:
+    """How many have passed so far, and which have not."""
+    ended = re.findall(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", output)
+    count = {kind: sum(each == kind for _, each in ended) for kind in ("PASSED", "SKIPPED")}
+    bad = [name.rpartition("::")[2] for name, kind in ended if kind in ("FAILED", "ERROR")]
+    reasons = {*re.findall(r"^SKIPPED \[\d+\] [^:]+:\d+: (.*)", output, re.MULTILINE)}
+    skipped = f", {count['SKIPPED']} skipped: {'; '.join(reasons)}" if reasons else ""
+    return f"{count['PASSED']} passed{skipped}" + (f", FAILED: {', '.join(bad)}" if bad else "")
+
+
+def tell(report: Report, job: Job, measured: tuple[str, float, str] | None) -> None:
+    if measured is None:
+        report.leave_out(job, "the time was up")
+    else:
+        report.add(job, *measured)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,43 @@
 """The measurements of gpu.py, each in a process of its own: ``gpu_jobs.py JOB OPTIONS``.
 
-OPTIONS is a JSON object; the last line of the output is one, too.
+OPTIONS is a JSON object. A line that begins with "= " is the result so far; the last one counts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
+import platform
+import re
+import shutil
+import signal
+import socket
+import subprocess
 import sys
 import time
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from data_images import make_images, once
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.events import Checkpoint, Train
+from raytrain_ddp.events import Train
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession, join_world
@@ -33,7 +47,212 @@ from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
 
 KEPT = 64  # different images in memory
 ROWS = 2**20
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "ray")
+Options = Mapping[str, Any]
+
+
+def say(result: str) -> None:
+    print(f"= {result}", flush=True)
+
+
+# ------------------------------------------------------------------ what is here
+
+
+def machine(options: Options) -> None:
+    """The GPU, the versions, and what the GPU reaches."""
+    tool = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(tool, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    cpus = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            versions.append(f"no {name}")
+    told = [
+        f"GPUs: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, driver {driver}",
+        f"CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}, "
+        f"cuDNN {torch.backends.cudnn.version()}",
+        f"{len(os.sched_getaffinity(0))} cores ({cpus[1] if cpus else platform.machine()})",
+        f"Python {platform.python_version()}, {', '.join(versions)}",
+    ]
+    if options["tiny"]:
+        told.append("--tiny: no figure below means anything")
+    else:
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
+        product_s = _timed(lambda: a @ b, 3, 20) / 20
+        copy_s = _timed(lambda: a.copy_(b), 3, 20) / 20
+        told.append(
+            f"bf16 products of 8192 x 8192: {2 * 8192**3 / product_s / 1e12:.0f} TFLOP/s; copies: "
+            f"{2 * a.nbytes / copy_s / 1e12:.2f} TB/s"
+        )
+    say("; ".join(told))
+
+
+def images(options: Options) -> None:
+    folder = Path(options["images"])
+    once(folder, lambda place: make_images(place, int(folder.name)))
+
+
+# ------------------------------------------------------------------ promises
+
+
+def ranks(options: Options) -> None:
+    """Fits of the bundled digits on 1, 2 and 3 processes that share the GPU, over gloo, and of
+    `options`' model on JPEGs on one: exact, killed, resumed."""
+    images(options)
+    steps = options["warm_up"] + options["steps"]
+    exact, kill = ["--exact", "true"], f"train.after_backward:kill@rank={{}},step={2 * steps // 3}"
+    bf16 = ["--compute.precision", "bf16"]
+    side, batch = str(options["image_size"]), str(min(options["batch"], 64))
+    large = [*bf16, "--model.name", options["model"], "--data.image-size", side]
+    large += ["--data.source", options["images"], "--data.holdout", "0.1"]
+    large += ["--batch-size", batch, "--micro-batch", batch]
+    asked: dict[str, tuple[int, list[str], str]] = {
+        **{f"exact-{n}": (n, exact, "") for n in (1, 2, 3)},
+        **{f"bf16-{n}": (n, [*exact, *bf16], "") for n in (1, 3)},
+        "summed": (3, [], ""),
+        "killed": (3, [], kill.format(1)),
+        "killed-exact": (3, exact, kill.format(1)),
+        "large": (1, large, ""),
+        "killed-large": (1, large, kill.format(0)),
+    }
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
+        of = partial(fit, options["storage"], steps)
+        found = dict(zip(asked, pool.map(lambda name: of(name, *asked[name]), asked), strict=True))
+        again = {"killed": (3, []), "killed-exact": (2, exact), "killed-large": (1, large)}
+        found |= dict(zip(again, pool.map(lambda name: of(name, *again[name]), again), strict=True))
+    alike = {
+        "exact on 1, 2, 3 ranks": ("exact-1", "exact-2", "exact-3"),
+        "exact in bf16 on 1, 3 ranks": ("bf16-1", "bf16-3"),
+        "a rank of 3 killed, resumed on 3": ("summed", "killed"),
+        "exact, a rank of 3 killed, resumed on 2": ("exact-1", "killed-exact"),
+        f"{options['model']} killed and resumed": ("large", "killed-large"),
+    }
+    other = {name: len({found[each] for each in these}) > 1 for name, these in alike.items()}
+    say("; ".join(f"{name}: {'OTHER' if wrong else 'same'} bits" for name, wrong in other.items()))
+    if any(other.values()):
+        raise RuntimeError(f"the weights differ: {found}")
+
+
+def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault: str = "") -> str:
+    """A hash of the weights after `raytrain fit` of `size` processes on the first GPU.
+
+    Args:
+        fault: the point at which a process is killed; nothing is returned then.
+    """
+    command = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--storage", storage]
+    command += ["--name", name, "--steps", str(steps), "--limit-eval-batches", "2"]
+    command += ["--checkpoint.every-steps", str(steps // 3), "--scaling.backend", "gloo", *flags]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    faults = {VARIABLE: fault, FOLDER_VARIABLE: f"{storage}/fired-{name}"} if fault else {}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **faults, **group, "RANK": str(rank), "LOCAL_RANK": "0"},
+        )
+        for rank in range(size)
+    ]
+    statuses = [process.wait() for process in processes]
+    if (-signal.SIGKILL in statuses) != bool(fault) or (any(statuses) and not fault):
+        raise RuntimeError(f"{name}: exit statuses {statuses}")
+    return weights(Path(storage) / name)
+
+
+def weights(run: Path) -> str:
+    """A hash of those of the newest checkpoint."""
+    newest = max(run.rglob("model.safetensors"), key=lambda file: file.stat().st_mtime)
+    return hashlib.sha256(newest.read_bytes()).hexdigest()[:12]
+
+
+def nccl(options: Options) -> None:
+    """Groups of one rank that are aborted, as a worker does whose peer has died."""
+    from raytrain_ddp.training.runtime.connections import Connections, let_go
+    from raytrain_ddp.training.runtime.nccl_settings import set_for_replacing
+    from raytrain_ddp.training.runtime.torch_compat import end_group
+
+    set_for_replacing(TrainConfig())
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    spent: list[float] = []
+    used: list[tuple[int, ...]] = []
+    for number in range(options["rounds"]):
+        began, connections = time.monotonic(), Connections()
+        own_store = dist.PrefixStore(str(number), store)  # type: ignore[attr-defined]
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=own_store, rank=0, world_size=1)
+        connections.opened(dist.group.WORLD, has_nccl=True)
+        total, vote = torch.ones(1 << 20, device=device), torch.ones(1)
+        dist.all_reduce(total)
+        dist.all_reduce(vote)
+        connections.wait_for_device()
+        assert total.sum().item() == 1 << 20
+        connections.cut()
+        group = dist.group.WORLD
+        end_group(is_aborted=True)
+        spent.append(time.monotonic() - began)
+        let_go(group, connections, 0, 1)
+        del group, connections
+        used.append(_used())
+        first, last = used[min(4, number)], used[-1]
+        changes = [
+            f"{name} {a} -> {b}"
+            for name, a, b in zip(
+                ("threads", "open files", "host MB", "device MB"), first, last, strict=True
+            )
+        ]
+        say(
+            f"{number + 1} times, {1e3 * sorted(spent)[len(spent) // 2]:.0f} ms (median), from the "
+            f"fifth to the last: {', '.join(changes)}"
+        )
+    os._exit(0)  # threads of aborted groups may be left
+
+
+def _used() -> tuple[int, ...]:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    threads, resident = (int(re.findall(rf"{n}:\s+(\d+)", status)[0]) for n in ("Threads", "VmRSS"))
+    free, whole = torch.cuda.mem_get_info()
+    return threads, len(os.listdir("/proc/self/fd")), resident >> 10, (whole - free) >> 20
+
+
+def first(options: Options) -> None:
+    """When the first step was done, by the monotonic clock, and its loss."""
+    done: list[float] = []
+
+    def hear(event: Any) -> None:
+        if isinstance(event, Train):
+            done.extend([time.monotonic(), event.loss])
+
+    trained(options, hear)
+    print(json.dumps(done[:2]), flush=True)
+
+
+def on_ray(options: Options) -> None:
+    """`raytrain fit` on a Ray of its own, beside one without."""
+    storage, wheels = options["storage"], options["wheels"]
+    if wheels:
+        target = f"{storage}/site"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        files = [str(file) for file in Path(wheels).glob("*.whl")]
+        subprocess.run([*pip, "--no-compile", "--target", target, *files], check=True)
+        os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), target])
+    found = []
+    for name, flags in (("on-ray", ["--scaling.num-workers", "1"]), ("local", ["--local"])):
+        command = [sys.executable, "-m", "raytrain_ddp.fit", "--storage", storage, "--name", name]
+        began = time.monotonic()
+        subprocess.run([*command, "--epochs", "2", "--scaling.use-gpu", "true", *flags], check=True)
+        found.append((weights(Path(storage) / name), time.monotonic() - began))
+    (on_ray, ray_s), (alone, alone_s) = found
+    same = "same bits" if on_ray == alone else "OTHER BITS"
+    say(f"two epochs of digits in {ray_s:.1f} s, --local {alone_s:.1f} s: {same}")
+    if on_ray != alone:
+        raise RuntimeError("the weights differ")
+
+
+# ------------------------------------------------------------------ speed
 
 
 class InMemory(ImageClassification):
@@ -41,8 +260,8 @@ class InMemory(ImageClassification):
 
     def train_data(self) -> Data:
         side = self._config.data.image_size
-        images = np.random.default_rng(0).integers(0, 256, (KEPT, 3, side, side), np.uint8)
-        return Data(_Repeated(torch.from_numpy(images)), lambda batch, _: batch)
+        made = np.random.default_rng(0).integers(0, 256, (KEPT, 3, side, side), np.uint8)
+        return Data(_Repeated(torch.from_numpy(made)), lambda batch, _: batch)
 
     def eval_data(self) -> Data | None:
         return None
@@ -61,19 +280,18 @@ class _Repeated:
         return f"{KEPT} images"
 
 
-def config_of(options: Mapping[str, Any], world_size: int = 1) -> TrainConfig:
+def config_of(options: Options, world_size: int = 1) -> TrainConfig:
     """The run that the options describe.
 
     Args:
-        options: model, args (of the model), image_size, batch (of a GPU), steps, warm_up, every
-            (steps between log lines), precision, storage; optionally name, jpegs (a folder of
-            class folders), and changes (of the config).
+        options: model, image_size, batch (of a GPU), steps, warm_up, every (steps between log
+            lines), precision, storage, name; optionally from_disk, and changes (of the config).
     """
-    jpegs = options.get("jpegs")
-    evaluated = {"eval": {"every_epochs": 0}, "limit_eval_batches": 1} if jpegs else {}
-    source = {"source": jpegs, "holdout": 0.02} if jpegs else {}
+    disk = options.get("from_disk")
+    evaluated = {"eval": {"every_epochs": 0}, "limit_eval_batches": 1} if disk else {}
+    source = {"source": options["images"], "holdout": 0.02} if disk else {}
     made: dict[str, Any] = {
-        "name": options.get("name", "gpu"),
+        "name": options["name"],
         "storage": options["storage"],
         "epochs": 1000,
         "steps": options["warm_up"] + options["steps"],
@@ -81,7 +299,7 @@ def config_of(options: Mapping[str, Any], world_size: int = 1) -> TrainConfig:
         "micro_batch": options["batch"],
         "data": {"image_size": options["image_size"], "workers": threads(world_size), **source},
         "augment": {"crop": "random", "flip": True},
-        "model": {"name": options["model"], "args": options["args"]},
+        "model": {"name": options["model"]},
         "compute": {
             "precision": options["precision"],
             "channels_last": options["model"].startswith("resnet"),
@@ -90,6 +308,8 @@ def config_of(options: Mapping[str, Any], world_size: int = 1) -> TrainConfig:
         "checkpoint": {"every_epochs": 0, "every_s": 0.0},
         "log": {"every_steps": options["every"], "tensorboard": False},
     }
+    if options["model"].startswith("timm:"):
+        made["model"]["args"] = {"img_size": options["image_size"]}
     for section, changes in options.get("changes", {}).items():
         old = made.get(section, {})
         made[section] = {**old, **changes} if isinstance(changes, dict) else changes
@@ -101,41 +321,45 @@ def threads(world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def ours(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`train`: images/s, MFU, the split of a step, peak memory, checkpoints."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = config_of(options, size)
+def trained(options: Options, hear: Callable[[Any], None]) -> tuple[TrainConfig, World]:
+    """Trains; `hear` gets the events."""
+    config = config_of(options, int(os.environ.get("WORLD_SIZE", "1")))
     world = join_world(config.scaling)
-    task = ImageClassification(config) if options.get("jpegs") else InMemory(config)
-    events: list[Any] = []
-    with LocalSession(config, world, Best("loss", "min"), events.append) as session:
+    task = ImageClassification(config) if options.get("from_disk") else InMemory(config)
+    with LocalSession(config, world, Best("loss", "min"), hear) as session:
         train(config, task, session)
+    return config, world
+
+
+def ours(options: Options) -> None:
+    """`train`: images/s, MFU, the split of a step, peak memory."""
+    events: list[Any] = []
+    config, world = trained(options, events.append)
     if not world.is_main:
-        return {}
+        return
     lines = [event for event in events if isinstance(event, Train)]
-    first = next(n for n, line in enumerate(lines) if line.step >= options["warm_up"])
-    begun, *measured = lines[first:]
-    took_s = measured[-1].seconds - begun.seconds
-    split = {
-        phase: sum(line.timing.split_s.get(phase, 0.0) for line in measured) / len(measured)
-        for phase in {phase for line in measured for phase in line.timing.split_s}
-    }
-    saved = [event for event in events if isinstance(event, Checkpoint)]
-    newest = checkpoint_store(run_storage(config)).latest()
-    return {
-        "images_per_s": (measured[-1].step - begun.step) * config.batch_size / took_s,
-        "mfu": measured[-1].timing.mfu,
-        "flops_per_s": measured[-1].timing.flops_per_s,
-        "split_s": split,
-        "peak_gib": measured[-1].timing.peak_memory_bytes / 2**30,
-        "loss": measured[-1].loss,
-        "checkpoints": len(saved),
-        "commit_s": max((event.seconds or 0.0 for event in saved), default=0.0),
-        "bits": newest.manifest.files["model.safetensors"].sha256 if newest else "",
-    }
+    begun, *measured = lines[next(n for n, e in enumerate(lines) if e.step >= options["warm_up"]) :]
+    steps, took_s = measured[-1].step - begun.step, measured[-1].seconds - begun.seconds
+    split = Counter[str]()
+    for line in measured:
+        split.update({phase: s / len(measured) for phase, s in line.timing.split_s.items()})
+    timing = measured[-1].timing
+    parts = [
+        _rate(steps * config.batch_size / took_s, world.size),
+        f"MFU {timing.mfu:.1%}" if timing.mfu and timing.mfu == timing.mfu else "",
+        f"{timing.peak_memory_bytes / 2**30:.1f} GiB",
+        "ms a step: "
+        + ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in split.most_common() if s >= 5e-5),
+    ]
+    say("; ".join(part for part in parts if part))
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def _rate(images_per_s: float, gpus: int = 1) -> str:
+    share = f" ({images_per_s / gpus:.0f} per GPU)" if gpus > 1 else ""
+    return f"**{images_per_s:.0f} images/s**{share}"
+
+
+def plain(options: Options) -> None:
     """A hand-written loop, with DDP under torchrun: autocast, fused SGD, kernels as torch chooses
     them. Its batch is in pinned memory, or comes from a DataLoader."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -148,51 +372,45 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     if size > 1:
         net = nn.parallel.DistributedDataParallel(model, device_ids=[world.local_rank])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
-    dtype = DTYPES[options["precision"]]
-    batches = _loaded(options, size) if options.get("jpegs") else _pinned(options)
+    batches = _loaded(options, size) if options.get("from_disk") else _pinned(options)
 
     def step() -> None:
-        images, labels = (each.to(world.device, non_blocking=True) for each in next(batches))
-        with torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32):
-            images = images.to(memory_format=layout).float().div(255).sub(0.45).div(0.225)
-            loss = nn.functional.cross_entropy(net(images), labels)
+        pixels, labels = (each.to(world.device, non_blocking=True) for each in next(batches))
+        with torch.autocast(world.device.type, torch.bfloat16):
+            pixels = pixels.to(memory_format=layout).float().div(255).sub(0.45).div(0.225)
+            loss = nn.functional.cross_entropy(net(pixels), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    took_s = _timed(step, options, partial(_wait, world))
-    rate = options["steps"] * config.batch_size / took_s
-    peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-    return {"images_per_s": rate, "peak_gib": peak / 2**30} if world.is_main else {}
+    took_s = _timed(step, options["warm_up"], options["steps"])
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    if world.is_main:
+        rate = _rate(options["steps"] * config.batch_size / took_s, size)
+        say(f"{rate}; {peak:.1f} GiB")
 
 
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _timed(step: Callable[[], None], options: Mapping[str, Any], wait: Callable[[], None]) -> float:
-    for _ in range(options["warm_up"]):
+def _timed(step: Callable[[], Any], warm_up: int, steps: int, on_gpu: bool = True) -> float:
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    for _ in range(warm_up):
         step()
     wait()
     began = time.perf_counter()
-    for _ in range(options["steps"]):
+    for _ in range(steps):
         step()
     wait()
     return time.perf_counter() - began
 
 
-def _pinned(options: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pinned(options: Options) -> Iterator[tuple[Tensor, Tensor]]:
     side, count = options["image_size"], options["batch"]
-    images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
-    labels = torch.arange(count) % 10
-    if torch.cuda.is_available():
-        images, labels = images.pin_memory(), labels.pin_memory()
+    pixels = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8).pin_memory()
+    labels = (torch.arange(count) % 10).pin_memory()
     while True:
-        yield images, labels
+        yield pixels, labels
 
 
-def _loaded(options: Mapping[str, Any], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _loaded(options: Options, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """torchvision's ImageFolder and transforms, in the processes of a DataLoader."""
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
@@ -202,11 +420,11 @@ def _loaded(options: Mapping[str, Any], size: int) -> Iterator[tuple[Tensor, Ten
         [v2.RandomResizedCrop(options["image_size"]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     )
     loader: DataLoader[Any] = DataLoader(
-        ImageFolder(options["jpegs"], transform),
+        ImageFolder(options["images"], transform),
         options["batch"],
         shuffle=True,
         num_workers=threads(size),
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=True,
         drop_last=True,
         persistent_workers=True,
     )
@@ -214,36 +432,65 @@ def _loaded(options: Mapping[str, Any], size: int) -> Iterator[tuple[Tensor, Ten
         yield from loader
 
 
-def loader(options: Mapping[str, Any]) -> dict[str, Any]:
+def loader(options: Options) -> None:
     """This loader alone, on all CPUs, without a GPU."""
     config = config_of(options)
     data = ImageClassification(config).train_data()
     world = World(0, 1, 0, torch.device("cpu"), threads(1))
-    total = options["warm_up"] + options["steps"]
-    steps = train_loader(config, data, plan_of(config, data), world).steps(0, total)
-    took_s = _timed(lambda: void(next(steps)), options, lambda: None)
+    warm_up, count = options["warm_up"], options["steps"]
+    steps = train_loader(config, data, plan_of(config, data), world).steps(0, warm_up + count)
+    spent_s = -time.process_time()
+    took_s = _timed(partial(next, steps), warm_up, count, on_gpu=False)
+    spent_s += time.process_time()
     steps.close()
-    return {"images_per_s": options["steps"] * config.batch_size / took_s}
+    per_core = (warm_up + count) * config.batch_size / spent_s
+    rate = _rate(count * config.batch_size / took_s)
+    say(f"{rate} on {threads(1)} CPUs; {per_core:.0f} a CPU second")
 
 
-def void(_: object) -> None: ...
+def waits(options: Options) -> None:
+    """Where the host waits for the GPU between the warm-up and the end, as torch says."""
+    found: Counter[str] = Counter()
+    seen = [0]
+
+    def hear(event: Any) -> None:
+        seen[0] = max(seen[0], getattr(event, "step", 0) or 0)
+
+    def note(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
+        if seen[0] >= options["warm_up"] and "synchronizing" in str(message):
+            own = [f for f in traceback.extract_stack()[:-1] if "raytrain_ddp" in f.filename]
+            found[f"{Path(own[-1].filename).name} {own[-1].name}" if own else filename] += 1
+
+    warnings.simplefilter("always")
+    warnings.showwarning = note
+    torch.cuda.set_sync_debug_mode("warn")
+    trained(options, hear)
+    torch.cuda.set_sync_debug_mode("default")
+    lines = options["steps"] // options["every"]
+    places = ", ".join(f"{place} {count} x" for place, count in found.most_common()) or "none"
+    say(f"in {options['steps']} steps with {lines} log lines: {places}")
 
 
-JOBS = {"ours": ours, "plain": plain, "loader": loader}
+def checkpoint(options: Options) -> None:
+    """See checkpoint_ways.py; AdamW's state is twice the weights."""
+    from checkpoint_ways import measure
+
+    folder = Path(options["storage"]) / options["name"]
+    folder.mkdir()
+    found = measure(options["way"], 10**6 * options["millions"], 4, 0.5, folder, "cuda")
+    shutil.rmtree(folder)
+    say(
+        f"{found['state_bytes'] / 1e9:.2f} GB: stall {1e3 * found['blocked_s']:.0f} ms (first "
+        f"{1e3 * found['first_blocked_s']:.0f}), in all {1e3 * found['lost_s']:.0f} ms lost, "
+        f"durable after {found['durable_s']:.2f} s, loaded in {found['load_s']:.2f} s"
+    )
 
 
-def main() -> None:
-    job, options = sys.argv[1], json.loads(sys.argv[2])
-    found = JOBS[job](options)
-    if found:
-        print(json.dumps({k: v for k, v in found.items() if not _is_nan(v)}), flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
+JOBS: tuple[Callable[[Options], None], ...] = (
+    *(machine, ranks, nccl, first, on_ray, ours, plain, loader, waits, checkpoint),
+)
 
 if __name__ == "__main__":
-    main()
+    {job.__name__: job for job in JOBS}[sys.argv[1]](json.loads(sys.argv[2]))
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -52,7 +52,6 @@ WAYS = {
     "default": ("DDP's default", []),
     "buckets": ("buckets of 100 MiB", ["--ddp.bucket-cap-mb", "100"]),
     "bf16": ("bf16", ["--ddp.compression", "bf16"]),
-    "powersgd": ("PowerSGD, rank 4", ["--ddp.compression", "powersgd"]),
 }
 BASE = "default"
 

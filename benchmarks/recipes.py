@@ -1,4 +1,4 @@
-"""The recipes that need no GPU, beside the same without this package.
+"""The examples' recipes, which need no GPU, beside the same without this package.
 
     python benchmarks/recipes.py [--seeds N] [--steps N] [--out FILE.md FILE.json]
     python benchmarks/recipes.py --quick
@@ -25,20 +25,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
+import numpy as np
 import torch
 from series import Series, describe_machine, environment, in_turn, spread, table
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp import TextSource, TrainConfig, fit_locally
+from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.sections import ComputeConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig as Config
-from raytrain_ddp.tasks.char_lm import GPT
+from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.tasks.task_loading import load_task
 
 TEXT = str(Path(str(asyncio.__file__)).parent / "*.py")
 LENGTH, WIDTH, DEPTH, HEADS, BATCH = 64, 128, 4, 4, 12
-PARTS = {"train": (0.0, 0.9), "eval": (0.9, 1.0)}
 WAYS = {"char-lm": ("recipe", "by hand"), "tabular": ("recipe", "scikit-learn")}
 
 
@@ -114,10 +116,10 @@ def fastest(seconds: Sequence[float]) -> float:
 # ------------------------------------------------------------------ char-lm
 
 
-def char_lm(seed: int, steps: int) -> tuple[dict[str, float], float]:
-    config = load("char-lm")
+def small_char_lm(seed: int, steps: int) -> TrainConfig:
+    config = load("examples/char-lm.toml")
     sizes = {"length": LENGTH, "width": WIDTH, "depth": DEPTH, "heads": HEADS, "dropout": 0}
-    config = replace(
+    return replace(
         config,
         seed=seed,
         steps=steps,
@@ -125,13 +127,15 @@ def char_lm(seed: int, steps: int) -> tuple[dict[str, float], float]:
         micro_batch=BATCH,
         compute=ComputeConfig(),
         task_options={name: str(value) for name, value in sizes.items()},
-        schedule=replace(config.schedule, warmup_epochs=steps / 10 / steps_per_epoch()),
+        data=replace(config.data, source=TEXT),
     )
-    return trained(replace(config, data=replace(config.data, source=TEXT)))
 
 
-def steps_per_epoch() -> int:
-    return -(-int(TextSource(TEXT, LENGTH, part=PARTS["train"]).blocks.sum()) // BATCH)
+def char_lm(seed: int, steps: int) -> tuple[dict[str, float], float]:
+    config = small_char_lm(seed, steps)
+    steps_per_epoch = -(-load_task(config).train_data().rows // BATCH)
+    warmup = replace(config.schedule, warmup_epochs=steps / 10 / steps_per_epoch)
+    return trained(replace(config, schedule=warmup))
 
 
 def trained(config: Config) -> tuple[dict[str, float], float]:
@@ -150,10 +154,13 @@ def trained(config: Config) -> tuple[dict[str, float], float]:
 
 def char_lm_by_hand(seed: int, steps: int) -> tuple[dict[str, float], float]:
     """As nanoGPT's train.py, but that all of the last tenth is evaluated."""
+    task = load_task(small_char_lm(seed, steps))
+    data, rest = task.train_data(), task.eval_data()
+    assert rest is not None
+    windows = data.batch(Draws(0, 0, np.arange(data.rows)))  # one after another
+    text = torch.cat([windows["x"][0, :1], windows["y"].flatten()])
     torch.manual_seed(seed)
-    train, rest = (TextSource(TEXT, LENGTH, part=part) for part in PARTS.values())
-    text = torch.from_numpy(train._numbers.astype("int64"))
-    model = GPT(len(train.characters), LENGTH, WIDTH, DEPTH, HEADS, 0.0)
+    model = task.model()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -179,10 +186,9 @@ def char_lm_by_hand(seed: int, steps: int) -> tuple[dict[str, float], float]:
     model.eval()
     losses = []
     with torch.inference_mode():
-        count = int(rest.blocks.sum())
-        for first in range(0, count, BATCH):
-            batch = rest.read(torch.arange(first, min(first + BATCH, count)).numpy())
-            x, y = torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+        for first in range(0, rest.rows, BATCH):
+            batch = rest.batch(Draws(0, 0, np.arange(first, min(first + BATCH, rest.rows))))
+            x, y = batch["x"], batch["y"]
             losses.append(cross_entropy(model(x).transpose(1, 2), y, reduction="none").flatten())
     return {"loss": torch.cat(losses).mean().item()}, fastest(stretches)
 
@@ -197,7 +203,7 @@ def breast_cancer(folder: Path, seed: int) -> TrainConfig:
 
     path = folder / "table.csv"
     load_breast_cancer(as_frame=True).frame.to_csv(path, index=False)
-    config = load("tabular")
+    config = load("examples/tabular.toml")
     data = replace(
         config.data, source=str(path), label_column="target", holdout=0.2, holdout_seed=seed
     )
@@ -218,23 +224,22 @@ def tabular_of_scikit(seed: int, steps: int) -> tuple[dict[str, float], float]:
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    from raytrain_ddp.tasks.tabular import Tabular
-
     warnings.simplefilter("ignore", ConvergenceWarning)
     with tempfile.TemporaryDirectory() as folder:
-        task = Tabular(breast_cancer(Path(folder), seed))
+        task: Any = load_task(breast_cancer(Path(folder), seed))
+    train, rest = task._train, task._eval
     network = make_pipeline(StandardScaler(), MLPClassifier(random_state=seed))
     began = time.perf_counter()
-    network.fit(task._x, task._y)
+    network.fit(train["x"], train["y"])
     seconds = time.perf_counter() - began
-    x, y = task._eval["x"], task._eval["y"]
+    x, y = rest["x"], rest["y"]
     chances = network.predict_proba(x)
     found = {
         "loss": log_loss(y, chances),
         "top1": float((chances.argmax(1) == y).mean()),
         "auroc": roc_auc_score(y, chances[:, 1]),
     }
-    return found, seconds / (network[-1].n_iter_ * math.ceil(len(task._y) / 200))
+    return found, seconds / (network[-1].n_iter_ * math.ceil(len(train["y"]) / 200))
 
 
 ONE: dict[tuple[str, str], Callable[[int, int], tuple[dict[str, float], float]]] = {

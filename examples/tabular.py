@@ -1,77 +1,194 @@
-"""A task of your own, of another kind: regression on a table.
+"""Classes of the rows of a table, from its columns of numbers, with a multilayer perceptron.
 
-    python -m raytrain_ddp.fit --task examples/tabular.py:Friedman --epochs 20 --optim.lr 0.02
+    python -m raytrain_ddp.fit examples/tabular.toml --data.source table.csv --data.label-column y
 
-The data are Friedman's first regression problem (J. H. Friedman, Multivariate Adaptive Regression
-Splines, 1991): ten columns, of which five matter, and noise of variance `noise` squared. So a
-perfect model reaches a mean squared error of noise ** 2, which is 1 by default.
-
-A task says what is learned; the order of samples, the workers, the learning rate and checkpoints
-are not its business. Options of its own: ``--task-options rows 5000 noise 0.5``.
+The table is a CSV, TSV or Parquet file. It is evaluated on `--data.holdout` of its rows, or on
+those of `--data.eval-source`. Columns that only number the rows are left out, with a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from itertools import compress, pairwise
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import csv, parquet
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig
+from raytrain_ddp.data.holdout import held_out
+from raytrain_ddp.errors import ConfigError, DataError
 
-if TYPE_CHECKING:
-    from torchmetrics import Metric
+
+class Standardized(nn.Module):
+    """Columns with mean 0 and variance 1 in the training rows, (n, columns) -> the same. Part of
+    the model, so that its weights are all that is needed to use it."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        super().__init__()
+        mean, spread = rows.mean(0), rows.std(0)
+        # The bound of scikit-learn's StandardScaler: a smaller variance is the rounding of a sum.
+        rounding = len(rows) * np.finfo(np.float64).eps
+        self.is_constant = spread**2 <= rounding * spread**2 + (rounding * mean) ** 2
+        self.register_buffer("mean", torch.from_numpy(mean))
+        self.register_buffer("spread", torch.from_numpy(np.where(self.is_constant, 1.0, spread)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.mean) / self.spread).float()
 
 
-class Friedman(Task):
-    """Predicts y from ten columns with a small network."""
+class Tabular(Task):
+    """
+    Args:
+        hidden: units of each hidden layer, such as "100" or "64,64".
+    """
 
-    monitor = "mse"
-    goal = "min"
-    unit = "rows"
+    monitor, goal, unit = "auroc", "max", "rows"
 
-    def __init__(self, config: TrainConfig, rows: str = "4000", noise: str = "1.0") -> None:
-        self._train = _table(int(rows), float(noise), seed=1)
-        self._eval = _table(1000, float(noise), seed=2)
+    def __init__(self, config: TrainConfig, hidden: str = "100") -> None:
+        sizes = hidden.split(",")
+        if not all(size.strip().isdecimal() and int(size) for size in sizes):
+            rule = "must be numbers above 0, separated by commas"
+            raise ConfigError(f"task_options.hidden = {hidden!r}: {rule}.")
+        data, self.notes = config.data, list[str]()
+        table = read(data.source)
+        names = self._features(table, data.source, data.label_column)
+        x, labels = columns(table, data.source, names, data.label_column)
+        self.class_names = sorted({*labels.tolist()})
+        if labels.dtype.kind == "f" and len(self.class_names) > len(labels) / 2:
+            raise DataError(
+                f"{data.source}: column {data.label_column!r} has {len(self.class_names)} "
+                f"different numbers in {len(labels)} rows: classes are expected."
+            )
+        if len(self.class_names) < 2:
+            raise DataError(f"{data.source}: all rows have the label {self.class_names[0]!r}.")
+        y = np.searchsorted(self.class_names, labels)
+        if data.eval_source is not None:
+            other = read(data.eval_source)
+            other_x, labels = columns(other, data.eval_source, names, data.label_column)
+            if unknown := {*labels.tolist()} - {*self.class_names}:
+                known = f"the classes of the training data are {self.class_names}"
+                raise DataError(f"{data.eval_source}: labels {sorted(unknown)}; {known}.")
+            other_y = np.searchsorted(self.class_names, labels)
+        elif data.holdout:
+            kept = held_out(y, data.holdout, data.holdout_seed)
+            other_x, other_y = x[kept], y[kept]
+            x, y = np.delete(x, kept, 0), np.delete(y, kept)
+        else:
+            flags = "set --data.holdout 0.2 or --data.eval-source"
+            raise DataError(f"{data.source}: no rows to evaluate on: {flags}.")
+        self._train, self._eval = {"x": x, "y": y}, {"x": other_x, "y": other_y}
+        self._scale, self._sizes = Standardized(x), [x.shape[1], *map(int, sizes)]
+        if same := list(compress(names, self._scale.is_constant)):
+            shown = ", ".join(map(repr, same))
+            self.notes.append(f"{data.source}: {shown} is the same in all training rows.")
+
+    def _features(self, table: pa.Table, source: str, label: str) -> list[str]:
+        """The columns to learn from: not the label, nor those that number the rows."""
+        index = (table.schema.pandas_metadata or {}).get("index_columns", [])
+        left_out = [
+            name
+            for name, column in zip(table.column_names, table.columns, strict=True)
+            if name != label
+            and (name in index or not name or name.startswith("Unnamed: ") or numbers(column))
+        ]
+        if left_out:
+            shown = ", ".join(map(repr, left_out))
+            self.notes.append(f"{source}: left out {shown}, which only number the rows.")
+        names = [name for name in table.column_names if name not in (label, *left_out)]
+        if not names:
+            raise DataError(f"{source}: there is no column to learn from besides {label!r}.")
+        return names
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(10, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
-            nn.Linear(64, 1), nn.Flatten(0),
-        )  # fmt: skip
+        layers: list[nn.Module] = [self._scale]
+        for inputs, outputs in pairwise(self._sizes):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(self._sizes[-1], len(self.class_names)))
 
     def train_data(self) -> Data:
-        return Data(self._train, _batch)
+        return Data(ArraySource(self._train))
 
     def eval_data(self) -> Data:
-        return Data(self._eval, _batch)
+        return Data(ArraySource(self._eval))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        return mse_loss(model(batch["x"]), batch["y"])
+        return cross_entropy(model(batch["x"]), batch["y"])
 
-    def metrics(self) -> dict[str, Metric]:
-        from torchmetrics import MeanSquaredError
+    def metrics(self) -> dict[str, Any]:
+        from torchmetrics import MeanMetric
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-        return {"mse": MeanSquaredError()}
+        classes = len(self.class_names)
+        top1 = MulticlassAccuracy(classes, average="micro")
+        return {"loss": MeanMetric(), "top1": top1, "auroc": MulticlassAUROC(classes)}
 
-    def evaluate(
-        self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Mapping[str, Metric]
-    ) -> None:
-        metrics["mse"].update(model(batch["x"]), batch["y"])
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor], metrics: Any) -> None:
+        logits, labels = model(batch["x"]).float(), batch["y"]
+        metrics["loss"].update(cross_entropy(logits, labels, reduction="none"))
+        metrics["top1"].update(logits, labels)
+        metrics["auroc"].update(logits.softmax(1), labels)
 
-
-def _table(rows: int, noise: float, seed: int) -> ArraySource:
-    """x (rows, 10) uniform in [0, 1), y (rows,); the same for the same seed."""
-    random = np.random.Generator(np.random.Philox(seed))
-    x = random.random((rows, 10))
-    y = 10 * np.sin(np.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
-    y += 10 * x[:, 3] + 5 * x[:, 4] + noise * random.standard_normal(rows)
-    return ArraySource({"x": x.astype(np.float32), "y": y.astype(np.float32)})
+    def predict(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        logits = model(batch["x"]).float()
+        return {"probability": logits.softmax(1), "logit": logits}
 
 
-def _batch(records: Mapping[str, np.ndarray], draws: object) -> dict[str, Tensor]:
-    """{"x": (n, 10), "y": (n,)}; `draws` has random numbers for augmentation, not needed here."""
-    return {name: torch.from_numpy(values) for name, values in records.items()}
+def read(source: str) -> pa.Table:
+    suffix = Path(source).suffix.lower()
+    try:
+        if suffix == ".parquet":
+            return parquet.read_table(source)
+        tab = "\t" if suffix == ".tsv" else ","
+        return csv.read_csv(source, parse_options=csv.ParseOptions(delimiter=tab))
+    except (OSError, pa.ArrowInvalid) as error:
+        why = str(error).partition("\n")[0]
+        raise DataError(f"{source}: not a table that can be read: {why}") from None
+
+
+def numbers(column: pa.ChunkedArray) -> bool:
+    """Whether the values are consecutive whole numbers, in any order: one for each row."""
+    if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
+        return False
+    return bool((np.diff(np.sort(column.to_numpy())) == 1).all())
+
+
+def columns(
+    table: pa.Table, source: str, names: list[str], label: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The values, float64 (rows, columns), and the labels, (rows,)."""
+    for name in (label, *names):
+        if table.column_names.count(name) != 1:
+            there = f"the columns are {', '.join(table.column_names)}"
+            raise DataError(f"{source}: needs one column {name!r}; {there}.")
+    found = []
+    for name in (*names, label):
+        column = table[name]
+        if pa.types.is_dictionary(column.type):  # a categorical of pandas
+            column = column.cast(column.type.value_type)
+        if column.null_count:
+            raise DataError(f"{source}: column {name!r} has {column.null_count} nulls: fill them.")
+        kind = column.type
+        is_number = any(
+            of(kind) for of in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        )
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if not is_number and (name != label or not is_text):
+            wanted = "one label in each row" if name == label else "numbers: encode or remove it"
+            raise DataError(f"{source}: column {name!r} has {kind}, not {wanted}.")
+        values = column.to_numpy()
+        bad = ~np.isfinite(values) if is_number else values == ""
+        if bad.any():
+            row = int(bad.argmax())
+            raise DataError(f"{source}, row {row}: column {name!r} is {values[row]!r}.")
+        found.append(values)
+    labels = found.pop()
+    if labels.dtype == object:  # the same text may be composed of other code points
+        labels = np.array([normalize("NFC", text) for text in labels])
+    return np.stack([values.astype(np.float64) for values in found], 1), labels

@@ -8,7 +8,13 @@ Names are imported when first used: ``import raytrain_ddp`` loads neither torch 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].startswith(__name__):  # a command
+    from raytrain_ddp.library_imports import protect
+
+    protect()
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,7 +39,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
     from raytrain_ddp.data.order.sample_rng import Draws as Draws
-    from raytrain_ddp.data.text_source import TextSource as TextSource
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
@@ -53,7 +58,6 @@ _HOMES = {
     "RaytrainError": "errors",
     "Source": "data.loading.sources",
     "Task": "tasks.task",
-    "TextSource": "data.text_source",
     "TrainConfig": "config.train_config",
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",

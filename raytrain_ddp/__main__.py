@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ from raytrain_ddp.command_line import run_command
 from raytrain_ddp.command_line.commands import program
 from raytrain_ddp.command_line.completion import SHELLS, complete, script
 from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.library_imports import protect
 
 COMMANDS = {
     "fit": "Train a model: from a recipe, flags, or both",
@@ -59,7 +61,9 @@ def console_script() -> None:
     """The entry point of ``raytrain``. Modules are found in the current folder, as they are by
     ``python -m``."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, os.getcwd())
+        with suppress(OSError):  # it was deleted, as `run_command` says
+            sys.path.insert(0, os.getcwd())
+        protect()
     run_command(main)
 
 

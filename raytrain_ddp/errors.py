@@ -24,16 +24,21 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+_MOST_SHOWN = 240  # characters of a value or path
 _LAST_STATUS = 125  # shells reserve higher numbers
-# errno of full or failing disks, networks, and file systems that depend on one.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+# errno of failing disks, networks, and file systems that depend on one.
 _PASSING = {
-    *(errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EBUSY, errno.EAGAIN),
+    *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
     *(errno.ETIMEDOUT, errno.EREMOTEIO),
 }
 # pyarrow's errors of object stores have no errno.
 _OF_STORES = ("AWS Error", "google::cloud", "Azure")
 _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
+# Those of other clients are known by their names, or a status of HTTP.
+_OF_CLIENTS = ("Connect", "Timeout", "Disconnected")
+_PASSING_STATUSES = {408, 425, 429, *range(500, 600)}
 
 
 class RaytrainError(Exception):
@@ -63,6 +68,9 @@ class UnreachableError(PreflightError, ConnectionError):
 class DataError(RaytrainError):
     exit_status = 4
 
+    def __str__(self) -> str:  # names of files may have any characters
+        return printable(super().__str__())
+
 
 class CheckpointError(RaytrainError):
     exit_status = 5
@@ -89,13 +97,32 @@ class RemoteTraceback(Exception):
     """The cause of an exception raised in a loader process: its traceback in that process."""
 
 
-def is_passing(error: OSError) -> bool:
-    """Whether the same may succeed later, or on another machine."""
-    if isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _PASSING:
+def is_passing(error: BaseException, if_full: bool = True) -> bool:
+    """Whether the same may succeed later, or on another machine: the one list of errors after which
+    anything is tried again.
+
+    Args:
+        if_full: the answer for a full disk, or one that someone may have to make room on.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return if_full
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return True
+    status = getattr(error, "status", getattr(getattr(error, "response", None), "status_code", 0))
+    if isinstance(status, int) and status:
+        return status in _PASSING_STATUSES
+    if any(word in type(error).__name__ for word in _OF_CLIENTS):
         return True
     text = str(error)
     of_store = any(pattern in text for pattern in _OF_STORES)
     return of_store and not any(pattern in text for pattern in _LASTING_OF_STORES)
+
+
+def printable(text: str) -> str:
+    """The text in one line: other characters than printable ones are escaped as in Python."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def first_line(error: BaseException) -> str:
@@ -104,9 +131,23 @@ def first_line(error: BaseException) -> str:
 
 
 def first_names(names: Sequence[str], most: int = 10, last: str = " and ", by: str = ", ") -> str:
-    """``a, b and 3 more``: the first names, and the number of the others."""
+    """``a, b and 3 more``: the first names, each `in_one_line`, and the number of the others."""
     more = f"{last}{len(names) - most} more" if len(names) > most else ""
-    return by.join(names[:most]) + more
+    return by.join(map(in_one_line, names[:most])) + more
+
+
+def in_one_line(text: object, most: int = _MOST_SHOWN) -> str:
+    """What a user gave, as a message shows it: without control characters, and without the middle
+    of a text of more than `most` characters."""
+    shown = str(text)
+    if len(shown) > most:
+        shown = f"{shown[: most // 2]}...{shown[-most // 4 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+
+
+def quoted(value: object) -> str:
+    """A value in the notation of Python, `in_one_line`."""
+    return in_one_line(repr(value))
 
 
 def status_of(error: RaytrainError) -> int:

@@ -79,11 +79,10 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     out = None if args.out is None else _place(args.out)
-    from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded
-    from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint, recorded
 
     checkpoint = find_checkpoint(args.run, args.checkpoint)
-    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
+    config = config_of(checkpoint)
     given = _given(args, config)
     implied: dict[str, Any] = {"eval_size": 0} if "image_size" in given else {}
     if "eval_source" in given:
@@ -225,8 +224,9 @@ def _print(
 
 def _print_classes(task: Any, counts: Tensor) -> None:
     """counts: (classes, 5): tp, fp, tn, fn, support."""
-    from rich.console import Console
     from rich.table import Table
+
+    from raytrain_ddp.display.terminal import terminal
 
     table = Table("class", "samples", "right", "precision", "recall", box=None)
     for column in table.columns[1:]:
@@ -235,7 +235,7 @@ def _print_classes(task: Any, counts: Tensor) -> None:
         precision = f"{tp / (tp + fp):.4f}" if tp + fp else "-"
         recall = f"{tp / (tp + fn):.4f}" if tp + fn else "-"
         table.add_row(name, str(support), str(tp), precision, recall)
-    Console().print(table)
+    terminal().print(table)
 
 
 if __name__ == "__main__":

@@ -113,21 +113,6 @@ class Audit:
     sha256: str
 
 
-@dataclass(frozen=True)
-class Resync:
-    """`ranks` had different weights from the rest, and took those of rank `source`.
-
-    Args:
-        first: the first tensor that differed.
-    """
-
-    kind: ClassVar[str] = "resync"
-    step: int
-    ranks: Sequence[int] = ()
-    source: int = 0
-    first: str = ""
-
-
 # ------------------------------------------------------------------ events.jsonl
 
 
@@ -313,8 +298,8 @@ class End:
     error: str = field(default="", metadata=OPTIONAL)
 
 
-LogRecord = Train | Eval | Audit | Resync
-LOG_RECORDS = (Train, Eval, Audit, Resync)
+LogRecord = Train | Eval | Audit
+LOG_RECORDS = (Train, Eval, Audit)
 Trouble = CheckpointFailed | Failed | Preempted | Straggler
 StoredEvent = Plan | Checkpoint | Interval | Note | Ranks | End | Trouble
 STORED_EVENTS = (Plan, Checkpoint, Interval, Note, Ranks, End, *get_args(Trouble))

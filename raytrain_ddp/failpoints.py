@@ -48,9 +48,6 @@ SITES = frozenset(
         "checkpoint.snapshot",  # the copy on the host is complete, nothing is written
         "checkpoint.begin",  # the folder exists and is empty
         "checkpoint.payload",  # one more file is written
-        "checkpoint.part",  # a rank other than 0 has written a file, not its seal
-        "checkpoint.sealed",  # it has written the seal
-        "checkpoint.parts",  # rank 0 has found all seals
         "checkpoint.manifest",  # all files are written, the manifest is not
         "checkpoint.committed",  # the manifest is written, nothing is pruned
         "prune.manifest",  # a manifest is deleted, its files are not

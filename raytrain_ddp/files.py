@@ -39,6 +39,20 @@ def expanded(path: str | os.PathLike[str]) -> Path:
         raise ConfigError(f"{path}: there is no such user, so no such folder.") from None
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path from the root, without ``.``, ``..`` and a slash at the end. Links are kept, except
+    those before a ``..``, which lead elsewhere.
+
+    Raises:
+        ConfigError: like `expanded`.
+    """
+    parts = expanded(path).parts
+    if ".." in parts:
+        last = len(parts) - parts[::-1].index("..")
+        parts = (os.path.realpath(os.path.join(*parts[:last])), *parts[last:])
+    return os.path.abspath(os.path.join("", *parts))
+
+
 def is_utf8(text: str) -> bool:
     """Whether a word of a command line, or a path, has no bytes that are not UTF-8."""
     return text.encode(errors="ignore") == os.fsencode(text)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Handler = Callable[[int, FrameType | None], None]
+_is_relayed = threading.Event()
+_handlers: list[Handler] = []  # of relayed signals
 
 
 def heeded(numbers: Iterable[int] = STOP_SIGNALS) -> list[int]:
@@ -27,9 +30,35 @@ def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    if relays := _is_relayed.is_set():
+        _handlers.append(handler)
+        handler = lambda *_: None  # noqa: E731
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old or signal.SIG_DFL)  # None: set by C code
+        if relays:
+            _handlers.pop()
+
+
+def relayed_by(receive: Callable[[], int]) -> None:
+    """From now on, `handling` handles what `receive` returns instead of what this process gets:
+    schedulers signal each process of a job. Without a handler, it is Ctrl-C.
+
+    Args:
+        receive: waits for a signal; raises EOFError or OSError when there will be none.
+    """
+    _is_relayed.set()
+
+    def read() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number = receive()
+                if _handlers:
+                    _handlers[-1](number, None)
+                else:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=read, name="signals", daemon=True).start()

@@ -5,6 +5,7 @@ Cheap to import: pyarrow and fsspec are loaded when the first URI is opened.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from threading import Thread
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, in_one_line
 
 T = TypeVar("T")
 
@@ -77,6 +78,15 @@ def below(place: str, name: str) -> str:
     return f"{folder}/{quote(name)}{mark}{query}"
 
 
+def split_last(place: str) -> tuple[str, str]:
+    """The folder that a path or URI lies in, and its name there; `below` is the inverse."""
+    if "://" not in place:
+        return os.path.split(place)
+    path, mark, query = place.partition("?")
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return f"{folder}{mark}{query}", unquote(name)
+
+
 def fsspec_inside(fs: Any) -> Any:
     """The file system of fsspec that a pyarrow file system passes its calls to, or None."""
     from pyarrow import fs as pafs
@@ -126,7 +136,7 @@ def reason_of(uri: str, error: BaseException) -> str:
     if any(part in text.casefold() for part in secrets):
         token = re.search(r"AWS Error [A-Z_]+", text)
         text = token.group() if token else ""
-    return text or type(error).__name__
+    return in_one_line(text) or type(error).__name__
 
 
 def attempt(ask: Callable[[], T]) -> T | Exception:

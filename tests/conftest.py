@@ -7,12 +7,14 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from processes import Group
+
+from raytrain_ddp.process_state import process_as_found
 
 # Otherwise, each process and its children would use busy-waiting threads on all cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,14 +32,17 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # On a busy machine an example may take any time: slowness is not a failure. All runs have the same
 # examples, so failures in CI can be reproduced locally; --hypothesis-profile=search tries others.
-for profile, repeatable in (("repeatable", True), ("search", False)):
-    settings.register_profile(
-        profile,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
-        derandomize=repeatable,
-    )
-settings.load_profile("repeatable")
+with suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
+
+    for profile, repeatable in (("repeatable", True), ("search", False)):
+        settings.register_profile(
+            profile,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow],
+            derandomize=repeatable,
+        )
+    settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
@@ -48,11 +53,18 @@ def workers() -> Iterator[Group]:
     group.end()
 
 
+@pytest.fixture(scope="module")
+def unchanged_process() -> Iterator[None]:
+    """For a file whose tests connect this process to Ray, which leaves much behind."""
+    with process_as_found():
+        yield
+
+
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
     *("test_generations", "test_chaos", "test_hang_diagnosis", "test_emulated_gpu", "test_exact"),
     *("test_training", "test_convert", "test_slurm", "test_run_local", "test_own_datasets"),
-    *("test_loader_processes", "test_distributions", "test_recipes", "test_optimizer_shares"),
+    *("test_loader_processes", "test_distributions", "test_recipes"),
     *("test_nonfinite", "test_config", "test_broken_inputs", "test_replaced_gpu_workers"),
     *("test_snapshot", "test_s3_network", "test_help", "test_epoch_order", "test_task_state"),
     *("test_gradient_compression", "test_task_optimizer", "test_export", "test_examples"),
@@ -67,7 +79,9 @@ _LONG_S, _OTHERS_S = 0.2, 0.02
 _took: dict[str, float] = {}  # seconds, by test
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "of pytest-timeout, which is not installed")
     parser.addoption("--save-times", metavar="FILE", help="write how long each test took")
     parser.addoption(
         "--short",
@@ -76,6 +90,54 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         f"over {_OTHERS_S:g} s if another case of the same test is quicker, unless it is marked "
         "each_version",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
+
+
+# Machines with GPUs have packages of their own, often without Ray. There, `pytest -m gpu` reads
+# only the files that have such tests, and skips those that import what is not installed.
+
+
+def _wants_gpu_tests_only(config: pytest.Config) -> bool:
+    return bool(config.getoption("markexpr") == "gpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not _wants_gpu_tests_only(config):
+        return None
+    is_folder = collection_path.is_dir()
+    files = collection_path.rglob("test_*.py") if is_folder else [collection_path]
+    return None if any("mark.gpu" in file.read_text("utf-8") for file in files) else True
+
+
+class _GpuTests(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            name = getattr(error.__cause__, "name", None) or "raytrain_ddp"
+            if isinstance(error.__cause__, ModuleNotFoundError) and "raytrain_ddp" not in name:
+                pytest.skip(f"{name} is not installed", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    if not _wants_gpu_tests_only(parent.config):
+        return None
+    return _GpuTests.from_parent(parent, path=module_path)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -25,7 +25,8 @@ COMMANDS = {
 RANKS = [
     {"errors", "events"},
     {"messages", "records"},
-    {"files", "failpoints", "signals", "uri", "user_code", "warm", "spot"},
+    {"files", "failpoints", "library_imports", "process_state", "signals", "uri", "user_code"},
+    {"warm", "spot"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},
@@ -49,7 +50,7 @@ RANKS_WITHIN = {
         {"loading"},
         {"formats", "array_source", "iterable_source"},
         {"discovery"},
-        {"holdout", "text_source", "torchvision_datasets"},
+        {"holdout", "torchvision_datasets"},
         {"splits"},
         {"pixels"},
     ],
@@ -77,7 +78,7 @@ MAX_LINES_OF_TRAIN = 45
 
 OFFERED = {
     *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TextSource", "TrainConfig", "fit", "fit_locally", "load"),
+    *("Source", "Task", "TrainConfig", "fit", "fit_locally", "load"),
     *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
     *("EmaConfig", "EvalConfig", "StopConfig"),
     *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),

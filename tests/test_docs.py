@@ -58,7 +58,8 @@ WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  
 FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
-    *("quick", "only", "out", "working-dir", "minutes", "timm-train", "torchvision-train"),
+    *("quick", "only", "out", "working-dir", "minutes", "ray-wheels"),
+    *("timm-train", "torchvision-train"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
     *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
     *("seconds", "batch"),  # of spot/__main__.py, and of scancel
@@ -274,6 +275,7 @@ def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.write_text("batch_size = 256\n")
     for script in ("train.py", *(path.name for path in (ROOT / "examples/launchers").glob("*.py"))):
         (tmp_path / script).touch()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for line in typed():
         command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)

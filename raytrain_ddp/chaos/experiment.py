@@ -46,7 +46,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import absolute
 from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.records import stored_events
 from raytrain_ddp.uri import without_secrets
@@ -223,7 +223,7 @@ def _new_folder(storage: str) -> Path:
     if "://" in storage:
         shown = without_secrets(storage)
         raise PreflightError(f"storage = {shown}: chaos needs a folder on this machine.")
-    parent = expanded(storage).absolute()
+    parent = Path(absolute(storage))
     try:
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))

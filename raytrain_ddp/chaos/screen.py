@@ -13,6 +13,7 @@ from raytrain_ddp.chaos.experiment import ChaosOutcome
 from raytrain_ddp.chaos.fault_plan import DRIVER
 from raytrain_ddp.chaos.observation import FiredFault, Watcher
 from raytrain_ddp.display.formatting import format_seconds, plural
+from raytrain_ddp.display.terminal import terminal
 
 _ROW = "{:>4}  {:>8}  {:<6}  {:<21}  {:>4}  {:>6}"
 
@@ -21,7 +22,7 @@ class ChaosDisplay(Watcher):
     """Prints lines, and on a terminal a progress bar below them."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or terminal(highlight=False)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

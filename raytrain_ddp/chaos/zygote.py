@@ -118,10 +118,10 @@ def _end_with(parent: int) -> None:
 def _work(order: Mapping[str, Any], config: TrainConfig, rank: int) -> int:
     """Like ``fit --local`` under torchrun; returns the exit status."""
     import torch.distributed as dist
-    from rich.console import Console
 
     from raytrain_ddp import failpoints
     from raytrain_ddp.display.progress_display import Display
+    from raytrain_ddp.display.terminal import terminal
     from raytrain_ddp.driver.fit_driver import fit_locally
     from raytrain_ddp.errors import RaytrainError, status_of
 
@@ -136,7 +136,7 @@ def _work(order: Mapping[str, Any], config: TrainConfig, rank: int) -> int:
             timeout=timedelta(seconds=_GROUP_TIMEOUT_S),
         )
     try:
-        display = Display(Console(file=sys.stdout), live=False)
+        display = Display(terminal(file=sys.stdout), live=False)
         return fit_locally(config, display=display).exit_status
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)

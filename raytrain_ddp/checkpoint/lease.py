@@ -49,7 +49,8 @@ class Owner:
     """The process that holds a lease. `born` is in clock ticks since its machine's boot.
 
     `machine` is the boot id of the machine and the process namespace that `pid` belongs to; it is
-    empty where the system does not provide them (only Linux does).
+    empty where the system does not provide them (only Linux does). `run` is the folder whose lease
+    it took: a copy of that folder has its lease, too.
     """
 
     token: str
@@ -58,18 +59,19 @@ class Owner:
     since: str
     machine: str
     born: int
+    run: str = ""
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}, since {self.since}"
 
     @staticmethod
-    def here() -> Owner:
-        """This process, with a new token."""
+    def here(run: str = "") -> Owner:
+        """This process, with a new token, for the run in this folder."""
         pid = os.getpid()
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")  # only for reading
         state = _state(pid)
         born = state[1] if state else 0
-        return Owner(uuid.uuid4().hex, socket.gethostname(), pid, now, _machine(), born)
+        return Owner(uuid.uuid4().hex, socket.gethostname(), pid, now, _machine(), born, run)
 
     @staticmethod
     def parse(data: bytes) -> Owner | None:
@@ -80,7 +82,8 @@ class Owner:
             numbers = (owner.pid, owner.born)
             shown = all(_TEXT.fullmatch(text) for text in texts)
             counted = all(type(number) is int and number >= 0 for number in numbers)
-            return owner if shown and counted and owner.pid > 0 else None
+            is_right = shown and counted and owner.pid > 0 and isinstance(owner.run, str)
+            return owner if is_right else None
         except (ValueError, TypeError, RecursionError):
             return None
 
@@ -141,8 +144,9 @@ class Lease:
         """Takes the lease of the run in folder `run`; if another process holds it, refuses within 2
         s.
 
-        A lease is taken over if its owner is a dead process of this machine, or if it was not
-        renewed for `timeout_s`; verifying the latter takes a little more than `heartbeat_s`.
+        A lease is taken over if its owner is a dead process of this machine, if it was not renewed
+        for `timeout_s`, or if it was copied with the folder of another run; verifying the latter
+        two takes a little more than `heartbeat_s`.
 
         Args:
             tell: is called with one line if the lease of another process is taken over, and why.
@@ -151,7 +155,7 @@ class Lease:
             RunLockedError: another process holds it; names its host, pid and start, and the expiry.
             PreflightError: the storage cannot be written to.
         """
-        owner = Owner.here()
+        owner = Owner.here(str(run))
 
         def put() -> bytes | None:
             run.mkdir()
@@ -260,16 +264,17 @@ def _require_free(
         return
     changed_s = run.changed_s(LEASE_FILE)
     age_s = run.clock_s() - (changed_s or 0.0)
-    if changed_s is not None and abs(age_s) > timeout_s:
+    # One of another folder was copied with the run, unless its owner reaches this one by that path.
+    is_other = owner is not None and owner.run not in ("", str(run))
+    if changed_s is not None and (is_other or abs(age_s) > timeout_s):
         # The clock may have jumped: an owner that renews the lease while we watch is alive.
         until_s = time.monotonic() + 1.2 * heartbeat_s + _SLACK_S
         while time.monotonic() < until_s and run.changed_s(LEASE_FILE) == changed_s:
             time.sleep(min(1.0, heartbeat_s / 4))
         if run.changed_s(LEASE_FILE) == changed_s:
-            tell(
-                f"Run {run} is taken over: its lease was not renewed for {age_s:.0f} s "
-                f"({_describe(data)})."
-            )
+            why = f"its lease was not renewed for {age_s:.0f} s"
+            why = "its lease was copied with it from another folder" if is_other else why
+            tell(f"Run {run} is taken over: {why} ({_describe(data)}).")
             return
         age_s = 0.0
     if run.exists(LEASE_FILE):

@@ -129,12 +129,10 @@ class CheckpointListing:
             f for f, files in self.folders.items() if CheckpointName.parse(f) and not files & marks
         ]
 
-    def given_up(self, name: CheckpointName, in_use: bool) -> list[str]:
-        """Leftovers of this start's failed commits of earlier steps (other ranks may already write
-        parts of a later one); also that of this name, if not in use."""
+    def given_up(self, attempt: int) -> list[str]:
+        """Leftovers of the failed commits of one start."""
         parsed = [(folder, CheckpointName.parse(folder)) for folder in self.leftovers()]
-        own = [(f, other) for f, other in parsed if other and other.attempt == name.attempt]
-        return [f for f, other in own if other < name or (other == name and not in_use)]
+        return [folder for folder, name in parsed if name and name.attempt == attempt]
 
     def damaged(self) -> list[str]:
         """Folders of checkpoints set aside as damaged."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +32,10 @@ from raytrain_ddp.checkpoint.store import (
     MANIFEST_FILE,
     CheckpointStore,
 )
+from raytrain_ddp.config.paths import absolute_path, moved_with, with_paths
+from raytrain_ddp.config.recipe import from_dict, loads
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
+from raytrain_ddp.config.withdrawn import still_read
 from raytrain_ddp.errors import (
     CheckpointError,
     ConfigError,
@@ -40,9 +44,8 @@ from raytrain_ddp.errors import (
     first_names,
 )
 from raytrain_ddp.events import Eval, LogRecord
-from raytrain_ddp.files import expanded
 from raytrain_ddp.records import Timed, log_records, mapped, stored_events
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.uri import split_last, without_secrets
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
@@ -70,10 +73,7 @@ def run_storage(config: TrainConfig) -> Storage:
     Raises:
         PreflightError: the storage cannot be reached.
     """
-    at = config.storage
-    if at and "://" not in at:
-        at = str(expanded(at).absolute())
-    return _opened(at).join(str(config.name))
+    return _opened(absolute_path(config.storage)).join(str(config.name))
 
 
 @lru_cache(maxsize=64)
@@ -104,9 +104,53 @@ def is_name_below(place: str, storage: str) -> bool:
     return is_local and holds_run(Path(storage) / place) and not holds_run(Path(place))
 
 
-def holds_run(folder: Path) -> bool:
-    """Whether it is the folder of a run or of a checkpoint."""
-    names = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, CHECKPOINTS, MANIFEST_FILE)
+def config_of_run(place: str) -> TrainConfig | None:
+    """The config of a run: of its folder, its config.toml, their URI, or the name below runs/. Its
+    storage and name are those of the folder, and its paths those of now. None: no run is there.
+
+    Raises:
+        ConfigError: config.toml is damaged, the folder's name cannot be a run's, or no run is at
+            the URI.
+        PreflightError: the storage cannot be reached.
+    """
+    given, slash, last = place.rpartition("/")
+    by_file = last == CONFIG_FILE  # a file of that name alone may be a recipe
+    place = path_of_run((given or slash or ".") if by_file else place)
+    if "://" not in place and not (os.path.isdir(place) and holds_run(Path(place), not by_file)):
+        return None
+    run = open_run(place)
+    manifest = None if run.exists(CONFIG_FILE) else newest_manifest(run)
+    if manifest is not None:
+        return _at_home(from_dict(manifest.config, where=str(run)), place)
+    config, _ = loads(run.read(CONFIG_FILE).decode(errors="replace"), f"{run}/{CONFIG_FILE}")
+    return _at_home(config, place)
+
+
+def config_of(checkpoint: Checkpoint) -> TrainConfig:
+    """The config that a checkpoint was made with; as `config_of_run` if it lies in a run.
+
+    Raises:
+        ConfigError: another version wrote it.
+    """
+    config = from_dict(still_read(checkpoint.manifest.config), where=str(checkpoint))
+    folder, name = split_last(split_last(checkpoint.storage.address)[0])
+    return _at_home(config, folder) if name == CHECKPOINTS else config
+
+
+def _at_home(config: TrainConfig, folder: str) -> TrainConfig:
+    folder = absolute_path(folder)
+    storage, name = split_last(folder)
+    config = with_paths(config, moved_with(f"{config.storage}/{config.name}", folder))
+    return replace(config, storage=storage, name=name)
+
+
+def holds_run(folder: Path, alone: bool = True) -> bool:
+    """Whether it is the folder of a run or of a checkpoint.
+
+    Args:
+        alone: whether a config.toml or a checkpoint's manifest suffices.
+    """
+    names = (METRICS_FILE, EVENTS_FILE, CHECKPOINTS, *((CONFIG_FILE, MANIFEST_FILE) * alone))
     return any((folder / name).exists() for name in names)
 
 
@@ -160,13 +204,17 @@ def checkpoint_store(run: Storage) -> CheckpointStore:
 
 
 def newest_manifest(run: Storage) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest is readable; files are not verified."""
+    """The manifest of `newest_checkpoint`."""
+    found = newest_checkpoint(run)
+    return found.manifest if found is not None else None
+
+
+def newest_checkpoint(run: Storage) -> Checkpoint | None:
+    """The newest checkpoint whose manifest is readable; files are not verified."""
     store = checkpoint_store(run)
     for name in store.names():
-        try:
-            return store.open(name).manifest
-        except DamagedError:
-            continue
+        with suppress(DamagedError):
+            return store.open(name)
     return None
 
 

@@ -25,7 +25,7 @@ from raytrain_ddp.checkpoint.streams import (
     write_hashed,
 )
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
-from raytrain_ddp.files import expanded, fsync, walk
+from raytrain_ddp.files import absolute, fsync, walk
 from raytrain_ddp.uri import (
     REACH_TIMEOUT_S,
     answer_within,
@@ -292,7 +292,7 @@ def open_storage(uri: str) -> Storage:
     def connect() -> Any:  # for S3, open_uri already looks up the bucket's region
         if not uri:
             raise ValueError("it is empty")
-        place = uri if "://" in uri else os.path.abspath(expanded(uri))
+        place = uri if "://" in uri else absolute(uri)
         fs, path = open_uri(place)
         return fs, path, fs.get_file_info(path)
 

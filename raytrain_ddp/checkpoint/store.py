@@ -47,7 +47,6 @@ __all__ = ["DAMAGED_MARK", "DAMAGED_PREFIX", "MANIFEST_FILE", "Checkpoint", "Che
 __all__ += ["CheckpointStore"]
 
 Verify = Callable[[Checkpoint], object]
-Others = Callable[[Storage], Mapping[str, FileEntry]]
 LEAST_KEPT, CLAIMS_KEPT = 2, 10
 
 _warn: Callable[[str], None] = logging.getLogger(__name__).warning
@@ -99,9 +98,7 @@ class CheckpointStore:
         self._claim = claim
         return claim.attempt
 
-    def commit(
-        self, manifest: Manifest, files: Mapping[str, Content], others: Others | None = None
-    ) -> Checkpoint:
+    def commit(self, manifest: Manifest, files: Mapping[str, Content]) -> Checkpoint:
         """Writes a checkpoint named after ``manifest.step`` and ``manifest.attempt``.
 
         When it returns, the checkpoint is complete and durable. If it raises, what was written is
@@ -121,7 +118,7 @@ class CheckpointStore:
         listing = self._owned(name.attempt)
         if folder.exists(MANIFEST_FILE):
             raise CheckpointError(f"Checkpoint {folder} already exists: commits never replace it.")
-        for left in listing.given_up(name, in_use=others is not None):
+        for left in listing.given_up(name.attempt):
             self.storage.delete_dir(left)
         try:
             folder.mkdir()
@@ -130,15 +127,13 @@ class CheckpointStore:
             for filename, data in files.items():
                 entries[filename] = FileEntry(*folder.write(filename, data))
                 failpoint("checkpoint.payload", step=name.step)
-            if others is not None:
-                entries |= others(folder)
             manifest = replace(manifest, files=entries)
             self._owned(name.attempt)  # the files may have taken minutes
             failpoint("checkpoint.manifest", step=name.step)
             folder.write_atomic(MANIFEST_FILE, manifest.to_json())
         except Exception as error:
             late = not self.storage.is_local and re.search("time(d )?out", str(error).lower())
-            if others is None and not late:  # else they write, or the store does later
+            if not late:  # else the store may write it later
                 with suppress(Exception):  # whatever failed is likely to fail here, too
                     self._delete(name)
             raise
@@ -267,8 +262,8 @@ class CheckpointStore:
         listing = self._list()
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
         if self._claim is not None and not listing.claims:
-            text = "the claims of this run are gone: is the file system mounted?"
-            raise OSError(errno.ESTALE, text, str(self.storage))
+            text = "the checkpoints of this run are gone: is the file system mounted? Or deleted?"
+            raise FileNotFoundError(errno.ENOENT, text, str(self.storage))
         if mine is None or not listing.claims:
             return listing
         newest = listing.claims[-1]

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from raytrain_ddp.command_line.flags import Flag, changes, defaults_of, flags_of
 from raytrain_ddp.command_line.help_page import asked_for, page
 from raytrain_ddp.command_line.parsing import parse
+from raytrain_ddp.config.validation import require_no_control
 
 Args = TypeVar("Args")
 
@@ -42,6 +43,7 @@ class Command(Generic[Args]):
         """
         holder = self.defaults(**given)
         flags = self.flags(holder)
+        require_no_control(argv)
         topic = asked_for(argv)
         if topic is not None:
             print(self.help(topic, flags))

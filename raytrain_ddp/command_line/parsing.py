@@ -11,6 +11,7 @@ from raytrain_ddp.command_line.flags import Flag
 from raytrain_ddp.command_line.suggestions import meant
 from raytrain_ddp.config.field_types import listed
 from raytrain_ddp.config.validation import is_flag
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
 Path = tuple[str, ...]
@@ -56,8 +57,9 @@ def _wrong_value(name: str, words: Sequence[str], flag: Flag) -> ConfigError:
     """The error that names the flag, the value and what it takes."""
     if not words:
         return ConfigError(f"{name} takes {flag.takes}, but no value was given.")
-    hint = did_you_mean(words[0], flag.choices) if len(words) == 1 else ""
-    return ConfigError(f"{name} takes {flag.takes}, not {' '.join(words)!r}.{hint}")
+    text = " ".join(words)
+    hint = withdrawn(f"{flag.name}={text}") or did_you_mean(text, flag.choices)
+    return ConfigError(f"{name} takes {flag.takes}, not {text!r}.{hint}")
 
 
 def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
@@ -70,8 +72,9 @@ def _find(word: str, named: Mapping[str, Flag]) -> tuple[Flag, bool]:
     if last.startswith("no-") and positive is not None and positive.is_switch:
         return positive, True
     found = [f"--{flag}" for flag in meant(word.lstrip("-"), [*named, "help", "help-all"])]
-    hint = f"Did you mean {listed(found)}?" if found else "See --help-all."
-    raise ConfigError(f"there is no flag {word}. {hint}")
+    hint = f" Did you mean {listed(found)}?" if found else " See --help-all."
+    gone = withdrawn(name) or withdrawn(f"{section}{dot}{last.removeprefix('no-')}")
+    raise ConfigError(f"there is no flag {word}.{gone or hint}")
 
 
 def _value(name: str, flag: Flag, given: list[str], words: deque[str]) -> Any:

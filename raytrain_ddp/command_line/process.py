@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from raytrain_ddp.config.validation import CONTROL
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
@@ -50,9 +51,10 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
     try:
         _require_folder()
         return main(given)
-    except RaytrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return status_of(error)
+    except (RaytrainError, ModuleNotFoundError) as error:
+        known = error if isinstance(error, RaytrainError) else _without_ray(error)
+        print(f"error: {_printable(str(known))}", file=sys.stderr)
+        return status_of(known)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
         number = stop.args[0] if stop.args and isinstance(stop.args[0], int) else 2
@@ -64,6 +66,22 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
+
+
+def _printable(text: str) -> str:
+    """The text with escapes for control characters, such as those in the name of a file."""
+    shown = lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1]  # noqa: E731
+    return CONTROL.sub(shown, text)
+
+
+def _without_ray(error: ModuleNotFoundError) -> PreflightError:
+    """Raises the error itself if it is about another module."""
+    if error.name != "ray":
+        raise error
+    return PreflightError(
+        "Ray is not installed: pip install 'ray[default,train]'. Or train without it, by --local "
+        "or torchrun."
+    )
 
 
 def _require_folder() -> None:

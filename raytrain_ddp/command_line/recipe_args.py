@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
 from raytrain_ddp.command_line.commands import Command
 from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.effects import require_effect, under_torchrun
-from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.recipe import load, shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import ADDRESS
+from raytrain_ddp.config.validation import ADDRESS, require_no_control
 from raytrain_ddp.errors import ConfigError
 
 _PROFILE_STEPS = 5
@@ -24,7 +25,7 @@ class RecipeArgs:
 
     config: TrainConfig = field(metadata=flat("run"))
     recipe: str | None = field(default=None, metadata=positional("RECIPE"))
-    """A .toml file, or a name that fit --describe lists. Flags follow it and override it."""
+    """A .toml file, a run, or one of fit --describe. Flags override it."""
 
 
 Args = TypeVar("Args", bound=RecipeArgs)
@@ -99,6 +100,16 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     return args
 
 
+def _config_of(recipe: str) -> TrainConfig:
+    """The config in a file, of a shipped recipe, or of a run that exists."""
+    is_file = recipe.endswith(".toml") and PurePath(recipe).name != "config.toml"
+    if is_file or recipe in shipped_recipes():
+        return load(recipe)
+    from raytrain_ddp.checkpoint.run_folder import config_of_run  # with PyArrow
+
+    return config_of_run(recipe) or load(recipe)
+
+
 def _require_one_thing(args: FitArgs) -> None:
     """Raises ConfigError if one flag makes another one ineffective."""
     if args.allow_change and args.resume_from is None:
@@ -124,8 +135,9 @@ def parse_with_recipe(argv: Sequence[str], command: Command[Args]) -> Args:
     Raises:
         ConfigError: a recipe or a flag is wrong. SystemExit (0): help was printed.
     """
+    require_no_control(argv)
     recipe = argv[0] if argv and not argv[0].startswith("-") else None
-    config = load(recipe) if recipe is not None else TrainConfig()
+    config = _config_of(recipe) if recipe is not None else TrainConfig()
     args: Any = command.parse(argv, config=config)
     if args.recipe != recipe:
         flags = command.flags(command.defaults(config=config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -42,16 +43,15 @@ _RULES = [
     _Rule("schedule.final_lr", "schedule.name = cosine"),
     _Rule("schedule.step_epochs schedule.gamma", "schedule.name = step"),
     _Rule(
-        "ddp.gradient_as_bucket_view ddp.static_graph ddp.find_unused_parameters",
+        "ddp.gradient_as_bucket_view ddp.static_graph",
         "DistributedDataParallel, which exact = true does not use",
         lambda c: not c.exact,
     ),
     _Rule(
         "ddp.find_unused_parameters",
         "ddp.static_graph = false (a static graph finds unused parameters by itself)",
-        lambda c: not c.ddp.static_graph,
+        lambda c: c.exact or not c.ddp.static_graph,
     ),
-    _Rule("ddp.powersgd_rank", "ddp.compression = powersgd"),
     _Rule("data.shuffle_window", "data.shuffle = block", lambda c: c.data.shuffle != "full"),
     _Rule("data.max_bad", "data.bad_records = skip"),
     _Rule("data.prefetch data.prefetch_mib", "data.workers above 0"),
@@ -64,12 +64,6 @@ _RULES = [
         lambda c: ":" in str(c.scaling.num_workers),
     ),
     _Rule("compute.tf32 scaling.gpus_per_worker", "scaling.use_gpu"),
-    _Rule("scaling.on_divergence", "scaling.check_every_steps"),
-    _Rule(
-        "scaling.replace_workers",
-        "ddp.shard_optimizer = false, as the share of a worker that dies is lost",
-        lambda c: not c.ddp.shard_optimizer,
-    ),
     _Rule("log.project", "log.wandb or log.mlflow", lambda c: c.log.wandb or c.log.mlflow),
     _Rule("log.profile_ranks", "log.profile_steps"),
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
@@ -176,6 +170,15 @@ def ranks_of_launcher() -> tuple[int, int, int]:
         given = ", ".join(f"{name} = {os.environ.get(name, 'not set')}" for name in defaults)
         raise PreflightError(
             f"the environment has {given}: start with torchrun, which sets these, or unset them."
+        )
+    port, torch = os.environ.get("MASTER_PORT", ""), sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():  # by the caller, in its own way
+        return rank, size, local_rank
+    if size > 1 and not (os.environ.get("MASTER_ADDR") and port.isdecimal() and int(port) < 65536):
+        raise PreflightError(
+            f"WORLD_SIZE = {size}, but MASTER_ADDR and MASTER_PORT do not say where rank 0 is: "
+            "start with torchrun, which sets these; for a single process, unset WORLD_SIZE and "
+            "RANK."
         )
     return rank, size, local_rank
 

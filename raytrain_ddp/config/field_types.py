@@ -16,7 +16,8 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from raytrain_ddp.config.validation import require
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.errors import ConfigError, quoted
 
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 
@@ -93,7 +94,9 @@ def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str
             if _is_finite(fitting[name]):
                 continue
             rule = "finite"
-        wrong.append(f"{f'{section.section}.{name}'.lstrip('.')} = {value!r}: must be {rule}.")
+        field = f"{section.section}.{name}".lstrip(".")
+        hint = withdrawn(f"{field}={value}")
+        wrong.append(f"{field} = {quoted(value)}: must be {rule}.{hint}")
     return fitting, wrong
 
 

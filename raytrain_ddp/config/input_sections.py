@@ -18,22 +18,23 @@ TORCHVISION_ROOT = "data"
 class DataConfig(Section, name="data"):
     """Where the images come from, their order, and how they are loaded."""
 
-    source: str = "digits"
+    source: str = field(default="digits", metadata={"path": "data"})
     """Folder, Parquet, tar, list, or URI. A folder of class folders
     (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
     WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
     (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
     torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
-    eval_source: str | None = None
+    eval_source: str | None = field(default=None, metadata={"path": "data"})
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
-    """Split to train on. auto: train, or all data if there are no named splits."""
+    """Split to train on. auto: train, or all data if there are no named splits; a dot: the folder
+    itself, if classes have the names of splits."""
     eval_split: str = "auto"
     """Split to evaluate on, of eval_source if set. auto: validation, else test; none: do not
     evaluate."""
     config: str = "auto"
     """Data set to use from a repository with several: a config of its README.md, or a folder."""
-    root: str | None = field(default=None, metadata=FREE)
+    root: str | None = field(default=None, metadata={**FREE, "path": "folder"})
     """Folder or URI of the images that a list names. Default: the folder of the list. For
     torchvision data sets, the folder to download into; default: data."""
     image_column: str = field(default="image", metadata=MAY_BE_EMPTY)
@@ -47,7 +48,8 @@ class DataConfig(Section, name="data"):
     booleans (or 0 and 1) for each, or one column of lists of labels. With mse, l1 or huber:
     columns of numbers."""
     classes: tuple[str, ...] | None = field(default=None, metadata=FREE)  # compared as data
-    """Class names, in order. Default: the classes of the training set, sorted."""
+    """Class names, in order. Default: the classes of the training set, sorted. Hidden folders are
+    classes only if they are named here."""
     holdout: float = 0.0
     """Fraction of the training set to evaluate on, such as 0.1. The run trains on the rest. The
     fraction is the same for each class. Replaces the evaluation split."""
@@ -89,7 +91,7 @@ class DataConfig(Section, name="data"):
     memory_mib: int = field(default=1024, metadata=FREE)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    cache: str | None = field(default=None, metadata=FREE)
+    cache: str | None = field(default=None, metadata={**FREE, "path": "folder"})
     """Folder on the local disk of each node for copies of row groups of remote Parquet files."""
     cache_gib: float = field(default=100.0, metadata=FREE)
     """Disk space limit of data.cache, in GiB per node. The least recently used files of other data
@@ -113,7 +115,11 @@ class DataConfig(Section, name="data"):
         self.require("start_size", not self.start_size or self.start_size < self.image_size, rule)
         rule = f"set both, or neither, of this and data.start_size = {self.start_size}"
         self.require("grow_epochs", bool(self.grow_epochs) == bool(self.start_size), rule)
-        self.require("std", min(self.std) > 0, "each value must be above 0")
+        rule = "each value must be {} 1: divide values of the scale 0 to 255 by 255"
+        self.require("mean", all(0 <= mean <= 1 for mean in self.mean), rule.format("0 to"))
+        self.require(
+            "std", all(0 < std <= 1 for std in self.std), rule.format("above 0 and at most")
+        )
         rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"
         self.require("source", self.source, rule)
         for name in ("train_split", "eval_split", "config"):
@@ -186,5 +192,6 @@ class AugmentConfig(Section, name="augment"):
         self.require("erase", 0 <= self.erase <= 1, "must be a probability, 0 to 1")
         low, high = self.scale
         self.require("scale", 0 < low <= high <= 1, "must be 0 < from <= to <= 1")
-        self.require("jitter", min(self.jitter) >= 0, "each must be 0 or more")
-        self.require("jitter", self.jitter[3] <= 0.5, "hue, the last, must be 0.5 or less")
+        *factors, hue = self.jitter
+        rule = "must be 0 to 2, such as 0.4 for 40 %, and hue, the last, 0 to 0.5"
+        self.require("jitter", all(0 <= f <= 2 for f in factors) and 0 <= hue <= 0.5, rule)

@@ -6,16 +6,25 @@ Imports nothing heavy; see config.py for the fields themselves.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.automatic import unsettled
 from raytrain_ddp.config.field_types import Section, as_text, checked
+from raytrain_ddp.config.paths import (
+    absolute_path,
+    changed_path,
+    moved_with,
+    path_fields,
+    with_paths,
+)
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.withdrawn import DEFAULTS, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -50,8 +59,12 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     """A section of what is known of `values`, or None; `wrong` receives a line for each error."""
     kinds, given, is_right = section.kinds(), dict[str, Any](), True
     for name, value in values.items():
+        if (prefix + name, value) in DEFAULTS.items():
+            continue
         if name not in kinds:
-            wrong.append(f"there is no field {prefix}{name}.{did_you_mean(name, kinds)}")
+            hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
+            shown = f"{prefix}{name}" if name.isprintable() else repr(f"{prefix}{name}")
+            wrong.append(f"there is no field {shown}.{hint}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
             inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
             is_right &= inner is not None
@@ -80,26 +93,39 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     shipped = shipped_recipes()
     if path.suffix != ".toml" and path_or_name in shipped:
         path = shipped[path_or_name]
+    runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
+    hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
+    wrong = f"no recipe {path_or_name!r}: give"
+    if path.suffix == ".toml":
+        why = "is a folder" if path.is_dir() else "does not exist"
+        wrong, hint = f"{path_or_name} {why}. Give", ""
+    elif os.path.exists(path):
+        meant = f"--task {path}:CLASS" if path.suffix == ".py" else f"--data.source {path}"
+        hint = f" Did you mean {meant}?"
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else None
-    except (ValueError, RecursionError) as error:  # also an integer of too many digits
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+        if path.is_file():
+            return loads(path.read_text(encoding="utf-8-sig"), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    if values is None:
-        wrong = f"no recipe {path_or_name!r}: give"
-        if path.suffix == ".toml":
-            why = "is a folder" if path.is_dir() else "does not exist"
-            wrong = f"{path_or_name} {why}. Give"
-        raise ConfigError(
-            f"{wrong} a .toml file or one of {', '.join(shipped)}."
-            + did_you_mean(path_or_name, shipped)
-        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}{hint}") from None
+    choices = f"a .toml file, the folder of a run, or one of {', '.join(shipped)}."
+    raise ConfigError(f"{wrong} {choices}{hint}")
+
+
+def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
+    """As `load_with_info`, of the text of a file; `where` names it in messages."""
+    try:
+        values = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits
+        raise ConfigError(f"{where} is not valid TOML: {error}.") from None
     about = values.pop("recipe", {})
     if not isinstance(about, dict):
-        raise ConfigError(f"{path}: recipe = {about!r}: must be a table [recipe].")
-    info: RecipeInfo = _read(RecipeInfo, about, str(path), "recipe.")
-    return from_dict(values, where=str(path)), info
+        raise ConfigError(f"{where}: recipe = {about!r}: must be a table [recipe].")
+    info: RecipeInfo = _read(RecipeInfo, about, where, "recipe.")
+    return from_dict(values, where=where), info
 
 
 def described(path_or_name: str | None) -> str:
@@ -156,32 +182,40 @@ def publishable(config: TrainConfig) -> TrainConfig:
 
     Whoever resumes from it has the credentials in the environment.
     """
-    given = {name: getattr(config.data, name) for name in ("source", "eval_source", "root")}
-    shown: dict[str, Any] = {name: shareable(uri) for name, uri in given.items() if uri}
-    data = dataclasses.replace(config.data, **shown)
-    weights = config.model.weights
-    model = dataclasses.replace(config.model, weights=shareable(weights) if weights else weights)
-    return dataclasses.replace(config, storage=shareable(config.storage), data=data, model=model)
+    return with_paths(config, shareable)
 
 
-def changed_fields(old: Mapping[str, Any], new: TrainConfig) -> list[tuple[str, Any, Any]]:
+def changed_fields(
+    old: Mapping[str, Any], new: TrainConfig, folder: str = ""
+) -> list[tuple[str, Any, Any]]:
     """(field, then, now) for each field that decides the result and differs from a checkpoint's.
 
-    Fields that did not exist when the checkpoint was written count as their default. Where the
-    data of a URI are served from (its query) may change: their fingerprint is compared besides.
+    Fields that did not exist when the checkpoint was written count as their default. Spellings of
+    one path are equal. Where the data of a URI are served from (its query) may change: their
+    fingerprint is compared besides.
+
+    Args:
+        folder: of the checkpoint's run, which may have moved, and its data with it.
     """
-    free, begun = set(_free_fields(TrainConfig(), "")), dict(fields_of(old))
+    free, begun = {*_free_fields(TrainConfig(), ""), *DEFAULTS}, dict(fields_of(old))
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
     free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
-    then = _bare({**flat(TrainConfig()), **begun})
-    now = _bare(flat(new))
+    place = moved_with(f"{begun.get('storage')}/{begun.get('name')}", folder)
+    then = _bare(_placed({**flat(TrainConfig()), **begun}, place))
+    now = _bare(_placed(flat(new), absolute_path))
     for values in (then, now):  # auto: on CPUs, where it decides the result, 1
         if values["scaling.cpus_per_worker"] == "auto":
             values["scaling.cpus_per_worker"] = 1.0
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
+
+
+def _placed(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    kinds = path_fields(TrainConfig)
+    at = lambda path: absolute_path(place(path))  # noqa: E731
+    return {name: changed_path(kinds.get(name, ""), value, at) for name, value in fields.items()}
 
 
 def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,10 +72,8 @@ class ScalingConfig(Section, name="scaling"):
     times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
     check_every_steps: int = field(default=100, metadata=FREE)
     """Compare the weights of all workers every this many steps, and before each checkpoint. They
-    are bitwise identical unless a device or its memory fails. 0: never."""
-    on_divergence: Literal["stop", "resync"] = field(default="stop", metadata=FREE)
-    """What to do when the weights of the workers differ. stop: end the run (exit status 6); resync:
-    give all workers the state of the majority."""
+    are bitwise identical unless a device or its memory fails; then the run ends with exit status 6.
+    0: never."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,14 +18,16 @@ from raytrain_ddp.config.validation import FREE, group_rules, scalar
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = "digits-cnn"
+    name: str = field(default="digits-cnn", metadata={"path": "code"})
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
     or digits-cnn, a small network for the bundled digits."""
-    args: dict[str, str | bool | int | float] = field(default_factory=dict)
+    args: dict[str, str | bool | int | float] = field(
+        default_factory=dict, metadata={"path": "options"}
+    )
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
-    weights: str | None = None
+    weights: str | None = field(default=None, metadata={"path": "weights"})
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""
@@ -140,10 +142,11 @@ class ScheduleConfig(Section, name="schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(0, "warmup_epochs", "gamma")
+        self.at_least(0, "warmup_epochs")
         self.above_zero("step_epochs")
         rule = "must be a fraction of optim.lr, 0 to 1"
         self.require("final_lr", 0 <= self.final_lr <= 1, rule)
+        self.require("gamma", 0 <= self.gamma <= 1, "must be a fraction, 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -177,26 +180,17 @@ class DdpConfig(Section, name="ddp"):
     static_graph: bool = False
     """Promise that the graph is the same in every step."""
     find_unused_parameters: bool = False
-    """Find parameters that a step does not use. Required for models that skip some."""
+    """Find parameters that a step does not use. Required for models that skip some. With exact,
+    their gradient is 0, so weight decay and momentum still change them."""
     sync_batchnorm: bool = False
     """Compute batch-norm statistics over the current slots of all workers (SyncBatchNorm). The
     result then depends on the number of workers."""
-    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """Compress gradients, for slow networks. bf16 and fp16 send them in that precision, powersgd as
-    low-rank factors, which are far smaller (PowerSGD, arXiv:1905.13727). What the factors leave out
-    is sent in later steps. Until then it is part of the checkpoint, which grows by the size of the
-    model for each worker."""
-    powersgd_rank: int = 4
-    """powersgd: rank of the factors. A higher rank is closer to the gradient and takes longer."""
-    shard_optimizer: bool = field(default=False, metadata=FREE)
-    """Divide the optimizer's state among the workers (ZeRO stage 1), which saves memory; the bits
-    stay the same. The share of a worker that dies is lost, so all restart from the newest
-    checkpoint, as with replace_workers false."""
+    compression: Literal["none", "bf16", "fp16"] = "none"
+    """Send gradients in this precision, for slow networks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.above_zero("bucket_cap_mb")
-        self.at_least(1, "powersgd_rank")
 
 
 @dataclass(frozen=True)

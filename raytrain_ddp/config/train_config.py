@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 else:
     TaskLike = str  # stored form; also used in files and flags
 
-# The tasks of the package that compute `loss.name`.
-_WITH_LOSS = ("image-classification", "raytrain_ddp.tasks.tabular:Tabular")
 AUTO_FIELDS = ("compute.precision", "compute.channels_last", "micro_batch")
 """Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
@@ -79,12 +77,14 @@ class TrainConfig(Section):
 
     name: str | None = field(default=None, metadata=FREE)
     """Name of the run and of its folder. Default: the name of the recipe or of the data."""
-    storage: str = field(default="runs", metadata=FREE)
+    storage: str = field(default="runs", metadata={**FREE, "path": "folder"})
     """Folder or URI for runs (s3://, gs:// ...). All nodes must have access to it."""
-    task: TaskLike = "image-classification"
+    task: TaskLike = field(default="image-classification", metadata={"path": "code"})
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""
-    task_options: dict[str, str | bool | int | float] = field(default_factory=dict)
+    task_options: dict[str, str | bool | int | float] = field(
+        default_factory=dict, metadata={"path": "options"}
+    )
     """Keyword arguments for a task of your own."""
     seed: int = 0
     """Random seed. All randomness depends on it only."""
@@ -158,19 +158,14 @@ class TrainConfig(Section):
         self.model.require("unfreeze_epoch", self.steps or unfreeze < self.epochs, rule)
         one_graph = self.exact or not (unfreeze and self.ddp.static_graph)  # exact uses no DDP
         self.ddp.require("static_graph", one_graph, "cannot be used with model.unfreeze_epoch")
-        if unfreeze:
-            self.require_no_powersgd("model.unfreeze_epoch")
         grows = self.steps or self.data.grow_epochs < self.epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         self.data.require("grow_epochs", grows, rule)
-        if self.task in _WITH_LOSS:
+        if self.task == "image-classification":
             self.require_loss()
         least, most = self.scaling.worker_range()
         self.require_slots(most)
         self.require_synced(least, most, self.scaling.use_gpu is not False)
-        resyncs = self.scaling.on_divergence == "resync"
-        rule = "must be stop with ddp.shard_optimizer: no worker has another's optimizer state"
-        self.scaling.require("on_divergence", not (self.ddp.shard_optimizer and resyncs), rule)
         if self.exact:
             self._require_exact()
 
@@ -274,12 +269,6 @@ class TrainConfig(Section):
             f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
             f"or --scaling.num-workers {self.slots}."
         )
-
-    def require_no_powersgd(self, feature: str) -> None:
-        """Raises ConfigError if gradients are compressed by PowerSGD, which `feature` does not
-        allow."""
-        used = self.ddp.compression == "powersgd"
-        self.ddp.require("compression", not used, f"cannot be used with {feature}")
 
     def require_synced(self, least: int, most: int, on_gpu: bool) -> None:
         """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the

@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, quoted
 
-# Of C0, C1 and DEL; what YAML and Unicode take for the end of a line; halves of a character.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
+# Of C0, C1 and DEL; what YAML and Unicode take for the end of a line.
+_OF_CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff"
+CONTROL = re.compile(f"[{_OF_CONTROL}]")
+_NOT_PLAIN = re.compile(f"[{_OF_CONTROL}\ud800-\udfff]")  # also halves of a character
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -24,7 +26,17 @@ ADDRESS = {"metavar": "HOST:PORT|auto"}
 def require(holds: bool, field: str, value: object, rule: str) -> None:
     """Raises ConfigError that names the field, the value and the rule, unless the rule holds."""
     if not holds:
-        raise ConfigError(f"{field} = {value!r}: {rule}.")
+        raise ConfigError(f"{field} = {quoted(value)}: {rule}.")
+
+
+def require_no_control(words: Sequence[str]) -> None:
+    """Raises ConfigError if a word of a command line has a control character: an error that quotes
+    it would have several lines, or change the terminal."""
+    for word in words:
+        found = CONTROL.search(word)
+        if found is not None:
+            rule = f"must not contain the control character U+{ord(found[0]):04X}"
+            raise ConfigError(f"the argument {word!r} {rule}.")
 
 
 def require_least(args: object, **least: float) -> None:
@@ -74,7 +86,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
     rules: list[tuple[str, dict[str, float]]] = []
 
     def refuse_unless(holds: bool, word: str, rule: str) -> None:
-        require(holds, "optim.groups", tuple(words), f"{word!r} {rule}")
+        require(holds, "optim.groups", tuple(words), f"{quoted(word)} {rule}")
 
     for word in words:
         name, equals, text = word.partition("=")
@@ -98,7 +110,7 @@ def require_plain(holder: object) -> None:
     """Requires that no text in a config, at any depth, has a control character: it would be another
     line, or none at all, in files and commands that are made of the config."""
     for field, text in _texts(holder, ""):
-        found = _CONTROL.search(text)
+        found = _NOT_PLAIN.search(text)
         rule = f"must not contain the control character U+{ord(found[0]):04X}" if found else ""
         require(found is None, field, text, rule)
 

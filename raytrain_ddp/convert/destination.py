@@ -259,8 +259,8 @@ def verify(folder: Path, threads: int, tell: Callable[[int, int], None]) -> dict
             wrong += problems
     wrong += [f"{name}: not in {DATASET_FILE}" for name in sorted(found - files.keys())]
     if wrong:
-        lines = "\n".join(f"  {line}" for line in wrong)
-        raise DataError(f"{folder}: {len(wrong)} problem{'s' * (len(wrong) > 1)}:\n{lines}")
+        count = f"{len(wrong)} problem{'s' * (len(wrong) > 1)}"
+        raise DataError(f"{folder}: {count}: {'; '.join(wrong)}")
     return content
 
 

@@ -84,8 +84,7 @@ class SourceSplit:
         if self.kind == "torchvision":
             names = list(spool_images(self.source, self.name, stage.folder, tell))
         else:
-            classes = self.source.class_names
-            chunks = parquet_chunks(self.name, stage.folder, self.paths, classes, self.data)
+            chunks = parquet_chunks(self.name, stage.folder, self.paths, self.source, self.data)
             names = sorted(run(spool_chunk, chunks, tell))
         return listing_of_spool(stage.spool, names)
 

@@ -71,11 +71,12 @@ class Chunk:
     first: int
     stop: int
     classes: tuple[str, ...]
+    named: Sequence[str] | None
     config: DataConfig
 
 
 def parquet_chunks(
-    split: str, stage: Path, paths: Sequence[str], classes: Sequence[str], config: DataConfig
+    split: str, stage: Path, paths: Sequence[str], source: ShardImages, config: DataConfig
 ) -> list[Chunk]:
     """The files' row groups in order, in runs of `CHUNK_ROWS` rows or one row group."""
     spans: list[tuple[str, int, int]] = []
@@ -88,8 +89,9 @@ def parquet_chunks(
             rows += row_group.rows
         if rows:
             spans.append((path, first, len(shard.groups)))
+    names = tuple(source.class_names), source.named
     return [
-        Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, tuple(classes), config)
+        Chunk(f"{split}-{number:06d}", str(stage), path, first, stop, *names, config)
         for number, (path, first, stop) in enumerate(spans)
     ]
 
@@ -185,7 +187,7 @@ def _parquet_items(chunk: Chunk) -> Iterator[Item]:
     config = chunk.config
     shard = open_shard(chunk.path, columns_of(config))
     start = sum(row_group.rows for row_group in shard.groups[: chunk.first])
-    with closing(ShardImages([chunk.path], config, chunk.classes)) as source:
+    with closing(ShardImages([chunk.path], config, chunk.classes, named=chunk.named)) as source:
         for group in range(chunk.first, chunk.stop):
             rows = start + np.arange(shard.groups[group].rows, dtype=np.int64)
             start += len(rows)

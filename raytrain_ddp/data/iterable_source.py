@@ -39,7 +39,7 @@ class IterableSource:
     Args:
         rows: how many items the stream has; default: its `len`.
         shared: its iterators do not affect each other, even in several threads: no copies are made,
-            and one thread does all reading.
+            and one thread does all reading. It must not draw from the global generators.
     """
 
     in_order = True
@@ -143,6 +143,6 @@ class IterableSource:
             raise TaskError(
                 f"{type(self.dataset).__name__} cannot be copied by pickle "
                 f"({type(error).__name__}: {error}), but several iterators need a copy each: "
-                "open files in __iter__, or declare that iterators do not affect each other: "
-                "IterableSource(dataset, shared=True)."
+                "open files in __iter__, or, if iterators do not affect each other and draw "
+                "no random numbers, IterableSource(dataset, shared=True)."
             ) from error

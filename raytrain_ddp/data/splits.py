@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
@@ -15,9 +15,10 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
 from raytrain_ddp.data.discovery.data_check import Found, Located, locate, locate_evaluation
+from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
-from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
 from raytrain_ddp.data.loading.sources import Source
 from raytrain_ddp.data.order.sample_rng import Rows
@@ -229,7 +230,8 @@ def open_images(
     """
     classes = None if classes is None else [normalized(name) for name in classes]
     if found.kind == "files":
-        return ShardImages(found.paths, config, classes, binary)
+        column = columns_of(config).labels[0]
+        return ShardImages(found.paths, config, classes, binary, found.class_names.get(column))
     if config.target_columns:
         raise DataError(
             f"data.{'source' if found.split == 'train' else 'eval_source'} has no columns, but "
@@ -284,17 +286,8 @@ def _plain(path: str) -> str:
 
 def notes_of(source: ImageSource, what: str) -> list[str]:
     """Notes about files that are not used and labels that are mapped."""
-    notes = []
-    ignored: Mapping[str, int] = getattr(source, "ignored", {})
-    if ignored:
-        kinds = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))[:3]
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds)
-        files = sum(ignored.values())
-        noun = "file is" if files == 1 else "files are"
-        notes.append(
-            f"{files} {noun} not used in {what}: no image extension, or outside of the class "
-            f"folders ({listed})."
-        )
+    why = f"members of {what}: hidden, left by a system, no files, or without a suffix"
+    notes = [f"{note}." for note in counted(getattr(source, "left_out", ()), why)]
     same = getattr(source, "same_inside", ())
     if same:
         notes.append(

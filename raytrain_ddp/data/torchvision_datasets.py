@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
-from raytrain_ddp.data.formats.labels import names_of, normalized, numbers_in
+from raytrain_ddp.data.formats.labels import Labels, names_of, normalized, numbers_in
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
@@ -69,9 +69,10 @@ class TorchvisionImages:
             raise DataError(f"{self.where(0)}: not an image and the number of a class.") from None
         own = _distinct([str(name) for name in getattr(self._dataset, "classes", ())])
         if not own:
-            own = [str(n) for n in range(int(names_of(set(self._targets()), "integer")[-1]) + 1)]
+            own = [str(n) for n in range(int(names_of(self._targets())[-1]) + 1)]
         self.class_names = own if classes is None else list(classes)
-        self._numbers = numbers_in(self.class_names, own, self._name)
+        numbers_in(self.class_names, own, self._name)
+        self._numbers = Labels(self.class_names, own)
         self.blocks = runs_of(len(self._dataset), 256)
 
     def read(self, rows: Rows) -> list[tuple[Any, int]]:
@@ -84,10 +85,10 @@ class TorchvisionImages:
         return np.array(numbers, np.int64)
 
     def _number(self, row: int, label: Any) -> int:
-        if not 0 <= int(label) < len(self._numbers):
-            last = len(self._numbers) - 1
-            raise DataError(f"{self.where(row)}: label {label} is not in the range 0 to {last}.")
-        return self._numbers[int(label)]
+        number = self._numbers.number(int(label))
+        if number is None:
+            raise DataError(f"{self.where(row)}: label {self._numbers.what_is_wrong(int(label))}.")
+        return number
 
     def _targets(self) -> list[int]:
         for name in _LABELS:

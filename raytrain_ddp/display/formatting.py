@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from raytrain_ddp.errors import printable
 from raytrain_ddp.events import DataSummary, Plan
 
 FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")  # names of metrics
@@ -90,7 +91,8 @@ def format_data(data: DataSummary | None, unit: str) -> list[tuple[str, str]]:
         some = f"{data.classes - absent} of the {classes}" if absent else classes
         shown = f"{format_count(data.eval.rows)} {unit} of {some}: {data.eval.origin}"
     lines.append(("evaluation", shown))
-    return lines + [("note", note) for note in data.notes]
+    lines += [("note", note) for note in data.notes]
+    return [(title, printable(text)) for title, text in lines]
 
 
 def format_bytes(count: float) -> str:

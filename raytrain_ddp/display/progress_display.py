@@ -33,6 +33,7 @@ from raytrain_ddp.display.formatting import (
 )
 from raytrain_ddp.display.notebook import NotebookBlock, in_notebook, notebook_console
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
+from raytrain_ddp.display.terminal import terminal
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.messages import Event, Pause, Phase
 from raytrain_ddp.result import FitResult
@@ -74,7 +75,7 @@ class Display:
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
         is_notebook = console is None and live is None and in_notebook()
-        console = console or (notebook_console() if is_notebook else Console(file=sys.stdout))
+        console = console or (notebook_console() if is_notebook else terminal(file=sys.stdout))
         self._console = console
         console.file = cast(IO[str], LastingStream(console.file))
         if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal

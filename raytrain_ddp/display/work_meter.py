@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import Progress, TextColumn
+
+from raytrain_ddp.display.terminal import terminal
 
 Tell = Callable[[int, int], None]
 """Called with images and bytes that were just finished; 0 bytes: by an earlier process."""
@@ -29,7 +30,7 @@ def shown(unit: str = "images", sized: bool = True) -> Iterator[Callable[[str, i
         A function that starts a phase of the work, by its title and its number of images, and
         returns the function to report its progress to.
     """
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     if not console.is_terminal:
         yield lambda title, images: _Counts(title, images, unit, sized).tell_in_lines
         return

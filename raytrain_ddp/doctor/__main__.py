@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json_of(report.as_dict(), indent=1))
     else:
-        from rich.console import Console
+        from raytrain_ddp.display.terminal import terminal
 
-        output_table.show(report, Console(highlight=False), verdicts)
+        output_table.show(report, terminal(highlight=False), verdicts)
     return report.exit_status
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from raytrain_ddp.display.formatting import plural
+from raytrain_ddp.display.terminal import terminal
 from raytrain_ddp.doctor.rows import Report, Row
 
 _CHECK, _WHERE, _VERDICT, _LEAST_FOUND, _MOST_WIDTH = 14, 16, 4, 20, 110
@@ -23,7 +24,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """On standard error: a line that changes on a terminal, otherwise a line per phase."""
-    console = Console(stderr=True, highlight=False)
+    console = terminal(stderr=True, highlight=False)
     if not console.is_terminal:
         yield lambda text: console.print(f"doctor: {text}", soft_wrap=True, markup=False)
         return

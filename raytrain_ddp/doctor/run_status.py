@@ -37,7 +37,6 @@ from raytrain_ddp.events import (
     Interval,
     Plan,
     Preempted,
-    Resync,
     Straggler,
     Train,
 )
@@ -66,7 +65,6 @@ class RunStatus:
     events: Sequence[Timed]
     lines: Sequence[Train]
     evaluated: int | None  # the step of its newest evaluation
-    resyncs: Sequence[Resync]
     hangs: Sequence[tuple[str, Mapping[str, Any]]]  # folder, hang.json; the newest last
 
     @property
@@ -125,7 +123,6 @@ def read_status(run: Storage) -> RunStatus:
         events=read_events(run),
         lines=[record for record in records if isinstance(record, Train)],
         evaluated=max((r.step for r in records if isinstance(r, Eval)), default=None),
-        resyncs=[record for record in records if isinstance(record, Resync)],
         hangs=_hangs(run),
     )
 
@@ -146,7 +143,7 @@ def _hangs(run: Storage) -> list[tuple[str, Mapping[str, Any]]]:
 def assess_run(seen: RunStatus) -> Report:
     """The rows; `fail` means that the run should make progress but does not."""
     rows = [_driver(seen), _progress(seen), *_pace(seen), _failures(seen)]
-    rows += [*_hung(seen), *_replaced(seen), _checkpoint(seen)]
+    rows += [*_hung(seen), _checkpoint(seen)]
     findings = {
         "run": str(seen.run),
         "plan": to_record(seen.plan) if seen.plan else {},
@@ -280,20 +277,6 @@ def _hung(seen: RunStatus) -> list[Row]:
             "These files show where the others wait and what that rank does instead.",
         )
         for folder, hang in seen.hangs[-_HANGS_SHOWN:]
-    ]
-
-
-def _replaced(seen: RunStatus) -> list[Row]:
-    """Weights that differed between ranks."""
-    return [
-        Row(
-            "divergence",
-            ", ".join(f"rank {rank}" for rank in record.ranks),
-            f"step {record.step}: different weights, first in {record.first}; resynchronized",
-            "warn",
-            "Check that host: its device, memory or a kernel computes wrong results.",
-        )
-        for record in seen.resyncs
     ]
 
 

@@ -26,8 +26,9 @@ from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.recipe import changed_fields, flat, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.driver.preflight import answered, is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, find_run
+from raytrain_ddp.driver.run_naming import Changes, NamedRun, find_run, other_things
 from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 
 BRANCH_FILE = "branch.json"
@@ -42,7 +43,7 @@ _FIELDS = {
     *("optim.lr", "optim.momentum", "optim.nesterov", "optim.betas", "optim.weight_decay"),
     *("optim.clip_norm", "optim.label_smoothing"),
 }
-_NOT = {"augment.repeats", "augment.spread_repeats", "ddp.compression", "ddp.powersgd_rank"}
+_NOT = {"augment.repeats", "augment.spread_repeats"}
 _OF_GROUPS = ("momentum", "nesterov", "betas", "weight_decay")
 
 
@@ -119,10 +120,13 @@ def find_branch(config: TrainConfig, origin: str, allowed: Sequence[str]) -> Bra
         if name not in known:
             below = [field for field in known if field.startswith(f"{name}.")]
             hint = f" Name its fields: {', '.join(below)}." if below else did_you_mean(name, known)
-            raise ConfigError(f"--allow-change {name}: there is no such field.{hint}")
+            raise ConfigError(
+                f"--allow-change {name}: there is no such field.{withdrawn(name) or hint}"
+            )
     checkpoint = answered(config, lambda: _origin(config, origin))
     config = settled_as_begun(config, checkpoint.manifest.config)
-    changes = changed_fields(checkpoint.manifest.config, config)
+    changes: Changes = changed_fields(checkpoint.manifest.config, config)
+    changes = other_things(checkpoint, changes, config, is_named=True)
     differing = [name for name, _, _ in changes]
     fixed = [name for name in differing if not may_change(name)]
     if fixed:

@@ -19,7 +19,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.driver.config_flags import FIT, command
 from raytrain_ddp.driver.machine_types import machines, smallest_type
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import absolute
 from raytrain_ddp.tasks.weight_sources import FILES
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
@@ -129,7 +129,7 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
 
 def _slurm(config: TrainConfig, base: str | None, name: str) -> str:
     if "://" not in config.storage:
-        config = replace(config, storage=str(expanded(config.storage).absolute()))
+        config = replace(config, storage=absolute(config.storage))
     need = machines(config, _WORKERS_PER_NODE)
     text = _read("slurm.sbatch")
     text = _put(text, "#   bring up and train   sbatch ", f"{name}.sbatch")

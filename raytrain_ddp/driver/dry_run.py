@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
 from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
 from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -15,6 +16,7 @@ from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
 from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.placement import (
@@ -57,6 +59,8 @@ def dry_run(
     config, manifest = run.config, run.manifest
     if local:
         require_no_evaluator(config)
+    if not is_complete(config, manifest):
+        require_free(run.folder)
     have = local_resources()
     layout, where = _workers(config, have, local)
     asked = replace(config, data=replace(config.data, classes=named))
@@ -65,18 +69,14 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.tasks.task_check import model_of
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
     from raytrain_ddp.training.steps.device_feed import plan_for
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
+    task, data, eval_data = _opened(config, reads)
     plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     epochs, repeats = steps / per_epoch, config.augment.repeats
@@ -87,6 +87,7 @@ def dry_run(
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
+    notes += _compared(run, data, eval_data, task)  # reads each field
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -126,6 +127,29 @@ def dry_run(
     if lacking:
         lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
+
+
+def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | None]:
+    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
+
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
+    return task, data, eval_data
+
+
+def _compared(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> list[str]:
+    """A note if the run began with other code; needs each file of the data.
+
+    Raises:
+        DataError: a file is missing, or the data are not those of the run so far.
+    """
+    from raytrain_ddp.training.run_identity import RunIdentity
+
+    identity, checkpoint = RunIdentity.of(data, eval_data, task), newest_checkpoint(run.folder)
+    return [*filter(None, [identity.require_same(checkpoint) if checkpoint else None])]
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.committed import CheckpointName
+from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded
 from raytrain_ddp.checkpoint.storage import Storage
@@ -39,9 +40,10 @@ from raytrain_ddp.driver.preflight import (
 )
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
-from raytrain_ddp.errors import PreflightError, RaytrainError, first_line
+from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.events import End, Eval, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
+from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 from raytrain_ddp.user_code import changed, module_digest, task_digests
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 _COLLECT_AFTER = 200_000
 
 
+@process_as_found()
 def fit(
     config: TrainConfig | None = None,
     *,
@@ -99,6 +102,7 @@ def fit(
     return result
 
 
+@process_as_found()
 def fit_locally(
     config: TrainConfig | None = None,
     *,
@@ -119,11 +123,12 @@ def fit_locally(
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     require_no_evaluator(config)
-    main = ranks_of_launcher()[0] == 0
+    rank, _, _ = ranks_of_launcher()
+    main = rank == 0
     if main:
         run, branch = run_and_branch(config, default_name, resume_from, allow_change)
     else:
-        run, branch = run_of_rank_0(config, default_name), None
+        run, branch = run_of_rank_0(config, rank, default_name), None
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
         led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
         with led as (run, tell):
@@ -131,7 +136,11 @@ def fit_locally(
             if manifest is not None and is_complete(config, manifest):
                 result = _complete(run, manifest, tell, main)
             else:
-                outcome, watch = _train_here(config, folder, main, tell, session)
+                tell(Phase("loading torch"))
+                from raytrain_ddp.training import loop  # noqa: F401
+
+                with process_as_found():  # of torch, too
+                    outcome, watch = _train_here(config, folder, main, tell, session)
                 if main:
                     _draw(config, folder, tell)
                 else:
@@ -150,7 +159,6 @@ def _train_here(
     show: Show,
     session_of: Callable[..., LocalSession] | None = None,
 ) -> tuple[Outcome, _Starts]:
-    show(Phase("loading torch"))
     _note_idle(config, show)
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.loop import train
@@ -163,7 +171,8 @@ def _train_here(
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
     from raytrain_ddp.training.start.settling import settled
 
-    world = join_world(config.scaling, config.exact, nccl_settings(config))
+    tell = (lambda text: show(Note(text))) if main else None
+    world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     config, notes = settled(config, world)
     if main:
         write_config(config, run)
@@ -228,36 +237,50 @@ def _train_on_ray(
 ) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
+    from raytrain_ddp.ray_backend.placement import Layout
+    from raytrain_ddp.ray_backend.ray_process import in_ray_process
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
     from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
     watch = _Starts(show)
     _note_idle(config, show)
-    phase = lambda name: show(Phase(name))  # noqa: E731
-    collect_after, *generations = gc.get_threshold()
-    gc.set_threshold(_COLLECT_AFTER, *generations)
-    try:
-        start_warm_server(config, address)
-        if config.task in BUILT_IN:
-            try_model(config, is_new=not committed)
-        else:  # checked before anything is started; loads torch, which Ray Train does later anyway
-            show(Phase("loading the task"))
-            task_of(config)
-        with (
-            only_one(),
-            ray_output_to_file(run),
-            cluster(config, address, dashboard, phase) as layout,
-        ):
-            config.require_synced(layout.least, layout.most, layout.use_gpu)
-            write_config(config, run)
-            if layout.note:
-                show(Note(layout.note))
-            with listed_in_dashboard(show):
-                outcome = run_workers(config, run, layout, watch, committed, pickled_task(config))
-    finally:
-        gc.set_threshold(collect_after, *generations)
-    return outcome, watch
+    if why := start_warm_server(config, address):
+        show(Note(f"workers start without warm processes: {why}"))
+    if config.task in BUILT_IN:
+        try_model(config, is_new=not committed)
+    else:  # checked before anything is started; loads torch, which Ray Train does later anyway
+        show(Phase("loading the task"))
+        task_of(config)
+    lease, outcomes = holder(run), list[Outcome]()
+
+    def work(tell: Callable[[object], None]) -> None:
+        gc.set_threshold(_COLLECT_AFTER)
+        phase = lambda name: tell(Phase(name))  # noqa: E731
+        with cluster(config, address, dashboard, phase) as layout:
+            tell(layout)
+            with listed_in_dashboard(tell):
+                tell(run_workers(config, run, layout, tell, committed, pickled_task(config), lease))
+
+    def take(event: Layout | Outcome | Event) -> None:
+        match event:
+            case Layout():
+                config.require_synced(event.least, event.most, event.use_gpu)
+                write_config(config, run)
+                if event.note:
+                    show(Note(event.note))
+            case Outcome():
+                outcomes.append(event)
+            case _:
+                watch(event)
+
+    with only_one(), ray_output_to_file(run):
+        try:
+            in_ray_process(work, take)
+        except RetriesExhausted:
+            if not outcomes:
+                raise
+    return outcomes[0], watch
 
 
 def _end(

@@ -11,15 +11,15 @@ from typing import TypeVar
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import forget_storages, newest_manifest, run_storage
 from raytrain_ddp.config.effects import value_of
-from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.input_sections import TORCHVISION_ROOT, DataConfig
+from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
-from raytrain_ddp.files import expanded
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
@@ -27,11 +27,10 @@ from raytrain_ddp.uri import reason_of, without_secrets
 T = TypeVar("T")
 
 _PAUSES_S = (0.5, 1.0, 2.0)
-_LASTING = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The config with its storage absolute.
+    """The config with absolute paths, which mean the same in each worker and later.
 
     Raises:
         ConfigError: the task or model does not exist.
@@ -50,10 +49,10 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.task in BUILT_IN:
         model = check_weights(config.model, config.storage, lambda: _is_begun(config))
         config = replace(config, data=_with_classes(config), model=model)
-    storage = config.storage  # absolute, so that it means the same in each worker and later
-    if "://" not in storage:
-        storage = str(expanded(storage).absolute())
-    return replace(config, storage=storage)
+    sources = {config.data.source, config.data.eval_source or config.data.source}
+    if config.data.root is None and all(each.startswith("torchvision:") for each in sources):
+        config = replace(config, data=replace(config.data, root=TORCHVISION_ROOT))
+    return with_paths(config, absolute_path)
 
 
 def require_no_evaluator(config: TrainConfig) -> None:
@@ -67,6 +66,14 @@ def _is_begun(config: TrainConfig) -> bool:
     if config.name is None:
         return False
     return answered(config, lambda: newest_manifest(run_storage(config))) is not None
+
+
+def fingerprints(config: TrainConfig) -> tuple[str, str]:
+    """Those of the training and the evaluation set of a built-in task, as a checkpoint records
+    them; the latter is empty without one. Torchvision's sets need torch."""
+    splits = open_splits(config.data, locate(config.data), binary=config.loss.name == "bce")
+    splits.close()
+    return splits.train.fingerprint(), splits.eval.fingerprint() if splits.eval else ""
 
 
 def _with_classes(config: TrainConfig) -> DataConfig:
@@ -125,11 +132,11 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
         except UnreachableError:  # one that was tried for long enough
             raise
         except OSError as error:
-            if pause_s is None or isinstance(error, _LASTING):
+            if pause_s is None or not is_passing(error, if_full=False):
                 raise PreflightError(
                     f"storage = {without_secrets(config.storage)}: it cannot be read: "
-                    f"{reason_of(config.storage, error)}. Nothing is lost: fix it, then "
-                    "run the same command again."
+                    f"{reason_of(config.storage, error)}. Fix it, then run "
+                    "the same command again."
                 ) from None
         time.sleep(pause_s)
     raise AssertionError  # the last iteration has returned or raised

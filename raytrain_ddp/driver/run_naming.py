@@ -8,30 +8,40 @@ so commands started at the same time share a run if their configs are equal, and
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
+from glob import glob
+from pathlib import Path, PurePath
 from typing import Any
 
+from raytrain_ddp.checkpoint.committed import Checkpoint
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     SWEEP_FILE,
+    newest_checkpoint,
     newest_manifest,
+    recorded,
     require_none_lost,
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.automatic import settled_as_begun
+from raytrain_ddp.config.paths import path_fields
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
-from raytrain_ddp.driver.preflight import answered
+from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.driver.preflight import answered, fingerprints
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
 from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.training.runtime.launched import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.user_code import module_digest
 
 CLAIM_FILE = "claimed.toml"
 """The config of a new run, from the time its name is held until the run ends."""
@@ -40,7 +50,6 @@ _SHOWN = 3  # fields in a line
 _LONGEST = 120  # maximum length of a name with a number
 _PAUSE_S = 0.1
 _CLAIM_S = 10.0
-_RANK_0_S = 120.0
 
 Changes = Sequence[tuple[str, Any, Any]]
 
@@ -81,18 +90,19 @@ def find_run(config: TrainConfig, default_name: str | None = None) -> NamedRun:
     return answered(config, lambda: _of_config(config, default_name or name_by_config(config)))
 
 
-def run_of_rank_0(config: TrainConfig, default_name: str | None = None) -> NamedRun:
+def run_of_rank_0(config: TrainConfig, rank: int, default_name: str | None = None) -> NamedRun:
     """The same run as rank 0's, which may not have started it yet.
 
     Raises:
         PreflightError: rank 0's run does not appear in this storage; also like `find_run`.
     """
-    until_s = time.monotonic() + _RANK_0_S
+    place = without_secrets(config.storage)
+    waiting = Waiting(lambda: f"rank {rank} waits for rank 0 to start a run in {place}", None)
     while (run := find_run(config, default_name)).is_new:
-        if time.monotonic() > until_s:
+        if waiting.look():
             raise PreflightError(
-                f"storage = {without_secrets(config.storage)}: rank 0 did not start a run here "
-                f"within {_RANK_0_S:g} s: all ranks must use the same storage."
+                f"storage = {place}: rank 0 did not start a run with this config here within "
+                f"{LIMIT_S:g} s. {UNSET} The storage must be the same, too."
             )
         time.sleep(_PAUSE_S)
     return run
@@ -146,7 +156,10 @@ def _of_name(config: TrainConfig) -> NamedRun:
     if manifest is None:
         require_none_lost(config, folder)
         return NamedRun(config, folder, None)
-    changed = changed_fields(manifest.config, config)
+    changed = _changes(folder, manifest, manifest.config, config)
+    for name, then, _ in changed:
+        if hint := withdrawn(f"{name}={then}"):
+            raise ConfigError(f"run {config.name} has {name} = {then!r}.{hint}")
     if changed:
         width = max(len(name) for name, _, _ in changed)
         rows = [f"  {name:<{width}}  {then!r} -> {now!r}" for name, then, now in changed]
@@ -172,7 +185,7 @@ def _of_config(config: TrainConfig, base: str) -> NamedRun:
             continue
         if begun is None:
             continue
-        changed = changed_fields(begun, config)
+        changed = _changes(folder, manifest, begun, config)
         if not changed:
             if manifest is None:
                 require_none_lost(named, folder)
@@ -188,6 +201,72 @@ def _of_config(config: TrainConfig, base: str) -> NamedRun:
     folder = run_storage(named)
     require_none_lost(named, folder)
     return NamedRun(named, folder, None, base, is_new=True, note=note)
+
+
+def _changes(
+    folder: Storage, manifest: Manifest | None, begun: Mapping[str, Any], config: TrainConfig
+) -> Changes:
+    """What makes this config another run than the one that has begun in the folder."""
+    changed = changed_fields(begun, config, str(folder) if folder.is_local else "")
+    if manifest is None or {name for name, _, _ in changed} - {*path_fields(TrainConfig)}:
+        return changed
+    found = newest_checkpoint(folder)
+    assert found is not None  # that of the manifest
+    return other_things(found, changed, config, is_named=config.name is not None)
+
+
+def other_things(
+    checkpoint: Checkpoint, changed: Changes, config: TrainConfig, is_named: bool
+) -> Changes:
+    """The changes without those of paths that lead to the same thing as for the checkpoint: data of
+    the same fingerprint, and code of the same content.
+
+    Args:
+        is_named: the user means this very run. Its code may be another, as the start says, and the
+            start compares the data of a task of one's own. Otherwise, data are the same only if
+            they are no longer where they were: two data sets may have files of equal sizes.
+    """
+    kinds, state = path_fields(TrainConfig), recorded(checkpoint)
+
+    @cache
+    def is_same_data() -> bool:
+        if config.task not in BUILT_IN:
+            return is_named
+        before = checkpoint.manifest.data_fingerprint, state.get("data", {}).get("eval")
+        return fingerprints(config) == before
+
+    def is_same(name: str, then: Any, now: Any) -> bool:
+        kind = kinds.get(name)
+        if kind == "options":
+            both = [(each, now.get(key)) for key, each in then.items()]
+            moved = (a == b or (is_named and _is_moved_file(a, b)) for a, b in both)
+            return then.keys() == now.keys() and all(moved)
+        if not (isinstance(then, str) and isinstance(now, str)):
+            return False
+        if kind == "data":
+            return _is_one_place(then, now) or ((is_named or _is_gone(then)) and is_same_data())
+        if not _is_moved_file(then, now):
+            return False
+        digests = module_digest(now).items() if kind == "code" else {}
+        is_same_code = bool(digests) and digests <= state.get("code", {}).items()
+        return kind in ("code", "weights") and (is_named or is_same_code)
+
+    return [row for row in changed if not is_same(*row)]
+
+
+def _is_moved_file(then: Any, now: Any) -> bool:
+    paths = [PurePath(each) for each in (then, now) if isinstance(each, str)]
+    return len({path.name for path in paths}) == 1 and all(path.is_absolute() for path in paths)
+
+
+def _is_one_place(one: str, other: str) -> bool:
+    with suppress(OSError):
+        return os.path.samefile(one.removeprefix("file://"), other.removeprefix("file://"))
+    return False
+
+
+def _is_gone(path: str) -> bool:
+    return "://" not in path and not glob(path) and not os.path.lexists(path)
 
 
 def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +19,7 @@ from raytrain_ddp.errors import RaytrainError, RunLockedError, status_of
 from raytrain_ddp.events import End, Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.failure_causes import failure_event, is_own_exit
+from raytrain_ddp.signals import handling
 
 Show = Callable[[Event], None]
 
@@ -104,6 +104,16 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
             raise
 
 
+def require_free(run: Storage) -> None:
+    """Takes the lease of a run, and gives it back; leaves nothing behind.
+
+    Raises:
+        RunLockedError, PreflightError: like `Lease.take`.
+    """
+    with _no_empty_folders(run), Lease.take(run, lambda _: None):
+        pass
+
+
 @contextmanager
 def _exit_as_ctrl_c() -> Iterator[None]:
     """Ray's handler of SIGTERM, which it installs when it starts, exits with its number."""
@@ -115,26 +125,14 @@ def _exit_as_ctrl_c() -> Iterator[None]:
         raise KeyboardInterrupt(int(signal.SIGTERM)) from None
 
 
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def _sigterm_as_ctrl_c() -> AbstractContextManager[None]:
     """Until a session handles both; so the lease is given back."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
 
     def stop(number: int, _: object) -> NoReturn:
         raise KeyboardInterrupt(number)
 
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        now = signal.getsignal(signal.SIGTERM)
-        if now is stop or getattr(now, "__module__", "").startswith("ray."):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    is_unhandled = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return handling([signal.SIGTERM] if is_unhandled else [], stop)
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.discovery.store_listing import list_in_store
-from raytrain_ddp.data.formats.image_folder import files_below, is_image
+from raytrain_ddp.data.formats.image_folder import LEFT_OUT, files_below, is_image
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _VIDEOS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 _FRAMES = "Extract its frames: ffmpeg -i {0} frames/%06d.jpg"
-_KINDS_SHOWN = 3
 TARGET = "target"  # a column of lists, with a number for each of the targets
 
 Columns = dict[str, list[Any]]
@@ -151,30 +150,23 @@ def _evaluation(model: LoadedModel) -> ImageSource:
 def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The images, or else the tables, that the words name; and notes about other files."""
     found: list[str] = []
-    others: Counter[str] = Counter()
+    others: list[str] = []
+    left_out: list[str] = []
     for word in words:
         in_store = "://" in word and not word.startswith("file://")
         place = _place(word)
-        own = _in_store(word) if in_store else _on_disk(place)
+        own = _in_store(word, left_out) if in_store else _on_disk(place, left_out)
         named = own == [place]  # a file by its own name may be of any kind
         kept = [name for name in own if named or is_image(name) or format_of(name)]
         if not kept or kept[0].lower().endswith(_VIDEOS):
             raise _nothing(word, own)
         found += kept
-        left = {*own} - {*kept}
-        others.update(os.path.splitext(name)[1].lower() for name in own if name in left)
+        others += sorted({*own} - {*kept})
     unique = {name if "://" in name else os.path.abspath(name): name for name in found}
     images = [name for name in unique.values() if format_of(name) is None]
-    listed = ", ".join(f"{n} {kind}" for kind, n in others.most_common(_KINDS_SHOWN))
-    count = others.total()
-    notes = []
-    tables = len(unique) - len(images)
-    if images and tables:
-        nouns = "tables next to the images are" if tables > 1 else "table next to the images is"
-        notes.append(f"{tables} {nouns} not read.")
-    if count:
-        noun = "files are" if count > 1 else "file is"
-        notes.append(f"{count:,} {noun} not used: no images ({listed}).")
+    tables = [name for name in unique.values() if images and format_of(name)]
+    unused = {"tables next to the images": tables, "no images": others, LEFT_OUT: left_out}
+    notes = [f"{note}." for why, names in unused.items() for note in counted(names, why)]
     repeated = len(found) - len(unique)
     if repeated:
         noun = "files are" if repeated > 1 else "file is"
@@ -182,8 +174,9 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return (images if images and len(words) == 1 else [*unique.values()]), tuple(notes)
 
 
-def _in_store(uri: str) -> list[str]:
+def _in_store(uri: str, left_out: list[str]) -> list[str]:
     listing = list_in_store(uri, without_secrets(uri))
+    left_out += listing.left_out
     return [listing.uri_of(name) for name in listing.files]
 
 
@@ -192,21 +185,24 @@ def _place(word: str) -> str:
     return open_uri(word)[1] if word.startswith("file://") else os.path.expanduser(word)
 
 
-def _on_disk(path: str) -> list[str]:
+def _on_disk(path: str, left_out: list[str]) -> list[str]:
     if os.path.isdir(path):
-        return _below(path)
+        return _below(path, left_out)
     if os.path.exists(path):
         return [path]
     matches = sorted(glob.glob(path, recursive=True))
     if not matches:
         raise DataError(f"{path}: no such file or folder, and no file matches it.")
-    return [name for m in matches for name in (_below(m) if os.path.isdir(m) else [m])]
+    return [name for m in matches for name in (_below(m, left_out) if os.path.isdir(m) else [m])]
 
 
-def _below(folder: str) -> list[str]:
-    """Files at any depth, sorted; hidden ones are omitted."""
-    found = files_below(folder)
-    return sorted(os.path.join(place, name) for place, names in found for name in names)
+def _below(folder: str, left_out: list[str]) -> list[str]:
+    """Files at any depth, sorted; leftovers are omitted, and added to `left_out`."""
+    found = []
+    for place, names, left in files_below(folder):
+        found += [os.path.join(place, name) for name in names]
+        left_out += [os.path.join(place, name) for name in left]
+    return sorted(found)
 
 
 def _nothing(word: str, files: Sequence[str]) -> DataError:

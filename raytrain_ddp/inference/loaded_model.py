@@ -12,8 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.run_folder import find_checkpoint, recorded, recorded_classes
-from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.checkpoint.run_folder import (
+    config_of,
+    find_checkpoint,
+    recorded,
+    recorded_classes,
+)
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
@@ -21,6 +25,7 @@ from raytrain_ddp.data.splits import ImageSource
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.inference.batch_outputs import EMBEDDING, Asked, outputs
 from raytrain_ddp.inference.given_images import GivenImages
+from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
@@ -164,6 +169,7 @@ class LoadedModel(nn.Module):
         return image_data(source, config, None, len(self.class_names), on_bad)
 
 
+@process_as_found()
 def load(
     run: str | os.PathLike[str],
     checkpoint: Literal["best", "last"] | None = None,
@@ -184,8 +190,7 @@ def load(
     if checkpoint not in ("best", "last", None):
         raise ConfigError(f"checkpoint = {checkpoint!r}: must be best or last.")
     found = find_checkpoint(os.fspath(run), checkpoint)
-    config = from_dict(dict(found.manifest.config), where=str(found))
-    return loaded(found, config, choose_device(device))
+    return loaded(found, config_of(found), choose_device(device))
 
 
 def loaded(checkpoint: Checkpoint, config: TrainConfig, device: torch.device) -> LoadedModel:

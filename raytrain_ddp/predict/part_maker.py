@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from raytrain_ddp.checkpoint.run_folder import find_checkpoint
-from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.inference.batch_outputs import Asked, outputs
@@ -69,7 +68,7 @@ class PartMaker:
     def __init__(self, job: Job, device: torch.device, threads: int) -> None:
         self.job, self._threads = job, threads
         found = find_checkpoint(job.checkpoint)
-        config = from_dict(dict(found.manifest.config), where=str(found))
+        config = config_of(found)
         set_up(World(0, 1, device.index or 0, device, threads), config.compute)
         self.model = loaded(found, config, device)
         self._bad: dict[int, str] = {}

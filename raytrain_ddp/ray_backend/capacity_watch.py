@@ -75,8 +75,8 @@ class LiveNodes:
         """
         if self.awake() - self._at > _HEAD_DEAD_AFTER_S:
             self.is_lost = True
-            silent = f"has not answered for {_HEAD_DEAD_AFTER_S:g} s"
-            raise RetriesExhausted(f"the head of the Ray cluster {silent}. {self._kept}")
+            silent = f"its head has not answered for {_HEAD_DEAD_AFTER_S:g} s"
+            raise RetriesExhausted(f"the connection to Ray is lost: {silent}. {self._kept}")
         return self._living
 
     def close(self) -> None:

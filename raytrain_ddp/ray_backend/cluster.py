@@ -23,12 +23,14 @@ from raytrain_ddp.ray_backend.placement import (
     missing_resources,
     require_capacity,
 )
+from raytrain_ddp.ray_backend.ray_process import caller
 from raytrain_ddp.ray_backend.ray_settings import (
     applied_settings,
     dashboard_port,
     own_state_api,
     quick_start,
     ray_settings,
+    short_folder,
 )
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
@@ -40,7 +42,7 @@ from raytrain_ddp.ray_backend.ray_start import (
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
-from raytrain_ddp.warm.warm_start import announce_job, py_executable, start_early
+from raytrain_ddp.warm.warm_start import announce_job, py_executable, start_early, why_cold
 
 _SHUTDOWN_S = 30.0
 # Of a job's runtime environment: its processes are not started by the Python of this one.
@@ -92,7 +94,7 @@ def ray_connection(
         return
     if address:
         require_listener(address)
-    with applied_settings(settings):
+    with applied_settings(settings if address else {**settings, **short_folder()}):
         use_token(embedded=not address, tell=tell)
         tell(f"connecting to Ray at {address}" if address else "starting Ray")
         import ray
@@ -149,7 +151,7 @@ def cluster(
             layout, options = _starting(config)
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
-            options["runtime_env"] = _warm(config, os.getpid())
+            options["runtime_env"] = _warm(config, caller())
             stack.enter_context(own_state_api(port))
         else:
             own: dict[str, Any] = {}
@@ -174,17 +176,24 @@ def cluster(
         yield layout
 
 
-def start_warm_server(config: TrainConfig, address: str | None) -> None:
+def start_warm_server(config: TrainConfig, address: str | None) -> str:
     """Starts the server of warm processes early if `cluster` will start a Ray here; otherwise
     announces a job to this machine's server.
 
     Loading its modules takes seconds, in which the caller can do something else.
+
+    Returns:
+        Why the processes of a Ray that is started here are not warm, although they may be; or "".
     """
     if starts_ray(address):
-        _warm(config, os.getpid())
+        _warm(config, caller())
+        if config.scaling.warm_processes:
+            mode = _forks(config)
+            return why_cold(mode) if mode else "they need Linux, and this environment's Python"
     elif not is_connected():
         cluster = explicit_address(address or os.environ["RAY_ADDRESS"])
         _announce(config, cluster=cluster)
+    return ""
 
 
 def _announce(config: TrainConfig, job: str = "", cluster: str = "") -> None:
@@ -229,7 +238,7 @@ def shipped_code(config: TrainConfig) -> dict[str, Any]:
 
 
 def _forks(config: TrainConfig) -> str:
-    """Where Ray's processes are forks: see `suits` of fork_client.py; "": nowhere."""
+    """Where Ray's processes are forks: see `unsuited` of fork_client.py; "": nowhere."""
     given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
     own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
     if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
@@ -248,7 +257,7 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     if not mode:
         return {}
     if owner:
-        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers)
+        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers, owner)
     return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
 
 

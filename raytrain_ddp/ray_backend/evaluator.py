@@ -21,7 +21,13 @@ from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, RetriesExhausted
+from raytrain_ddp.errors import (
+    ConfigError,
+    PreflightError,
+    RaytrainError,
+    RetriesExhausted,
+    is_passing,
+)
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.worker import WorkerSettings, apply_settings, require_folder
@@ -86,7 +92,7 @@ class Evaluator:
                 except ray.exceptions.RayTaskError as error:
                     times = self._failed.get(name, (0, 0.0))[0] + 1
                     # A storage may fail for a while; training goes on meanwhile, too.
-                    if not isinstance(error.cause, OSError) or times > _MOST_AGAIN:
+                    if not is_passing(error.cause) or times > _MOST_AGAIN:
                         raise _of(name, error.cause) from error
                     self._failed[name] = times, time.monotonic()
                 except ray.exceptions.RayError as error:

@@ -46,10 +46,9 @@ def cause_of(error: BaseException) -> Cause:
 
 def is_own_exit(error: BaseException) -> bool:
     """Whether the user's code has called sys.exit(); Ray ends workers in this way as well."""
-    import ray
-
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
-    return bool(frames) and not frames[-1].filename.startswith(f"{Path(ray.__file__).parent}/")
+    ray = Path(getattr(sys.modules.get("ray"), "__file__", "/none/ray")).parent
+    return bool(frames) and not frames[-1].filename.startswith(f"{ray}/")
 
 
 def failure_event(error: BaseException) -> End:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -36,7 +35,6 @@ from raytrain_ddp.training.state.live_state import LiveState
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
-_COMMITS_S = 30.0  # that newcomers wait for commits which follow one another
 _LAST_S = 20.0  # time limit for the driver to take the last events
 _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
@@ -80,7 +78,6 @@ class RaySession(RecordingSession):
         self._words = WorkerLog(world)
         super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
-        self._came: float | None = None  # when a newcomer was first seen
         self._mailbox, self._start, self._place = mailbox, start, place
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
@@ -151,13 +148,9 @@ class RaySession(RecordingSession):
         """Called once per step; also counts steps and pushes events."""
         self.step = (self.step or 0) + 1
         requests = self._asked(self._notice.requests)
-        committer = self.recorder.committer if self.recorder is not None else None
-        # A commit in several parts would be given up; but there may always be one.
-        is_busy = committer is not None and committer.is_busy()
-        fails = committer is not None and committer.fails  # a new generation needs the storage
-        self._came = (self._came or time.monotonic()) if self._newcomer else None
-        waited_s = time.monotonic() - (self._came or math.inf)
-        self._joins = self._newcomer and not fails and (not is_busy or waited_s > _COMMITS_S)
+        # A new generation needs the storage.
+        fails = self.recorder is not None and self.recorder.committer.fails
+        self._joins = self._newcomer and not fails
         return requests._replace(look=requests.look or self._joins)
 
     def requests_in_evaluation(self) -> Requests:

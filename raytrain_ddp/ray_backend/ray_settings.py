@@ -15,6 +15,7 @@ from raytrain_ddp.warm import worker_setup
 
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
+_LONGEST_FOLDER = 36  # bytes: the path of a socket has at most 107, and Ray adds up to 70
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # How long each part of Ray may take to start, where this is configurable: see ray_start.py.
 _SLOW_START = {
@@ -50,6 +51,13 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
         settings[PREEMPTION_WATCHER] = "0"  # no preemption on this machine: saves a process
         settings["RAY_prestart_worker_first_driver"] = "0"  # without the runtime environment
     return settings
+
+
+def short_folder() -> dict[str, str]:
+    """For a Ray that is started here: the setting that keeps the paths of its sockets short enough,
+    if TMPDIR does not."""
+    is_short = len(os.fsencode(os.environ.get("TMPDIR", ""))) <= _LONGEST_FOLDER
+    return {} if is_short else {"RAY_TMPDIR": "/tmp"}
 
 
 @contextmanager
@@ -89,6 +97,10 @@ def own_state_api(port: int | None) -> Iterator[None]:
         yield
 
 
+class QuickStartError(RuntimeError):
+    """This Ray cannot be started as `quick_start` does it."""
+
+
 @contextmanager
 def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
     """Makes a Ray that is started in this context start sooner. Ray has no setting for this.
@@ -101,8 +113,8 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
             machine, and the monitor of logs, which nobody would show.
 
     Raises:
-        RuntimeError: instead of a ValueError or TypeError raised once processes were started, which
-            a second try without this may avoid.
+        QuickStartError: instead of an error that a second try without this may avoid: an
+            AttributeError, or a ValueError or TypeError raised once processes were started.
     """
     reached: list[str] = []
 
@@ -132,10 +144,10 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
                 _replace(stack, node.Node, "start_log_monitor", lambda _: None)
         try:
             yield
-        except (ValueError, TypeError) as error:
-            if not reached:
+        except (AttributeError, ValueError, TypeError) as error:
+            if not reached and not isinstance(error, AttributeError):
                 raise
-            raise RuntimeError(str(error)) from error
+            raise QuickStartError(str(error)) from error
 
 
 def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:

@@ -17,15 +17,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.errors import PreflightError, is_passing
 
 RAY_START_S = 300.0
 """The time limit for starting Ray, over all tries, unless `wait_s` is longer."""
 
 _AFTER_FORK_S = 0.05
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-# Retrying does not help: a wrong option, no Ray at the address, a different version, no token.
-_LASTING = ("could not find any running ray", "version mismatch", "authentication")
+# What Ray raises, even Exception itself, if a part of it is slow or has ended while it starts.
+_PASSING = (
+    *("timed out", "timeout", "failed to start", "failed to connect", "unable to connect"),
+    *("failed to get node info", "no node info found", "not have started", "already occupied"),
+    *("unavailable", "rpcerror", "raysystemerror", "quickstarterror"),
+)
 
 
 def start_with_retries(
@@ -35,7 +39,7 @@ def start_with_retries(
     within_s: float,
     tell: Callable[[str], None],
 ) -> None:
-    """Calls `init`, which starts or joins Ray, until it succeeds.
+    """Calls `init`, which starts or joins Ray, until it succeeds, or fails in a lasting way.
 
     Processes left behind by a failed try are ended before the next one.
 
@@ -53,15 +57,14 @@ def start_with_retries(
             with interruptible(), _no_hangups():
                 init()
             return
-        except Exception as error:  # Ray raises various types, even Exception itself
+        except Exception as error:
             message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
             _end_processes(_children() - before)
-            lasting = isinstance(error, (ValueError, TypeError))
-            if lasting or any(
-                pattern in f"{type(error).__name__} {error}".lower() for pattern in _LASTING
-            ):
+            text = f"{type(error).__name__} {error}".lower()
+            known = any(pattern in text for pattern in _PASSING)
+            if not known and (not getattr(error, "errno", None) or not is_passing(error)):
                 raise PreflightError(f"no Ray at {where}: {message}") from error
             pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
             spent_s = time.monotonic() - began

@@ -57,7 +57,6 @@ def start_of(config: TrainConfig, layout: Layout) -> Start:
     """The start of the workers. If any dies, only that one is replaced, except
 
     - over NCCL, unless the config asks for it, or if nothing would end its hanging collectives.
-    - with ddp.shard_optimizer: what is lost with a worker is in the newest checkpoint only.
     - with MIN:MAX workers of a strict placement, which workers placed one by one could not keep.
 
     Args:
@@ -66,7 +65,7 @@ def start_of(config: TrainConfig, layout: Layout) -> Start:
     wanted = config.scaling.replace_workers
     if "nccl" in layout.backend:
         wanted = wanted is True and bool(config.scaling.hang_s)
-    wanted = wanted and not config.ddp.shard_optimizer and layout.most > 1
+    wanted = wanted and layout.most > 1
     if not wanted or not hasattr(Backend, "has_replica_groups"):
         return Start(layout)
     is_strict = config.scaling.placement.startswith("STRICT")

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.run_folder import LOGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import to_dict
@@ -119,13 +118,15 @@ def worker_settings(
     run: Storage,
     layout: Layout,
     mailbox: Any,
-    task: bytes | None = None,
+    task: bytes | None,
+    lease: str,
 ) -> WorkerSettings:
     """What each worker receives.
 
     Args:
         layout: as it is configured.
         task: the pickled task, if its name does not suffice; see `pickled_task`.
+        lease: the token of this process, which holds the run.
     """
     return WorkerSettings(
         config=to_dict(config),
@@ -135,7 +136,7 @@ def worker_settings(
         log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
         mailbox=mailbox,
         threads=max(1, int(layout.per_worker["CPU"])),
-        lease=holder(run),
+        lease=lease,
         look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
         most=layout.most,
         backend=layout.backend,

@@ -15,6 +15,7 @@ from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import first_line
 from raytrain_ddp.events import Note, Plan, Preempted
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.messages import (
@@ -36,6 +37,7 @@ from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
+from raytrain_ddp.ray_backend.ray_process import LOST
 from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_settings
 from raytrain_ddp.signals import handling, heeded
 
@@ -63,12 +65,14 @@ def run_workers(
     show: Callable[[Event], None],
     committed: int = 0,
     task: bytes | None = None,
+    lease: str = "",
 ) -> Outcome:
     """Trains on `layout`; returns the outcome reported by rank 0.
 
     Args:
         committed: the step of the newest checkpoint, 0 without one.
         task: the task, if its name does not suffice; see `pickled_task`.
+        lease: the token of the process that holds the run.
 
     Raises:
         RaytrainError: the error of a worker, with its exit status.
@@ -105,7 +109,7 @@ def run_workers(
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with handling(heeded(), listener.on_signal):
-            given = worker_settings(config, run, layout, mailbox, task)
+            given = worker_settings(config, run, layout, mailbox, task, lease)
             if layout.evaluators:
                 listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
@@ -266,10 +270,7 @@ class _Listener:
         try:
             return self._inbox.sort(ray.get(asked, timeout=1))
         except ray.exceptions.RayError as error:
-            raise errors.RetriesExhausted(
-                "the connection to Ray is lost; committed checkpoints are kept; run the same "
-                f"command again to resume: {str(error).splitlines()[0]}"
-            ) from error
+            raise errors.RetriesExhausted(f"{LOST}{first_line(error)}") from error
 
     def _stop_if_asked(self) -> None:
         if not self._signals:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, config_of
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
-from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.errors import CheckpointError, ConfigError, RaytrainError, first_line
 from raytrain_ddp.report.run_files import RunFiles
 
@@ -73,7 +72,7 @@ class Predictions:
 def predict(files: RunFiles, device: str, is_running: bool) -> Predictions:
     """Raises RaytrainError if there is nothing to report, saying why."""
     checkpoint = _best(files)
-    config = from_dict(dict(checkpoint.manifest.config), where=str(checkpoint))
+    config = config_of(checkpoint)
     _require_no_download(config)
     from raytrain_ddp.tasks.task_check import eval_data_of, model_of
     from raytrain_ddp.tasks.task_loading import load_task

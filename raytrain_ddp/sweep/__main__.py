@@ -19,7 +19,7 @@ _TRIALS = 20
 _OF_WORKERS = [
     *("num_workers", "use_gpu", "cpus_per_worker", "gpus_per_worker", "backend", "placement"),
     *("max_failures", "replace_workers", "max_preemptions", "resize_s", "start_timeout_s"),
-    *("check_every_steps", "on_divergence"),
+    "check_every_steps",
 ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
@@ -17,7 +18,7 @@ from raytrain_ddp.driver.branching import may_change
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, TaskError
-from raytrain_ddp.files import expanded
+from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.optuna_search import require_optuna
 from raytrain_ddp.sweep.space import field_of, with_point
@@ -58,10 +59,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     Raises:
         RaytrainError: see `require_valid`; also if Optuna is wanted and not installed.
     """
-    storage = order.base.storage
-    if "://" not in storage:
-        storage = str(expanded(storage).absolute())
-    base = replace(order.base, storage=storage)
+    base = with_paths(order.base, absolute_path)
     if order.settings.search == "optuna":
         require_optuna()
     fixed = [each.field for each in order.settings.space if not may_change(field_of(each.field))]
@@ -82,6 +80,7 @@ def checked(order: SweepOrder) -> SweepOrder:
     return replace(order, base=base)
 
 
+@process_as_found()
 def run_sweep(order: SweepOrder, display: SweepDisplay) -> int:
     """Runs the trials that are missing; returns the exit status: 0, or 128 + a signal.
 

@@ -14,6 +14,7 @@ from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import scalar
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError
 
 Value = str | int | float | bool | None
@@ -134,7 +135,7 @@ def parse_space(words: Iterable[str]) -> list[Dimension]:
         if key not in flags:
             near = meant(key, flags)
             hint = f" Did you mean {' or '.join(n.replace('-', '_') for n in near)}?" * bool(near)
-            raise ConfigError(f"--space {word}: there is no field {name}.{hint}")
+            raise ConfigError(f"--space {word}: there is no field {name}.{withdrawn(key) or hint}")
         dimension = _dimension(word, flags[key], text)
         if dimension.field in found:
             raise ConfigError(f"--space {word}: {dimension.field} is given twice.")

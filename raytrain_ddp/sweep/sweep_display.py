@@ -15,6 +15,7 @@ from rich.text import Text
 from raytrain_ddp.display.formatting import format_metric, format_seconds, plural
 from raytrain_ddp.display.progress_display import BLOCK_WIDTH, SPINNER
 from raytrain_ddp.display.redraw import LastingStream, RedrawnBlock
+from raytrain_ddp.display.terminal import terminal
 from raytrain_ddp.sweep.conductor import Conductor
 from raytrain_ddp.sweep.sweep_state import OVER, Sweep, Trial
 from raytrain_ddp.sweep.trial_configs import value_text
@@ -32,7 +33,7 @@ class SweepDisplay:
     """
 
     def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
-        console = console or Console(file=sys.stdout)
+        console = console or terminal(file=sys.stdout)
         console.file = cast(IO[str], LastingStream(console.file))
         if live is None:
             utf = console.encoding.startswith("utf")

@@ -135,7 +135,7 @@ def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: i
         if isinstance(error, RaytrainError):
             raise error
         raise RetriesExhausted(
-            f"Ray Tune ended with {type(error).__name__}: {first_line(error)}. Nothing is lost: "
+            f"Ray Tune ended with {type(error).__name__}: {first_line(error)}: "
             "run the same command again to continue."
         ) from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAUROC, MultilabelAveragePrecision
+from torchmetrics.classification import MultilabelAveragePrecision
 from torchmetrics.utilities.data import dim_zero_cat
 
 
@@ -57,20 +57,6 @@ class TopK(Metric):
 
     def compute(self) -> Tensor:
         return self.right.float() / self.count.float()
-
-
-class MeanAuroc(MulticlassAUROC):
-    """The mean over the classes that some rows have and others do not; torchmetrics counts another
-    one as 0. nan if there is none."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes, average=None, validate_args=False)
-
-    def compute(self) -> Tensor:  # type: ignore[override]
-        of_each: Tensor = super().compute()
-        labels = dim_zero_cat(self.target)
-        counts = labels.bincount(minlength=self.num_classes)
-        return of_each[(counts > 0) & (counts < len(labels))].mean()
 
 
 class MeanAveragePrecision(MultilabelAveragePrecision):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.errors import ConfigError, did_you_mean, first_names
-from raytrain_ddp.files import expanded
+from raytrain_ddp.files import absolute, expanded
 from raytrain_ddp.tasks.model_zoo import TIMM, build, check_model, known_weights, timm_name
 from raytrain_ddp.tasks.weight_sources import (
     FILES,
@@ -32,7 +32,7 @@ _NAMED = 4  # tensors listed in a message
 def check_weights(
     config: ModelConfig, storage: str, is_begun: Callable[[], bool] = lambda: False
 ) -> ModelConfig:
-    """The config with a path that means the same in each worker; imports neither torch nor timm.
+    """The config with the path of a file or run; imports neither torch nor timm.
 
     Args:
         storage: folder or URI in which runs are looked up by name.
@@ -49,14 +49,14 @@ def check_weights(
     if weights.endswith(FILES):
         if not place.is_file() and not is_begun():
             raise ConfigError(f"model.weights = {weights!r}: there is no such file.")
-        return replace(config, weights=str(place.absolute()))
+        return replace(config, weights=absolute(place))
     if "://" in weights or (place.is_absolute() and is_begun()):
         return config
     from raytrain_ddp.checkpoint.run_folder import path_of_run  # PyArrow, for files of runs only
 
     folder = Path(path_of_run(str(place), storage))
     if folder.is_dir():
-        return replace(config, weights=str(folder.absolute()))
+        return replace(config, weights=absolute(folder))
     known = known_weights(name)
     runs = [path.name for path in Path(storage).glob("*/")] if Path(storage).is_dir() else []
     own = f"{name} has {', '.join(known)}" if known else f"{name} has no weights of its own"

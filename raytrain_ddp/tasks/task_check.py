@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.sample_rng import seeded_globals
-from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.errors import DataError, TaskError, first_names
+from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -47,13 +48,27 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         if kind := next(filter(_WRAPPERS.get, map(_full_name, type(module).__mro__)), None):
             hint = f" {called} is {_WRAPPERS[kind]}; raytrain_ddp does that itself."
             raise refused(task.model, model, "a model that is not wrapped", hint)
-        if any(map(nn.parameter.is_lazy, module.parameters(recurse=False))):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(map(nn.parameter.is_lazy, tensors)):
             hint = f" {called} has no weights yet: call the model with a batch in model()."
             raise refused(task.model, model, "a model without lazy layers", hint)
+        if any(each.is_meta for each in tensors):
+            hint = (
+                f" {called} is on the meta device: call to_empty(device='cpu') and initialize it."
+            )
+            raise refused(task.model, model, "a model with weights", hint)
+        if any(each.is_inference() for each in tensors):
+            hint = f" {called} was made under torch.inference_mode(), so it has no gradients."
+            raise refused(task.model, model, "a model that can be trained", hint)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         wanted = "a model with at least one parameter to train"
         hint = " All parameters are frozen (requires_grad is False), or there are none."
         raise refused(task.model, model, wanted, hint)
+    if pretrained and (names := nonfinite(model)):
+        raise TaskError(
+            f"{place_of(task.model)}: nan or inf in {first_names(names)} before the first step: "
+            "initialize them. (Buffers may hold inf.)"
+        )
     return model
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from raytrain_ddp import user_code
 from raytrain_ddp.config.effects import watched
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import ConfigError, TaskError, did_you_mean
 from raytrain_ddp.tasks.task import Task
@@ -127,6 +128,8 @@ def check_task_name(name: str) -> None:
     """Raises ConfigError if `name` cannot be a task's; does not import it."""
     if name in BUILT_IN or isinstance(name, TaskName):
         return
+    if hint := withdrawn(f"task={name}"):
+        raise ConfigError(f"there is no task {name!r}.{hint}")
     place, colon, class_name = name.rpartition(":")
     from_python = class_name.endswith(")") or "<" in class_name
     if from_python or (place == "__main__" and not hasattr(sys.modules["__main__"], class_name)):

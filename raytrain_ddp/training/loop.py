@@ -9,10 +9,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.runtime.compilation import naming_compile_failures
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steps.step_decisions import StepDecisions
 
 
+@naming_compile_failures()
 def train(
     config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
 ) -> Outcome:

@@ -27,7 +27,6 @@ from raytrain_ddp.training.membership.same_nodes import Node, require_same_nodes
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers, peak_flops_per_s
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
-from raytrain_ddp.training.optimizer.optimizer_shares import shares_of
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
 from raytrain_ddp.training.optimizer.weight_average import average_of
 from raytrain_ddp.training.prepared_run import PreparedRun
@@ -75,7 +74,7 @@ def prepare(
     optimizer = optimizer_of(task, model, config)
     rates = LearningRates(task, optimizer, config, plan.steps_per_epoch)
     scaler = torch.amp.GradScaler(world.device.type, enabled=config.compute.precision == "fp16")
-    state = TrainState(model, optimizer, scaler, shares=shares_of(config, optimizer, world))
+    state = TrainState(model, optimizer, scaler)
     loader = train_loader(config, data, plan, world)
     refuse = partial(handle_nonfinite, config, state, session, loader)
     stepper = make_stepper(config, task, state, session, clock, refuse, plan.steps_per_epoch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.errors import DivergedError
+from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
@@ -29,11 +30,9 @@ from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
 from raytrain_ddp.training.run_identity import RunIdentity
-from raytrain_ddp.training.runtime.world import from_all_ranks
 from raytrain_ddp.training.session import Session, Snapshot
-from raytrain_ddp.training.state.checkpoint_parts import Names, backup_rank
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
-from raytrain_ddp.training.state.train_state import Gathered, TrainState
+from raytrain_ddp.training.state.train_state import TrainState
 from raytrain_ddp.training.steps.device_feed import Feed
 from raytrain_ddp.training.steps.early_stop import Patience
 from raytrain_ddp.training.steps.nonfinite import REMEDY
@@ -104,7 +103,8 @@ class PreparedRun:
                 scalars=dict(zip(self.stepper.scalar_names, map(sum, scalars), strict=True)),
             )
         )
-        self.state.reserve(world, self.session.hosts)
+        if world.is_main:
+            self.state.reserve()
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
             split_s = step_timing.by_rank(readings, steps, world.of_run)
@@ -234,40 +234,30 @@ class PreparedRun:
         self.stepper.settle()  # the device finishes its work first, which is not stall time
         began = time.monotonic()
         self.stepper.replica_check.require()
-        if not self.state.is_finite():  # weights, and thus the answer, are equal on all ranks
+        if names := nonfinite(self.state.model):  # the same on all ranks, as are weights
+            trained = {n for n, p in self.state.model.named_parameters() if p.requires_grad}
+            what, remedy = "weights are not finite", REMEDY
+            if not trained & {*names}:
+                what, remedy = "nan in what no update changes", "the task's own code has set it"
             raise DivergedError(
-                f"weights are not finite after step {step}. Committed checkpoints are kept; "
-                f"{REMEDY}."
+                f"{what} after step {step}: {first_names(names)}. Committed checkpoints are kept; "
+                f"{remedy}."
             )
         metrics = self.metrics if self.state.evaluated_step == step else {}
         snapshot = None
         with self.clock.part("checkpoint"):
             free = time.monotonic()
             self.session.drain()
-            if self.state.awaited:  # no copy is overwritten before rank 0 has written its own
-                from_all_ranks(None, world)
             waited = time.monotonic() - free
-            gathered = self.state.gather()
-            files = self.state.files(world, self.session.hosts, gathered)
             if world.is_main:
-                snapshot = replace(self._snapshot(metrics, gathered, files), last=last)
+                snapshot = replace(self._snapshot(metrics), last=last)
                 failpoint("checkpoint.snapshot", world.rank, step)
-            elif files[world.rank]:
-                self.session.write_part(step, self.state.part(gathered, files[world.rank]))
-            elif world.rank == backup_rank(self.session.hosts) and self.state.is_backed_up(files):
-                self.session.back_up(self._snapshot(metrics, gathered, is_backup=True))
             self.session.commit(snapshot)
         self.session.saved(time.monotonic() - began - waited)
         self.session.tell(messages.Pause(time.monotonic() - asked))
 
-    def _snapshot(
-        self,
-        metrics: Mapping[str, float],
-        gathered: Gathered,
-        files: Sequence[Names] = (),
-        is_backup: bool = False,
-    ) -> Snapshot:
-        """`files` and `is_backup`: see `TrainState.snapshot`."""
+    def _snapshot(self, metrics: Mapping[str, float], to_spare: bool = False) -> Snapshot:
+        """`to_spare`: see `TrainState.snapshot`."""
         step = self.state.step
         manifest = Manifest(
             step=step,
@@ -279,15 +269,15 @@ class PreparedRun:
             metrics=metrics,
             finished=self.cadence.is_over(step) and not self.owes_evaluation(),
         )
-        taken = self.state.snapshot(manifest, self.session.records(), gathered, files, is_backup)
+        taken = self.state.snapshot(manifest, self.session.records(), to_spare)
         progress = {**taken.documents["state.json"], **self.identity.document()}
         return replace(taken, documents={**taken.documents, "state.json": progress})
 
     def take_live(self) -> Snapshot | None:
         """The state after the last complete step, of a rank that has lost a peer. None if others
-        could not continue from it: see `Stepper.roll_back`, or if ranks keep different states."""
+        could not continue from it: see `Stepper.roll_back`."""
         state, step = self.state, self.state.step
-        if state.is_own or not self.stepper.roll_back():
+        if not self.stepper.roll_back():
             return None
         if state.counted_step > step:
             state.skipped = state.skipped_before
@@ -297,7 +287,7 @@ class PreparedRun:
             shares = self.stepper.shares.tolist()
             owed = {"shares": shares, "logged_step": self.logged_step, "seconds": seconds}
         # The memory of other snapshots is in use until the commit is done.
-        taken = self._snapshot({}, state.gather(), is_backup=self.session.is_committing())
+        taken = self._snapshot({}, to_spare=self.session.is_committing())
         log = [record for record in taken.log if record.step <= step]
         return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
 

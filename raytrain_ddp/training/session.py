@@ -33,7 +33,6 @@ class Snapshot:
         log: all records so far.
         last: the run ends normally with it.
         awaited: the steps whose checkpoints are evaluated elsewhere, and that are kept until then.
-        elsewhere: the stems of files that other ranks write; see checkpoint_parts.py.
     """
 
     manifest: Manifest
@@ -42,7 +41,6 @@ class Snapshot:
     log: Sequence[LogRecord] = ()
     last: bool = False
     awaited: tuple[int, ...] = ()
-    elsewhere: tuple[str, ...] = ()
 
     @property
     def needed(self) -> set[int]:
@@ -163,16 +161,7 @@ class Session(Protocol):
         """
 
     def drain(self) -> None:
-        """Waits until no snapshot, or this rank's part of one, is being written: its memory is
-        free."""
-
-    def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Writes files of the checkpoint of `step` in the background: stem -> name -> tensor. Only
-        other ranks than 0 do."""
-
-    def back_up(self, snapshot: Snapshot) -> None:
-        """Keeps a snapshot in memory that rank 0 commits: if rank 0 dies before that, this rank
-        does. Replaces the one before."""
+        """Waits until no snapshot is being written: its memory is free. Only rank 0 acts."""
 
     def commit(self, snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. Only rank 0 acts, and only it has one."""

@@ -21,6 +21,7 @@ import struct
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 READY, REFUSED = b"r", b"n"
@@ -33,33 +34,38 @@ LEAST_FREE = 0.1  # of the memory; below, no server is started
 # Read when Python or a library is loaded: another value needs another server.
 _READ_AT_START = (
     *("BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "GLIBC_", "GOMP_", "KMP_", "LC_", "LD_", "MALLOC_"),
-    *("MKL_", "MPL", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH", "TRITON_"),
+    *("MKL_", "MPL", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH"),
+    "TRITON_",
 )
 _ALSO_READ = ("HOME", "LANG", "LANGUAGE", "TZ")
-_READ_LATER = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-# With any other of Python's own variables, Python itself is started.
-_HONORED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+_READ_LATER = (
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT"),
+    *("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONUNBUFFERED"),
+)
+# About how Python starts, and ends: with one of these, Python itself is started.
+_OF_PYTHON = ("INSPECT", "PROFILEIMPORTTIME", "SAFEPATH", "VERBOSE")
 
 
 def main(argv: list[str]) -> None:
     mode, owner, threads, spares, *command = argv
     try:
-        if suits(mode) and fork_by_server(int(owner), int(threads), int(spares), command):
+        if not unsuited(mode) and fork_by_server(int(owner), int(threads), int(spares), command):
             return
     except (OSError, ValueError, KeyError):
         pass
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def suits(mode: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this machine and environment suit a fork.
+def unsuited(mode: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Why this machine or environment does not suit a fork; "" if it does.
 
     Args:
         mode: "auto": not on a machine with a GPU; or "always".
     """
     if mode == "auto" and os.path.exists("/dev/nvidiactl"):
-        return False
-    return not any(name.startswith("PYTHON") and name not in _HONORED for name in environment)
+        return "this machine has a GPU (--scaling.warm-processes true uses them nevertheless)"
+    names = [f"PYTHON{name}" for name in _OF_PYTHON if environment.get(f"PYTHON{name}")]
+    return f"{names[0]} is set" if names else ""
 
 
 def fork_by_server(owner: int, threads: int, spares: int, command: list[str]) -> bool:
@@ -175,7 +181,7 @@ def expect_job(processes: int, job: str) -> bool:
     for name in names:
         if name.startswith(prefix) and (connection := connect(name[1:])) is not None:
             is_known = True
-            with connection:
+            with connection, suppress(TimeoutError):  # it is loading its modules
                 connection.settimeout(_ANNOUNCED_WITHIN_S)
                 if is_own(connection) and connection.recv(1) == READY:
                     request = marshal.dumps({"expected": processes, "job": job})
@@ -246,7 +252,7 @@ def start_server(
     """
     server = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
     # Folders of PYTHONPATH join the path of each worker.
-    environment = {name: v for name, v in environ.items() if not name.startswith("PYTHON")}
+    environment = {name: v for name, v in environ.items() if name != "PYTHONPATH"}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
     command = [sys.executable, server, address, str(owner), str(expected)]

@@ -39,6 +39,7 @@ torch.utils.data torch.utils.flop_counter torch.utils.tensorboard
 torchvision torchvision.transforms.v2 torchmetrics torchmetrics.classification
 """
 IDLE_S = 3600.0
+_OF_CLUSTER = "AutoscalingCoordinator"  # an actor of Ray Train; under another name, it counts
 _LOOK_S = 10.0
 _GRACE_S = 5.0
 _REQUEST_WITHIN_S = 5.0
@@ -46,7 +47,8 @@ _LEAST_FREE = 0.05
 
 
 def main(address: str, owner: int, expected: int) -> None:
-    """Serves until the owner ends, or nobody has asked for an hour, or memory is short."""
+    """Serves until the owner ends, or nobody has asked for an hour and no job has a process, or
+    memory is short."""
     fork_child.close_all_but({0, 1, 2})
     os.chdir("/")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could wait for a process
@@ -125,7 +127,7 @@ def serve(
                     children[os.pidfd_open(child)] = child
         else:
             spares.fill()
-        idle = not children and time.monotonic() - asked > IDLE_S
+        idle = time.monotonic() - asked > IDLE_S and all(map(outlasts_jobs, children.values()))
         if idle or client.free_memory() < _LEAST_FREE:
             return children
 
@@ -168,6 +170,13 @@ def hides_modules(path: bytes) -> bool:
         with suppress(OSError):
             if folder and loaded & {name.partition(".")[0] for name in os.listdir(folder)}:
                 return True
+    return False
+
+
+def outlasts_jobs(pid: int) -> bool:
+    """Whether a process is one of Ray's own that stay as long as the cluster."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8") as title:
+        return _OF_CLUSTER in title.read()
     return False
 
 

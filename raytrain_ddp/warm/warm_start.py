@@ -51,23 +51,32 @@ def announce_job(
             _start(mode, 0, threads, workers, environment)
 
 
-def start_early(mode: str, threads: int, workers: object = 0) -> None:
-    """Starts the server of this process, so that it loads its modules while Ray starts.
+def why_cold(mode: str) -> str:
+    """Why the processes of a Ray that is started here are no forks; "" if they are."""
+    with suppress(OSError):
+        if fork_client.free_memory() < fork_client.LEAST_FREE:
+            return "less than a tenth of the memory is free"
+    return fork_client.unsuited(mode)
+
+
+def start_early(mode: str, threads: int, workers: object = 0, owner: int = 0) -> None:
+    """Starts the server of a process, so that it loads its modules while Ray starts.
 
     Without it, the first worker starts it. A second call does nothing.
 
     Args:
         workers: of the job, as in `announce_job`; 0: no processes are prepared.
+        owner: the process that it ends with; 0: this one.
     """
     with suppress(OSError):  # the workers start as usual
-        _start(mode, os.getpid(), threads, workers, os.environ)
+        _start(mode, owner or os.getpid(), threads, workers, os.environ)
 
 
 def _start(
     mode: str, owner: int, threads: int, workers: object, environment: Mapping[str, str]
 ) -> None:
     ray = importlib.util.find_spec("ray")
-    if ray is None or ray.origin is None or not fork_client.suits(mode, environment):
+    if ray is None or ray.origin is None or fork_client.unsuited(mode, environment):
         return
     script = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
     address = fork_client.address_of(owner, threads, script, environment)

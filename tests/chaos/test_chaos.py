@@ -52,7 +52,6 @@ NOT_DRAWN |= {
     "train.log",
     "train.compare",
 }  # where the other workers keep their state
-NOT_DRAWN |= {"checkpoint.part", "checkpoint.sealed", "checkpoint.parts"}  # only with large states
 
 
 class Notes(Watcher):

@@ -616,7 +616,8 @@ def test_fault_45_a_lease_holds_nothing_secret(
     run = open_storage(uri)
     with Lease.take(run):
         content = run.read(LEASE_FILE)
-        assert set(json.loads(content)) == {"token", "host", "pid", "since", "machine", "born"}
+        fields = {"token", "host", "pid", "since", "machine", "born", "run"}
+        assert set(json.loads(content)) == fields
         line = refusal(lambda: Lease.take(run))
     assert b"hunter2" not in content
     assert "hunter2" not in line
@@ -629,3 +630,19 @@ def test_invariant_11_no_thread_outlives_its_lease(run: Storage) -> None:
         Lease.take(run, heartbeat_s=0.05).release()
     assert threading.active_count() == before
     assert run.walk() == []
+
+
+def test_the_copy_of_a_run_in_progress_is_free_and_the_same_folder_by_another_path_is_not(
+    tmp_path: Path,
+):
+    """Whoever copies a run copies the lease of its owner, who lives."""
+    run = open_storage(str(tmp_path / "run"))
+    with Lease.take(run, heartbeat_s=0.1):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "link").symlink_to(tmp_path / "run")
+        with pytest.raises(RunLockedError, match="driven by another process"):
+            Lease.take(open_storage(str(tmp_path / "link")), heartbeat_s=0.1)
+        with Lease.take(open_storage(str(tmp_path / "copy")), heartbeat_s=0.1) as taken:
+            taken.require()
+            with pytest.raises(RunLockedError, match="driven by another process"):
+                Lease.take(run, heartbeat_s=0.1)

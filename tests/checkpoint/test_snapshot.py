@@ -184,7 +184,6 @@ def test_take_accepts_other_shapes_and_dtypes(other: Tensor) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_take_from_cuda_is_pinned_and_finished() -> None:
     snapshot = HostSnapshot()
     sources = {str(i): torch.full((512, 1024), float(i), device="cuda") for i in range(16)}

@@ -42,7 +42,6 @@ checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.kee
 checkpoint.max_failed
 data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
-ddp.shard_optimizer
 epochs
 eval.asynchronous
 max_time
@@ -52,7 +51,7 @@ name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_per_worker
 scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
-scaling.on_divergence scaling.placement scaling.replace_workers scaling.resize_s
+scaling.placement scaling.replace_workers scaling.resize_s
 scaling.spares scaling.start_timeout_s scaling.use_gpu scaling.wait_s scaling.warm_processes
 settled
 steps stop.min_delta stop.patience
@@ -71,7 +70,7 @@ data.image_column data.image_size data.interpolation data.jpeg_scaling data.labe
 data.mean data.shuffle data.shuffle_window data.source data.start_size data.std
 data.target_columns data.train_split
 ddp.bucket_cap_mb ddp.compression ddp.find_unused_parameters ddp.gradient_as_bucket_view
-ddp.powersgd_rank ddp.static_graph ddp.sync_batchnorm
+ddp.static_graph ddp.sync_batchnorm
 ema.decay ema.warmup
 eval.every_epochs eval.every_steps eval.micro_batch exact
 limit_eval_batches limit_train_batches
@@ -134,7 +133,11 @@ NONSENSE = [
     ("data.eval_size", -1),
     ("data.eval_crop", 0.0),
     ("data.eval_crop", 1.1),
+    ("data.mean", (124.0, 117.0, 104.0)),  # of 0 to 255, as elsewhere
+    ("data.mean", (-0.5, 0.5, 0.5)),
     ("data.std", (1.0, 0.0, 1.0)),
+    ("data.std", (58.0, 57.0, 57.0)),
+    ("data.holdout", 20.0),  # percent, as below
     ("data.shuffle_window", 0),
     ("data.prefetch", 0),
     ("data.workers", -1),
@@ -150,6 +153,8 @@ NONSENSE = [
     ("augment.magnitude", 31),
     ("augment.jitter", (0.0, 0.0, -0.1, 0.0)),
     ("augment.jitter", (0.0, 0.0, 0.0, 0.6)),
+    ("augment.jitter", (40.0, 40.0, 40.0, 0.1)),
+    ("schedule.gamma", 10.0),
     ("augment.erase", 1.1),
     ("augment.mixup", -1.0),
     ("augment.cutmix", -1.0),
@@ -183,7 +188,6 @@ NONSENSE = [
     ("schedule.step_epochs", 0.0),
     ("schedule.gamma", -0.1),
     ("ddp.bucket_cap_mb", 0.0),
-    ("ddp.powersgd_rank", 0),
     ("eval.every_epochs", -1),
     ("checkpoint.every_epochs", -1),
     ("checkpoint.every_steps", -1),
@@ -331,7 +335,7 @@ configs = st.builds(
         input_sections.DataConfig,
         source=texts(min_size=1),
         eval_source=st.none() | texts(),
-        mean=st.tuples(numbers, numbers, numbers),
+        mean=st.tuples(*[st.floats(0, 1)] * 3),
         shuffle=st.sampled_from(["auto", "full", "block"]),
         workers=st.just("auto") | st.integers(0, 99),
     ),
@@ -526,9 +530,8 @@ def test_fault_27_a_change_on_resume_is_refused_unless_the_field_may_change(fiel
     then: dict[str, Any] = to_dict(TrainConfig())
     section, _, name = field.rpartition(".")
     (then[section] if section else then)[name] = "something else"
-    changed = changed_fields(then, TrainConfig())
-    now = flat(TrainConfig())[field]
-    assert changed == ([] if field in FREE.split() else [(field, "something else", now)])
+    changed = [name for name, _, _ in changed_fields(then, TrainConfig())]
+    assert changed == ([] if field in FREE.split() else [field])
 
 
 def test_a_field_newer_than_the_checkpoint_counts_as_its_default():

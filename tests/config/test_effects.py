@@ -50,8 +50,6 @@ IDLE = [
         "data.label_column",
     ),
     ("--optim.weight-decay 0 --optim.decay-norms", "optim.decay_norms"),
-    ("--ddp.powersgd-rank 2", "ddp.powersgd_rank"),
-    ("--ddp.shard-optimizer --scaling.replace-workers false", "scaling.replace_workers"),
     ("--optim.betas 0.9 0.999", "optim.betas"),
     ("--optim.name adamw --optim.momentum 0.9", "optim.momentum"),
     ("--optim.name adamw --optim.no-nesterov", "optim.nesterov"),
@@ -75,7 +73,6 @@ IDLE = [
     ("--augment.operations 3", "augment.operations"),
     ("--scaling.resize-s 10", "scaling.resize_s"),
     ("--scaling.use-gpu False --scaling.gpus-per-worker 0.5", "scaling.gpus_per_worker"),
-    ("--scaling.check-every-steps 0 --scaling.on-divergence resync", "scaling.on_divergence"),
     ("--log.project mine", "log.project"),
     ("--log.profile-ranks 1", "log.profile_ranks"),
     ("--storage s3://bucket/x --log.tensorboard", "log.tensorboard"),
@@ -140,11 +137,18 @@ def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPat
     parse_fit(["--epochs", "2", "--local"])
 
 
+ADDRESS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("environment", "ranks"),
     [
         ({}, (0, 1, 0)),
-        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}, (2, 3, 1)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "1", **ADDRESS}, (2, 3, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS, "MASTER_PORT": "65536"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", **ADDRESS, "MASTER_PORT": "http"}, None),
         ({"RANK": "3"}, None),
         ({"RANK": "3", "WORLD_SIZE": "3"}, None),
         ({"RANK": "one", "WORLD_SIZE": "3"}, None),
@@ -155,12 +159,12 @@ def test_ray_only_flags_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_do_not_fit_together_are_refused(
     environment: dict[str, str], ranks: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *ADDRESS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if ranks is None:
-        with pytest.raises(PreflightError, match=r"RANK = .*: start with torchrun"):
+        with pytest.raises(PreflightError, match=r"(RANK|WORLD_SIZE) = .*: start with torchrun"):
             ranks_of_launcher()
     else:
         assert ranks_of_launcher() == ranks

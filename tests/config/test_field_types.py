@@ -59,12 +59,12 @@ def test_equivalent_python_values_are_accepted():
         epochs=np.int64(3),
         task_options={"a": 3, "b": True, "c": 0.5, "d": "x"},
         exact=np.bool_(True),
-        data=DataConfig(source=Path("photos"), mean=[0.5, 0.5, 1], std=np.array([1, 2, 3.0])),
+        data=DataConfig(source=Path("photos"), mean=[0.5, 0.5, 1], std=np.array([1, 0.5, 0.25])),
         optim=OptimConfig(lr=np.float32(0.5)),
     )
     assert (config.storage, config.data.source) == ("runs", "photos")
     assert (config.epochs, type(config.epochs)) == (3, int)
-    assert (config.data.mean, config.data.std) == ((0.5, 0.5, 1.0), (1.0, 2.0, 3.0))
+    assert (config.data.mean, config.data.std) == ((0.5, 0.5, 1.0), (1.0, 0.5, 0.25))
     assert config.exact is True
     assert (config.optim.lr, type(config.optim.lr)) == (0.5, float)
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -489,7 +490,7 @@ def test_omitted_data_is_reported_as_by_fit(folder: Path, tmp_path: Path):
     (tmp_path / "src" / "train" / "notes.gif").write_bytes(b"x")
     done = run_convert(tmp_path / "src", tmp_path / "out")
     assert done.summary is not None
-    assert any("1 file is not used in the training set" in note for note in done.summary.notes)
+    assert any(note.startswith("not used: 1 .gif (no images)") for note in done.summary.notes)
 
 
 def test_a_changed_source_is_not_reported_as_already_converted(folder: Path, tmp_path: Path):
@@ -612,10 +613,10 @@ def test_fault_22_a_source_without_images_is_refused_and_leaves_nothing(tmp_path
 
 
 @pytest.mark.parametrize("source", ["text", "text/a.txt", "text/*.txt"])
-def test_text_is_refused_with_a_hint_at_what_reads_it(source: str, tmp_path: Path):
+def test_text_is_refused(source: str, tmp_path: Path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be")
-    with pytest.raises(DataError, match="Text is read as it is, not converted: fit char-lm --data"):
+    with pytest.raises(DataError, match="images"):
         run_convert(tmp_path / source, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"text"}
 
@@ -982,7 +983,7 @@ def copy(converted: Path, tmp_path: Path) -> Iterator[Path]:
 def problems(folder: Path) -> list[str]:
     with pytest.raises(DataError) as caught:
         verify(folder, 2, silent("", 0))
-    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+    return re.split(r"\d problems?: |; ", str(caught.value))[1:]
 
 
 def test_an_undamaged_data_set_passes_verification(converted: Path):
@@ -1144,6 +1145,7 @@ def test_png_is_lossless():
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("unchanged_process")
 @pytest.mark.filterwarnings("ignore")
 def test_a_conversion_on_ray_has_the_same_bytes(
     folder: Path, converted: Path, damaged: Path, tmp_path: Path

@@ -108,6 +108,7 @@ SAME = {
     ),
     "train alone": ("train.parquet",),
     "one file of any name": ("photos.parquet",),
+    "Hive's folders of other columns": ("year=2020/0.parquet", "year=2021/label=cat/0.parquet"),
     "files without names of splits": ("a.parquet", "b.parquet", "deep/er/c.parquet"),
     "one set of shards of any name": ("part-00000-of-00002.parquet", "part-00001-of-00002.parquet"),
     "plain": ("train.parquet", "test.parquet"),
@@ -222,6 +223,37 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
         ("train.parquet", "test/0.parquet"),
         "there is no training data",
         {"train": {"train.parquet"}, "test": {"test/0.parquet"}},
+    ),
+    "Hive's folders": (
+        ("split=train/0.parquet", "split=train/year=2020/1.parquet", "split=test/0.parquet"),
+        "they are merged",
+        {
+            "train": {"split=train/0.parquet", "split=train/year=2020/1.parquet"},
+            "test": {"split=test/0.parquet"},
+        },
+    ),
+    "Hive's folders within others": (
+        ("year=2020/Split=Training/0.parquet", "year=2020/Split=Val/0.parquet"),
+        "they are merged",
+        {
+            "train": {"year=2020/Split=Training/0.parquet"},
+            "validation": {"year=2020/Split=Val/0.parquet"},
+        },
+    ),
+    "Hive's folders by another key": (
+        ("subset=train/0.parquet", "subset=dev/0.parquet"),
+        "they are merged",
+        {"train": {"subset=train/0.parquet"}, "validation": {"subset=dev/0.parquet"}},
+    ),
+    "Hive's folders of a flag": (
+        ("test=1/0.parquet", "test=0/0.parquet"),
+        "they are merged",
+        {"test": {"test=1/0.parquet"}, "test=0": {"test=0/0.parquet"}},
+    ),
+    "Hive's folders of splits of any name": (
+        ("split=a/0.parquet", "split=b/0.parquet"),
+        "they are merged",
+        {"a": {"split=a/0.parquet"}, "b": {"split=b/0.parquet"}},
     ),
     "several configs without a README.md": (
         ("plain_text/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet"),
@@ -562,6 +594,11 @@ FOLDERS = {
     "training": (["training/a/0.png", "testing/a/0.png"], "training", "testing"),
     "Validation": (["train/a/0.png", "Validation/a/0.png"], "train", "Validation"),
     "dev": (["train/a/0.png", "dev/a/0.png"], "train", "dev"),
+    "Hive's": (
+        ["split=train/label=a/0.png", "split=train/label=b/0.png", "split=val/label=a/0.png"],
+        "split=train",
+        "split=val",
+    ),
     "train2017": (["train2017/a/0.png", "val2017/a/0.png"], "train2017", "val2017"),
     "before test": (["train/a/0.png", "val/a/0.png", "test/a/0.png"], "train", "val"),
     "nested": (["train/train/a/0.png", "train/val/a/0.png"], "train/train", "train/val"),
@@ -640,6 +677,112 @@ def test_split_names_are_classes_if_configured(tmp_path: Path):
     found = found_at(root, train_split="train")
     assert FolderImages(found.train.paths[0]).class_names == ["car", "train"]
     assert found.eval
+
+
+@pytest.mark.parametrize("word", [*ROLE_OF, "Train", "val2017", "split=test"])
+def test_a_class_may_be_named_like_a_split(word: str, tmp_path: Path):
+    root = write(tmp_path, "apple/0.png", f"{word}/0.png", "truck/0.png")
+    with pytest.raises(DataError, match=r"--data\.train-split \."):
+        found_at(root)
+    found = found_at(root, train_split=".")
+    assert below(root, found.train.paths) == {"."}
+    assert FolderImages(found.train.paths[0]).class_names == sorted(["apple", word, "truck"])
+    assert found.eval is None
+    other = found_at(write(tmp_path / "other", "a/0.png"), eval_source=str(root), eval_split=".")
+    assert other.eval
+    assert below(root, other.eval.paths) == {"."}
+    with pytest.raises(DataError, match="no such split"):
+        found_at(write(tmp_path / "files", "train.parquet", "test.parquet"), train_split=".")
+
+
+# ------------------------------------------------------------------ what is no data
+
+LEFTOVERS = [
+    *(".DS_Store", "._0.png", ".AppleDouble/", ".Spotlight-V100/", ".fseventsd/", "__MACOSX/"),
+    *("Thumbs.db", "desktop.ini", "$RECYCLE.BIN/", "System Volume Information/", "~$x.png"),
+    *("@eaDir/", "@tmp/", "#recycle/", ".Trash-1000/", "lost+found/", ".nfs00000000000a1b2c.png"),
+    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/"),
+]
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_leftovers_of_systems_are_noted_and_are_no_data(name: str, tmp_path: Path):
+    inside = f"{name}0.png" if name.endswith("/") else name
+    folders = write(tmp_path / "folders", "cat/0.png", "dog/0.png", inside, f"cat/{inside}")
+    (tmp_path / "folders" / inside).write_bytes(PICTURES[0])
+    splits = open_splits(DataConfig(source=str(folders)))
+    assert (splits.class_names, int(splits.train.blocks.sum())) == (["cat", "dog"], 2)
+    bare = name.rstrip("/")
+    assert [note for note in splits.notes if "left by a system" in note and bare in note]
+    if name.endswith("/"):
+        named = open_splits(DataConfig(source=str(folders), classes=(bare, "cat", "dog")))
+        assert int(named.train.blocks.sum()) == 4
+        assert not [note for note in named.notes if "left by a system" in note]
+    rows = f"{name}0.parquet" if name.endswith("/") else f".{bare}.parquet"
+    files = write(tmp_path / "files", "train.parquet", f"sub/{rows}")
+    memory = fsspec.filesystem("memory")
+    for path in ("train.parquet", f"sub/{rows}"):
+        memory.pipe(f"/leftovers/{abs(hash(name))}/{path}", b"")
+    for source in (files, f"memory://leftovers/{abs(hash(name))}"):
+        found = found_at(source)
+        assert [len(files) for files in (found.train.paths,)] == [1]
+        assert [note for note in found.notes if "left by a system" in note]
+    assert len(found_at(f"{files}/**").train.paths) == 1
+    assert len(found_at(files / "sub" / rows, train_split="train").train.paths) == 1
+
+
+def test_each_unused_file_is_in_one_note(tmp_path: Path):
+    files = [f"{split}/{name}/0.png" for split in ("train", "val") for name in ("cat", "dog")]
+    extra = ("train/metadata.csv", "notes.txt", "train/cat/notes.txt", "train/0.png", "val/0.png")
+    splits = open_splits(DataConfig(source=str(write(tmp_path, *files, *extra))))
+    for name, count in (("metadata.csv", 1), (".csv", 1), (".txt", 1), ("images in train", 1)):
+        assert sum(name in note for note in splits.notes) == count, splits.notes
+    assert [note for note in splits.notes if "2 .txt" in note]
+
+
+@pytest.mark.parametrize(
+    ("lists", "named"),
+    [
+        (["test/metadata.jsonl"], ""),
+        (["train/metadata.jsonl", "test/metadata.jsonl"], "train/metadata.jsonl"),
+        (["test.csv"], ""),
+        (["test.csv", "train.csv"], "train.csv"),
+        (["labels.csv"], "labels.csv"),
+        (["labels.csv", "test_labels.csv"], "labels.csv"),
+    ],
+)
+def test_the_list_of_another_split_is_not_recommended(lists: list[str], named: str, tmp_path: Path):
+    root = write(tmp_path, "train/0.png", "test/0.png", *lists)
+    with pytest.raises(DataError) as caught:
+        found_at(root)
+    assert [name for name in lists if name in str(caught.value)] == [named][: bool(named)]
+
+
+ODD_NAMES = ["a\nb", "a\x1b[31mb", "a\x7fb", "a\u2028b", "a\rb", "a\udcffb", "a\tb"]
+
+
+@pytest.mark.parametrize("odd", ODD_NAMES)
+def test_names_with_control_characters_stay_in_one_line(odd: str, tmp_path: Path):
+    both = [f"{name}/0.png" for name in ("cat", odd)]
+    root = write(tmp_path / "root", *both, f"cat/{odd}.txt", f"{odd}.csv")
+    reported = format_data(open_splits(DataConfig(source=str(root))).summary(), "images")
+    assert [text for _, text in reported if odd.encode("unicode_escape").decode() in text]
+    assert all(text.isprintable() for _, text in reported)
+    for source in (write(tmp_path / "empty", "cat/0.png", f"{odd}/x.txt"), f"{tmp_path}/{odd}"):
+        with pytest.raises(DataError) as caught:
+            open_splits(DataConfig(source=str(source)))
+        assert str(caught.value).isprintable()
+
+
+def test_paths_that_cannot_be_listed_are_named_in_one_line(tmp_path: Path):
+    place = write(tmp_path / "deep", "cat/0.png", "dog/0.png") / "cat"
+    for _ in range(30):
+        place = place / ("d/" * 10)
+    place.mkdir(parents=True)
+    for source, reported in ((tmp_path / "deep", "levels"), ("a\0b", "no such file or folder")):
+        with pytest.raises(DataError, match=reported) as caught:
+            found_at(source)
+        assert str(caught.value).isprintable()
 
 
 def test_folders_of_any_name_are_splits_if_configured(tmp_path: Path):

@@ -628,7 +628,9 @@ def test_an_invalid_config_is_refused_before_ray_is_imported(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def ray_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def ray_elsewhere(
+    unchanged_process: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
     """A one-node Ray whose processes are in a different folder from this process later."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.pop("RAY_ADDRESS", None)

@@ -142,7 +142,7 @@ def test_a_temporarily_failing_store_loses_no_event(
 
 
 def out_of_order(*_: Any) -> Any:
-    raise OSError("no answer to key:hidden")
+    raise TimeoutError("no answer to key:hidden")
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,18 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from processes import Group, run_cli
 from rich.console import Console
 from s3 import s3_server
 from tiny import tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    CONFIG_FILE,
+    find_checkpoint,
+    run_storage,
+)
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.config.recipe import default_name, dumps
+from raytrain_ddp.config.recipe import default_name, dumps, flat
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver import run_naming
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
@@ -34,6 +40,7 @@ from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import driven, owned
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 from raytrain_ddp.events import Note
+from raytrain_ddp.training.runtime import launched
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
@@ -170,9 +177,9 @@ def test_a_run_is_named_after_its_recipe_or_the_given_name(
     assert ["name =" in text.partition("[")[0] for text in printed] == [False, True, False]
 
 
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with s3_server() as server:
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as server, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
         yield f"s3://{server.bucket}/runs"
 
@@ -254,16 +261,16 @@ def test_other_ranks_use_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.M
     begin(unnamed(tmp_path, 0.2), "TinyTask")
     config = unnamed(tmp_path, 0.1)
     found: list[str | None] = []
-    with in_thread(lambda: found.append(run_of_rank_0(config).config.name)):
+    with in_thread(lambda: found.append(run_of_rank_0(config, 1).config.name)):
         time.sleep(0.3)
         assert not found, "before rank 0 has claimed it"
         with driven(find_run(config), quiet):
             while not found:
                 time.sleep(0.01)
     assert found == ["TinyTask-2"]
-    monkeypatch.setattr(run_naming, "_RANK_0_S", 0.2)
-    with pytest.raises(PreflightError, match="rank 0 did not start a run here"):
-        run_of_rank_0(unnamed(tmp_path, 0.3))
+    monkeypatch.setattr(launched, "LIMIT_S", 0.2)
+    with pytest.raises(PreflightError, match=r"rank 0 did not start a run.*same command line"):
+        run_of_rank_0(unnamed(tmp_path, 0.3), 1)
 
 
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
@@ -284,3 +291,222 @@ def test_three_ranks_agree_on_a_new_run_and_resume_it(workers: Group, tmp_path: 
     longer = workers(3, fit_here, replace(config, epochs=2))
     assert longer == [("TinyTask-2", 2 * first[0][1])] * 3
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2"]
+
+
+# ------------------------------------------------------------------ the folder is the run
+
+SMALL = (
+    *("--local", "--batch-size", "16", "--micro-batch", "8", "--log.no-tensorboard"),
+    *("--data.image-size", "16"),
+)
+STEPS = 2  # of an epoch
+NET = """
+from torch import nn
+def make(classes, table=""):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, classes))
+"""
+OF_PROJECT = ("--data.source", "photos", "--model.name", "net.py:make", "--model.args", "table",
+              "tables/table.bin")  # fmt: skip
+
+
+def write_photos(root: Path, side: int = 16) -> None:
+    for split, count in (("train", 16), ("val", 4)):
+        for name in ("cat", "dog"):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                image = Image.new("RGB", (side, side), (number * 9, 80, 90))
+                image.save(root / split / name / f"{number}.bmp")
+
+
+@pytest.fixture(scope="module")
+def trained_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, the code of a model, and a run, with paths relative to it."""
+    folder = tmp_path_factory.mktemp("trained") / "project"
+    write_photos(folder / "photos")
+    (folder / "net.py").write_text(NET)
+    (folder / "tables").mkdir()
+    (folder / "tables/table.bin").write_text("1")
+    done = run_cli("fit", *OF_PROJECT, *SMALL, "--epochs", "1", cwd=folder, warm=True)
+    assert done.status == 0, done.err
+    return folder
+
+
+@pytest.fixture
+def project(
+    trained_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """That folder, moved to where it has never been: as on another machine."""
+    shutil.copytree(trained_project, tmp_path / "project")
+    moved = trained_project.rename(trained_project.with_name("away"))
+    monkeypatch.chdir(tmp_path / "project")
+    yield tmp_path / "project"
+    moved.rename(trained_project)
+
+
+def meant(*words: str) -> tuple[str, int]:
+    """(folder, committed step) of the run that ``fit WORDS`` would train."""
+    args = parse_fit(words)
+    run = find_run(check(args.config), default_name(args.recipe))
+    return str(run.folder), run.manifest.step if run.manifest is not None else 0
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "{}/config.toml", "./{}", "../project/{}", "/{}"])
+@pytest.mark.parametrize("place", ["runs/photos", "runs/other", "elsewhere/deep/Other.2"])
+def test_a_run_is_its_folder_wherever_that_lies(project: Path, place: str, form: str):
+    (project / place).parent.mkdir(parents=True, exist_ok=True)
+    (project / "runs/photos").rename(project / place)
+    word = f"{project}{form}" if form == "/{}" else form
+    # The project has moved, and its data and code with it. A run that is moved further needs them.
+    words = OF_PROJECT if place.startswith("elsewhere") else ()
+    meant_run = meant(word.format(place), *words, *SMALL, "--epochs", "2")
+    assert meant_run == (str(project / place), STEPS)
+
+
+def test_a_copy_of_a_run_is_another_run_and_a_name_is_looked_up_in_runs(project: Path):
+    shutil.copytree("runs/photos", "runs/copy")
+    assert meant("copy", *SMALL) == (str(project / "runs/copy"), STEPS)
+    assert meant("photos", *SMALL) == (str(project / "runs/photos"), STEPS)
+    assert meant("copy", *SMALL, "--name", "new") == (str(project / "runs/new"), 0)
+    os.chdir("runs/copy")
+    assert meant("config.toml", *SMALL) == (str(project / "runs/copy"), STEPS)
+
+
+@pytest.mark.parametrize(("file", "name"), [("mine.toml", "mine"), ("conf/config.toml", "conf")])
+def test_a_config_of_a_run_that_lies_elsewhere_is_a_recipe(project: Path, file: str, name: str):
+    Path("conf").mkdir()
+    text = Path("runs/photos/config.toml").read_text()
+    Path(file).write_text(re.sub("(?m)^(name|storage) .*$", "", text))
+    assert meant(file, *OF_PROJECT, *SMALL) == (str(project / f"runs/{name}"), 0)
+
+
+def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
+    project: Path, trained_project: Path
+):
+    twice = run_cli("fit", *OF_PROJECT, *SMALL, "--name", "whole", "--epochs", "2", cwd=project,
+                    warm=True)  # fmt: skip
+    assert twice.status == 0, twice.err
+    (project / "runs/photos").rename(project / "runs/renamed")
+    run, elsewhere = str(project / "runs/renamed"), project.parent
+    longer = run_cli("fit", run, "--local", "--epochs", "2", cwd=elsewhere, warm=True)
+    assert longer.status == 0, longer.err
+    whole, renamed = (find_checkpoint(f"runs/{name}", "last") for name in ("whole", "renamed"))
+    assert renamed.manifest.step == whole.manifest.step == 2 * STEPS
+    assert renamed.read("model.safetensors") == whole.read("model.safetensors")
+    for command in (
+        ("evaluate", run),
+        ("predict", run, "--out", "p.csv"),
+        ("export", run, "--format", "safetensors", "--out", "weights"),
+        ("report", run),
+    ):
+        done = run_cli(*command, cwd=elsewhere, warm=True)
+        assert done.status == 0, done.err
+        assert "Error" not in done.err
+    assert sorted(os.listdir(project / "runs")) == ["renamed", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["photos"], "--data.source photos"),
+        (["net.py"], "--task net.py:"),
+        (["photo"], "'photos'"),
+        (["digit"], "'digits'"),
+    ],
+)
+def test_fit_suggests_what_may_have_been_meant(project: Path, words: list[str], hint: str):
+    if words == ["photos"]:
+        shutil.rmtree("runs")
+    with pytest.raises(ConfigError, match=re.escape(hint)) as caught:
+        parse_fit(words)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_in_a_bucket_is_its_folder(bucket: str):
+    begin(unnamed(bucket), "mine")
+    text = open_storage(f"{bucket}/mine").read(CONFIG_FILE)
+    open_storage(f"{bucket}/deep/other").write_atomic(CONFIG_FILE, text)
+    for word in (
+        f"{bucket}/deep/other",
+        f"{bucket}/deep/other/",
+        f"{bucket}/deep/other/config.toml",
+    ):
+        config = parse_fit([word]).config
+        assert (config.storage, config.name) == (f"{bucket}/deep", "other")
+    with pytest.raises(ConfigError, match="no run there"):
+        parse_fit([f"{bucket}/none"])
+
+
+# ------------------------------------------------------------------ paths
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        *("photos", "photos/", "./photos", "../project/photos", "tables/../photos", "~/photos"),
+        *("/photos", "link", "file:///photos"),
+    ],
+)
+def test_the_spelling_of_a_path_does_not_make_another_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch, spelling: str
+):
+    monkeypatch.setenv("HOME", str(project))
+    Path("link").symlink_to("photos")
+    spelling = spelling.replace("/photos", f"{project}/photos") if ":" in spelling else spelling
+    spelling = f"{project}{spelling}" if spelling == "/photos" else spelling
+    words = ("--data.source", spelling, *OF_PROJECT[2:], *SMALL)
+    assert meant(*words, "--name", "photos") == (str(project / "runs/photos"), STEPS)
+    # Its checkpoint has paths of where the project was.
+    done = run_cli("fit", "photos", *SMALL, "--epochs", "2", cwd=project, warm=True)
+    assert done.status == 0, done.err
+    if spelling != "link":  # names another run
+        assert meant(*words) == (str(project / "runs/photos"), 2 * STEPS)
+
+
+def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
+    words = (*OF_PROJECT[2:], *SMALL)
+    run = str(project / "runs/photos")
+    Path("big").mkdir()
+    Path("photos").rename("big/photos")
+    assert meant("--data.source", "big/photos", *words) == (run, STEPS)
+    assert meant("runs/photos", "--data.source", "big/photos", *SMALL) == (run, STEPS)
+    write_photos(Path("more/photos"), side=18)
+    assert meant("--data.source", "more/photos", *words) == (f"{run}-2", 0)
+    with pytest.raises(ConfigError, match=r"data\.source"):
+        meant("runs/photos", "--data.source", "more/photos", *SMALL)
+    write_photos(Path("photos"))  # of the same sizes, while the former data are still there
+    done = run_cli("fit", "photos", "--data.source", "big/photos", *SMALL, "--epochs", "2",
+                   cwd=project, warm=True)  # fmt: skip
+    assert done.status == 0, done.err
+    assert meant("--data.source", "photos", *words) == (f"{run}-2", 0)
+
+
+def test_code_that_moved_is_the_same_and_other_code_of_an_unnamed_run_is_not(project: Path):
+    words = (*OF_PROJECT[:2], *OF_PROJECT[4:], *SMALL, "--model.name")
+    run = str(project / "runs/photos")
+    Path("code").mkdir()
+    shutil.copy("net.py", "code/net.py")
+    named = ("--name", "photos")
+    assert meant(*words, "code/net.py:make", *named) == (run, STEPS)
+    Path("code/net.py").write_text(f"{NET}\n# other")
+    assert meant(*words, "code/net.py:make") == (f"{run}-2", 0)
+    with pytest.raises(ConfigError, match=r"model\.name"):
+        meant(*words, "code/net.py:other", *named)
+
+
+def test_all_paths_of_a_config_are_absolute_when_a_run_starts(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+):
+    Path("w.pth").touch()
+    paths = {"storage": "runs", "data.root": ".", "model.weights": "w.pth",
+             "data.source": "photos", "data.eval_source": "photos/"}  # fmt: skip
+    words = [word for name, path in paths.items() for word in (f"--{name}", path)]
+    made = replace(parse_fit([*words, *OF_PROJECT[2:]]).config)
+    made = replace(made, data=replace(made.data, cache="a/../b"))
+    config = flat(check(made))
+    for name, path in {**paths, "data.cache": "b"}.items():
+        assert config[name] == str((project / path).resolve())
+    assert config["model.name"] == f"{project}/net.py:make"
+    assert config["model.args"] == {"table": f"{project}/tables/table.bin"}
+    task = flat(check(TrainConfig(task="net.py:make", task_options={"a": "net.py", "b": "x/y"})))
+    assert task["task"] == f"{project}/net.py:make"
+    assert task["task_options"] == {"a": f"{project}/net.py", "b": "x/y"}

@@ -10,11 +10,12 @@ import ctypes
 import os
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from threading import Lock, local
+from threading import Lock
 from typing import Any
 
 import torch
@@ -43,10 +44,8 @@ _site_numbers: dict[str, int] = {}
 step = 0  # counted by scenarios; 0 before the first
 waits: Counter[tuple[str, str, int]] = Counter()  # (kind, place, step): the host waited
 operations: Counter[str] = Counter()
-launches: Counter[tuple[str, str]] = Counter()  # (operation, place)
-traffic: Counter[tuple[str, str]] = Counter()  # bytes that they read and write
 races: set[tuple[str, str, str]] = set()  # (kind, place of the access, place of the other)
-_lock, _now = Lock(), local()
+_lock = Lock()
 _generators: dict[tuple[int, int, int], Tensor] = {}
 
 
@@ -75,10 +74,12 @@ def install() -> None:
     library, of_groups = (torch.library.Library(each, "IMPL") for each in ("aten", "c10d"))
     _keep = callback, library, of_groups
     count_collectives(of_groups)
-    for name in torch._C._dispatch_get_all_op_names():
-        kernel = _kernel_for(name)
-        if kernel is not None:
-            library.impl(name, kernel, "CUDA", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # until torch 2.13, allow_override does not say so
+        for name in torch._C._dispatch_get_all_op_names():
+            kernel = _kernel_for(name)
+            if kernel is not None:
+                library.impl(name, kernel, "CUDA", allow_override=True)
 
 
 def _kernel_for(name: str) -> Callable[..., Any] | None:
@@ -127,11 +128,9 @@ def _waited(kind: bytes) -> None:
         traceback.print_exc()
 
 
-def _enter_site(operation: str) -> None:
+def _enter_site() -> None:
     name = place()
-    _now.kernel = operation, name
     with _lock:
-        launches[operation, name] += 1
         number = _site_numbers.setdefault(name, len(_site_numbers))
         if number == len(sites):
             sites.append(name)
@@ -153,7 +152,7 @@ def _collect_races() -> None:
 
 def _compute(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Any operation: on CPU tensors that share the memory of those on the device."""
-    _enter_site(name)
+    _enter_site()
     device = _device_of(name, args, kwargs)
     with _lock:
         operations[name] += 1
@@ -293,8 +292,6 @@ def _access(stream: int, tensor: Tensor, writes: bool) -> None:
         last = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
         size = (last + 1) * tensor.element_size()
         runtime.emulated_access(stream, tensor.data_ptr(), size, writes)
-        with _lock:
-            traffic[_now.kernel] += tensor.numel() * tensor.element_size()
 
 
 # ------------------------------------------------------------------ copies
@@ -302,7 +299,7 @@ def _access(stream: int, tensor: Tensor, writes: bool) -> None:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Between host and device torch copies itself, if layouts and types are equal."""
-    _enter_site("copy_")
+    _enter_site()
     if target.is_cuda and source.is_cuda and target.device == source.device:
         stream = torch._C._cuda_getCurrentRawStream(target.device.index)
         runtime.emulated_launch(stream)
@@ -346,13 +343,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
     """Counts as one operation on the device, whatever the number of tensors."""
-    where = place()
-    before, launched = operations["copy_"], launches["copy_", where]
+    before = operations["copy_"]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-    operations["copy_"], launches["copy_", where] = before, launched
+    operations["copy_"] = before
     operations["_foreach_copy_"] += 1
-    launches["_foreach_copy_", where] += 1
 
 
 # ------------------------------------------------------------------ random numbers
@@ -431,7 +426,6 @@ def report() -> dict[str, Any]:
         "waits": [[*key, count] for key, count in sorted(waits.items())],
         "races": sorted(races),
         "operations": dict(operations),
-        "launches": [[*key, count, traffic[key]] for key, count in sorted(launches.items())],
         "collectives": {
             each: [[*key, count] for key, count in sorted(found.items())]
             for each, found in collectives.items()

@@ -104,7 +104,7 @@ MIXED = {
     "log": {"audit": True, "every_steps": 3, "tensorboard": False},
 }
 LOW_PRECISION = [
-    {"compute": {"precision": "bf16", "channels_last": True}, "ddp": {"compression": "powersgd"}},
+    {"compute": {"precision": "bf16", "channels_last": True}, "ddp": {"compression": "bf16"}},
     {"compute": {"precision": "fp16", "deterministic": False}},
 ]
 
@@ -320,8 +320,6 @@ NOT_SEEN = {  # the start of a line: why
     'predict/cluster_workers.py: raise PreflightError("--device cuda': "of a cluster without GPUs",
     "config/train_config.py: raise ConfigError(": "of sync_batchnorm, see test_placement.py",
     "warm/fork_server.py": "it looks for GPUs, so as not to have one",
-    "training/gradients/gradient_compression.py: future: Future[Tensor] = Future(devices=": "in a "
-    "thread of autograd's, which cannot be watched; bf16 with powersgd passes there",
 }
 
 

@@ -1,9 +1,12 @@
-"""benchmarks/gpu.py, which cannot be tried without a GPU: on an emulated one."""
+"""benchmarks/gpu.py and the tests marked gpu, on machines without a GPU, and without packages that
+machines with GPUs may lack."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,8 +16,23 @@ from typing import Any
 
 import building
 import pytest
+import warm_python
 
-BENCHMARKS = building.HERE.parents[1] / "benchmarks"
+ROOT = building.HERE.parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+OPTIONAL = "ray jsonschema datasets moto gcp_storage_emulator psutil hypothesis webdataset wandb"
+_COLLECT = f"""
+import sys
+import pytest
+
+class Missing:
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {OPTIONAL.split()}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.exit(pytest.main(["-m", "gpu", "-rs", "--collect-only", "-p", "no:cacheprovider", "tests"]))
+"""
 
 
 @pytest.fixture
@@ -24,80 +42,111 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Modul
     import gpu_jobs
 
     yield gpu, gpu_jobs
-    for name in ("gpu", "gpu_jobs", "series", "data_images"):
+    for name in ("gpu", "gpu_jobs", "data_images"):
         sys.modules.pop(name, None)
 
 
 def asked(**changes: Any) -> argparse.Namespace:
-    scripts = {"timm_train": Path("train.py"), "torchvision_train": None}
-    return argparse.Namespace(**{"tiny": False, **scripts, **changes})
+    given = {"tiny": False, "images": 60, "minutes": 12.0, "ray_wheels": None, "only": []}
+    return argparse.Namespace(**given | {"timm_train": None, "torchvision_train": None} | changes)
+
+
+def options_of(job: Any) -> dict[str, Any]:
+    return dict(json.loads(job.command[-1])) if "pytest" not in job.command else {}
+
+
+def test_gpu_tests_are_collected_without_packages_that_they_do_not_need():
+    done = warm_python.run(
+        [sys.executable, "-c", _COLLECT],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "SKIPPED [1] tests/conftest.py" in done.stdout
+    assert "hypothesis is not installed" in done.stdout  # of the only file that needs one of them
+    assert done.stdout.count("::test_") > 35
 
 
 @pytest.mark.parametrize("tiny", [False, True])
 def test_each_measurement_has_a_valid_config(
-    modules: tuple[ModuleType, ModuleType],
-    tiny: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    modules: tuple[ModuleType, ModuleType], tiny: bool, tmp_path: Path
 ):
     gpu, gpu_jobs = modules
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    jobs = gpu.jobs(asked(tiny=tiny), tmp_path)
+    jobs = gpu.jobs(asked(tiny=tiny), tmp_path, 4)
     assert len({job.name for job in jobs}) == len(jobs)
-    assert [job.gpus for job in jobs if job.gpus > 1] == [2, 2, 2, 4, 4, 4]
-    assert [job.kind for job in jobs if job.kind not in gpu_jobs.JOBS] == [
-        "tests",
-        "killed",
-        "timm",
-    ]
-    for job in jobs:
-        if job.options and job.kind != "tests":
-            config = gpu_jobs.config_of({**job.options, "storage": str(tmp_path)}, job.gpus)
-            assert config.slots == job.gpus
-            assert config.exact == ("exact" in job.name)
-            assert config.compute.deterministic != ("not deterministic" in job.name)
+    trained = [job for job in jobs if {"ours", "plain", "loader", "waits"} & {*job.command}]
+    assert len(trained) > 12
+    for job in trained:
+        gpus = int(job.name.partition(" GPUs")[0][-1]) if " GPUs" in job.name else 1
+        config = gpu_jobs.config_of(options_of(job), gpus)
+        assert config.slots == gpus
+        assert config.exact == ("exact" in job.name)
+        loose = "not deterministic" in job.name or "compiled" in job.name
+        assert config.compute.deterministic != loose
+        assert config.compute.compile == ("compiled" in job.name)
 
 
-def test_the_report_has_a_row_for_each_rate_and_a_line_for_each_verdict(
-    modules: tuple[ModuleType, ModuleType],
+def test_a_shorter_plan_has_a_part_of_the_longer_one_and_names_what_it_lacks(
+    modules: tuple[ModuleType, ModuleType], tmp_path: Path
 ):
     gpu, _ = modules
-    from series import Series
+    kept = {}
+    for minutes in gpu.PLANS:
+        args = asked(minutes=minutes, torchvision_train=Path("train.py"))
+        folder = tmp_path / str(minutes)
+        folder.mkdir()
+        why = {job.name: gpu.left_out(job, args) for job in gpu.jobs(args, folder, 1)}
+        kept[minutes] = {name for name, reason in why.items() if not reason}
+        assert "--timm-train" in why["ResNet-50, timm's script"] or minutes < 12
+    assert kept[4] < kept[8] < kept[12]
 
-    series = Series({"GPUs": "1 x made up"})
-    found = {"images_per_s": 2512.3, "mfu": 0.312, "peak_gib": 21.4, "checkpoints": 4}
-    found |= {"split_s": {"data": 0.0001, "compute": 0.08, "other": 1e-6}, "commit_s": 0.5}
-    series.runs = [
-        gpu.Run("ResNet-50", 0.5, 20.0, 2, found),
-        gpu.Run("killed", 0.5, 60.0, 1, {"verdict": "the same bits"}),
+
+def test_the_report_keeps_what_was_measured_before_a_measurement_fails(
+    modules: tuple[ModuleType, ModuleType], tmp_path: Path
+):
+    gpu, _ = modules
+    report = gpu.Report(tmp_path / "gpu.md")
+    report.head(["GPUs: 1 x made up"])
+    programs = {
+        "quick": "print('= 7 images/s')",
+        "failing": "print('= 1 of 2'); raise ValueError('odd')",
+        "stuck": "import time; print('= 3 of 50', flush=True); time.sleep(60)",
+    }
+    for name, program in programs.items():
+        job = gpu.Job(name, ["-c", program], 2.0 if name == "stuck" else 60.0)
+        gpu.tell(report, job, gpu.measure(job, float("inf")))
+    rows = (tmp_path / "gpu.md").read_text().splitlines()
+    assert "- GPUs: 1 x made up" in rows
+    assert [row.split(" | ")[1] for row in rows if row.startswith("| ")][2:] == [
+        "7 images/s",
+        "FAILED (1): ValueError: odd. 1 of 2",
+        "CUT after 2 s. 3 of 50",
     ]
-    text = "\n".join(gpu.as_markdown(series))
-    assert "| ResNet-50 | 2512     | 1256    | 31.2% | 21.4     | compute 80.0, data 0.1" in text
-    assert "- killed: the same bits" in text
-    assert "- ResNet-50: 4 checkpoints, each committed within 0.50 s" in text
-    assert [gpu.line(run).split("  ")[-2].strip() for run in series.runs] == [
-        "2512 images/s",
-        "the same bits",
-    ]
+    assert report.failed == 2
+    assert "ValueError: odd" in (tmp_path / "gpu.log").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_all_measurements_complete_on_an_emulated_gpu(tmp_path: Path):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("python", ["", sys.executable], ids=["without Ray", "this environment"])
+def test_all_measurements_complete_on_an_emulated_gpu(tmp_path: Path, python: str):
+    if not python and not shutil.which("uv"):
+        pytest.skip("uv, which makes the environment, is not installed")
     try:
         building.build(tmp_path)
     except building.CannotBuild as reason:
         pytest.skip(f"GPUs cannot be emulated: {reason}")
-    out = [str(tmp_path / "gpu.md"), str(tmp_path / "gpu.json")]
+    out = tmp_path / "gpu.md"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu.py"), "--tiny", "--out", *out],
-        env=building.environment(tmp_path, install=True),
+        ["bash", str(BENCHMARKS / "gpu_rehearsal.sh"), "--out", str(out)],
+        env={**os.environ, "PYTHON": python},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert "emulated" in written["machine"]["ATTENTION"]
-    assert len(written["runs"]) == 13
-    assert all(run["found"] for run in written["runs"])
+    assert done.returncode == 0, done.stdout[-4000:] + out.with_suffix(".log").read_text()[-4000:]
+    assert "Emulated H100" in out.read_text()
+    assert "FAILED" not in out.read_text()
+    assert "OTHER" not in out.read_text()

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def ray_for_all() -> Iterator[None]:
+def ray_for_all(unchanged_process: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         for name, value in {**SETTINGS, "RAY_AUTH_MODE": "token"}.items():

@@ -1297,7 +1297,7 @@ class TwoNodes:
 
 
 @pytest.fixture(scope="module")
-def ray_of_two_nodes() -> Iterator[TwoNodes]:
+def ray_of_two_nodes(unchanged_process: None) -> Iterator[TwoNodes]:
     """Shared by the tests of this file."""
     own = Path(tempfile.mkdtemp(prefix="test-run-"))
     with pytest.MonkeyPatch.context() as patch:

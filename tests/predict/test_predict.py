@@ -142,7 +142,7 @@ def test_broken_images_are_rows_with_an_error(
     (tmp_path / "in/notes.txt").write_text("x")
     assert predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet") == 0
     shown = capsys.readouterr()
-    assert "1 file is not used: no images (1 .txt)." in shown.err
+    assert "not used: 1 .txt (no images), such as" in shown.err
     assert "19 images" in shown.out
     assert "  3 cannot be read: see the column error" in shown.out
     found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:10]}
@@ -362,7 +362,7 @@ def test_folders_are_read_through_links_and_tables_in_them_are_named(
     (tmp_path / "in/table.csv").write_text("image\n")
     predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet")
     assert len(rows(tmp_path / "p.parquet")) == len([*folder.glob("*/*.jpg")])
-    assert "1 table next to the images is not read" in capsys.readouterr().err
+    assert "1 .csv (tables next to the images)" in capsys.readouterr().err
     (tmp_path / "in/up").symlink_to(tmp_path)
     with pytest.raises(DataError, match=r"the link .*in/up points to a folder above it"):
         predict(run, tmp_path / "in", "--out", tmp_path / "q.parquet")

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's ow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_for_all() -> Iterator[None]:
+def ray_for_all(unchanged_process: None) -> Iterator[None]:
     """A Ray of this test session that `fit` finds and leaves running.
 
     Its processes are forked: a result equal to a torchrun run therefore also holds for normal

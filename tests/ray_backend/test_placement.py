@@ -18,7 +18,6 @@ from raytrain_ddp.driver.machine_types import machines
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
-from raytrain_ddp.ray_backend.replacing import start_of
 from raytrain_ddp.training.recording import local_session
 from raytrain_ddp.training.recording.local_session import idle_gpus_note, join_world
 from raytrain_ddp.training.runtime.world import World
@@ -219,9 +218,3 @@ def test_a_single_process_reports_that_it_uses_one_of_several_gpus(monkeypatch: 
     assert idle_gpus_note(replace(alone, device=torch.device("cpu"))) == ""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert idle_gpus_note(alone) == ""
-
-
-def test_workers_with_sharded_optimizer_state_are_not_replaced():
-    """All of them restart from the newest checkpoint; Ray is not even asked."""
-    shared = replace(config(), ddp=DdpConfig(shard_optimizer=True))
-    assert start_of(shared, Layout(3, 3, False, {"CPU": 1}, "gloo")).size == 0

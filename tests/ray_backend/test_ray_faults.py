@@ -19,12 +19,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import warm_python
 from event_records import record
 from metadata_server import PREEMPTED, serve
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_history, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    checkpoint_store,
+    read_events,
+    read_history,
+    run_storage,
+)
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     EvalConfig,
@@ -34,6 +41,7 @@ from raytrain_ddp.config.sections import (
 )
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit_locally
+from raytrain_ddp.events import End
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 HERE = Path(__file__).parents[1]
@@ -88,9 +96,8 @@ class Running(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(unchanged_process: None) -> Iterator[Any]:
     """A head with capacity for one worker, plus the nodes that a test adds."""
-    before = dict(os.environ)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_AUTH_MODE"] = "token"
     if not (
@@ -108,8 +115,6 @@ def cluster() -> Iterator[Any]:
     yield cluster
     ray.shutdown()
     cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def paced(folder: Path, name: str, **options: Any) -> TrainConfig:
@@ -309,3 +314,52 @@ def test_fault_28_one_run_continues_with_three_two_one_and_three_workers(
         for c in (run.config, reference)
     )
     assert losses == pytest.approx(undisturbed, rel=2e-4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, Ray is in the driver's process")
+@pytest.mark.parametrize("part", ["raylet", "gcs_server", "core worker", "training worker"])
+def test_fault_06_a_run_whose_ray_is_killed_ends_with_status_7_and_one_line(
+    part: str, tmp_path: Path
+) -> None:
+    """The core worker is that of the driver. A training worker is replaced, the run goes on."""
+    steps = "60" if part == "training worker" else "100000"
+    flags = ["--steps", steps, "--log.every-steps", "1", "--scaling.num-workers", "2"]
+    command = [sys.executable, "-m", "raytrain_ddp.fit", *flags, "--storage", str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with warm_python.WarmPython(
+        [*command, "--name", "run"],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+        while not log.exists() or not log.read_text():
+            assert driver.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        below = psutil.Process(driver.pid).children(recursive=True)
+        servers = [each.cmdline() for each in below if "fork_server.py" in " ".join(each.cmdline())]
+        assert {line[3] for line in servers} <= {
+            str(driver.pid)
+        }  # of the run, for the next one, too
+        if part == "core worker":
+            below = [each for each in below if each.ppid() == driver.pid and is_fork(each)]
+        elif part == "training worker":
+            below = [each for each in below if "RayTrainWorker" in " ".join(each.cmdline())]
+        else:
+            below = [each for each in below if each.name() == part]
+        below[0].kill()
+        _, errors = driver.communicate(timeout=200)
+    end = [event.event for event in read_events(open_storage(str(tmp_path / "run")))][-1]
+    assert isinstance(end, End)
+    if part == "training worker":
+        assert (driver.returncode, end.status, errors) == (0, 0, "")
+        return
+    assert (driver.returncode, end.status) == (7, 7)
+    assert "connection to Ray is lost" in errors
+    assert errors.count("\n") == 1
+
+
+def is_fork(process: psutil.Process) -> bool:
+    return process.cmdline() == psutil.Process(process.ppid()).cmdline()

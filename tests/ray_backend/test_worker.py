@@ -19,7 +19,6 @@ from raytrain_ddp.errors import (
     UnreachableError,
     status_of,
 )
-from raytrain_ddp.ray_backend import ray_session
 from raytrain_ddp.ray_backend.failure_causes import cause_of, failure_event, users_traceback
 from raytrain_ddp.ray_backend.failure_policy import as_error
 from raytrain_ddp.ray_backend.ray_session import RaySession
@@ -192,24 +191,16 @@ def test_without_ray_a_peers_exit_is_not_reported_as_this_workers_error():
     assert (reported.rank, reported.error) == (0, "ValueError")
 
 
-def test_joining_workers_wait_for_one_commit_at_most(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_worker_joins_at_the_next_step_unless_the_storage_fails():
     session: Any = RaySession.__new__(RaySession)
-    session.step, session._newcomer, session._came = 0, True, None
+    session.step, session._newcomer = 0, True
     session._notice = SimpleNamespace(requests=None)
     session._asked = lambda _: Requests()
-    committer = SimpleNamespace(is_busy=lambda: True, fails=False)
+    committer = SimpleNamespace(fails=False)
     session.recorder = SimpleNamespace(committer=committer)
-    assert not session.requests().look
-    monkeypatch.setattr(ray_session, "_COMMITS_S", 0.0)
     assert session.requests().look
-    monkeypatch.undo()
     session._newcomer = False
     assert not session.requests().look
     session._newcomer = True
-    assert not session.requests().look  # another commit
-    committer.is_busy = lambda: False
-    assert session.requests().look
     committer.fails = True  # a new generation reads the storage
     assert not session.requests().look

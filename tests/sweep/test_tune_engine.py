@@ -126,7 +126,7 @@ def test_a_storage_failure_ends_the_sweep_with_its_error(
     points = engine._Points(conductor, 1, raised)
     assert points.suggest("a") == engine.Searcher.FINISHED
     (error,) = raised
-    assert "Nothing is lost" in str(error)
+    assert "run the same command again" in str(error)
 
 
 def test_a_node_that_does_not_see_the_sweep_folder_reports_it(

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
     MulticlassAccuracy,
-    MulticlassAUROC,
     MulticlassStatScores,
     MultilabelAveragePrecision,
 )
@@ -20,7 +19,6 @@ from torchmetrics.classification import (
 from raytrain_ddp.tasks.class_metrics import (
     ClassCounts,
     Mean,
-    MeanAuroc,
     MeanAveragePrecision,
     TopK,
 )
@@ -129,9 +127,6 @@ def test_a_class_without_rows_is_excluded_from_averages():
     """torchmetrics counts it as 0."""
     scores = torch.tensor([[0.7, 0.2, 0.1], [0.2, 0.7, 0.1], [0.6, 0.3, 0.1], [0.3, 0.6, 0.1]])
     labels = torch.tensor([0, 1, 0, 1])
-    auroc = MeanAuroc(3)
-    auroc.update(scores, labels)
-    assert auroc.compute() == 1
     targets = functional.one_hot(labels, 3)
     precision = MeanAveragePrecision(3)
     precision.update(scores, targets)
@@ -139,13 +134,7 @@ def test_a_class_without_rows_is_excluded_from_averages():
     random = torch.Generator().manual_seed(0)
     scores = torch.rand(50, 3, generator=random).softmax(1)
     labels = torch.randint(3, (50,), generator=random)
-    for ours, theirs, given in (
-        (MeanAuroc(3), MulticlassAUROC(3), labels),
-        (MeanAveragePrecision(3), MultilabelAveragePrecision(3), functional.one_hot(labels, 3)),
-    ):
-        ours.update(scores, given)
-        theirs.update(scores, given)
-        torch.testing.assert_close(ours.compute(), theirs.compute())
-    none = MeanAuroc(3)
-    none.update(scores, torch.zeros(50, dtype=torch.int64))
-    assert none.compute().isnan()
+    ours, theirs = MeanAveragePrecision(3), MultilabelAveragePrecision(3)
+    for metric in (ours, theirs):
+        metric.update(scores, functional.one_hot(labels, 3))
+    torch.testing.assert_close(ours.compute(), theirs.compute())

@@ -1,4 +1,4 @@
-"""The task `tabular`: what it reads, refuses, and learns."""
+"""The example `tabular`: what it reads, leaves out, refuses, and learns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.tasks.tabular import Tabular
+from raytrain_ddp.tasks.task_loading import imported
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tabular.py"
+Tabular: Any = imported("task", f"{EXAMPLE}:Tabular")
 
 
 def frame(rows: int = 120) -> pd.DataFrame:
@@ -35,14 +38,14 @@ def config_of(source: Path, **data: Any) -> TrainConfig:
 
 
 def written(path: Path, table: pd.DataFrame) -> Path:
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         table.to_parquet(path, index=False)
     else:
-        table.to_csv(path, index=False, sep="\t" if path.suffix == ".tsv" else ",")
+        table.to_csv(path, index=False, sep="\t" if path.suffix.lower() == ".tsv" else ",")
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".CSV", ".TSV", ".PARQUET"])
 @pytest.mark.parametrize("kind", ["text", "number", "boolean"])
 def test_a_table_is_read_as_by_pandas(suffix: str, kind: str, tmp_path: Path):
     table = frame()
@@ -76,16 +79,16 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "data", "reported"),
     [
-        (lambda t: t, {"label_column": "y"}, r"no column 'y': .* one of a, b, c, label"),
+        (lambda t: t, {"label_column": "y"}, r"one column 'y'; .* are a, b, c, label"),
         (lambda t: t.assign(b=None), {}, r"column 'b' has 120 nulls: fill them"),
         (lambda t: t.assign(b="red"), {}, r"column 'b' has .*string, not numbers: encode"),
-        (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, r"t.parquet, row 1: column 'b' is inf"),
-        (lambda t: t[["label"]], {}, "there is no column besides 'label'"),
+        (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, r"t.parquet, row 1: column 'b' is .*inf"),
+        (lambda t: t[["label"]], {}, "no column to learn from besides 'label'"),
         (lambda t: t.assign(label=t.b), {}, "120 different numbers in 120 rows: classes are exp"),
-        (lambda t: t.assign(label=[[1], [2]] * 60), {}, r"'label' has list<.*, not one label in e"),
+        (lambda t: t.assign(label=[[1], [2]] * 60), {}, r"'label' has list<.*, not one label"),
         (lambda t: t.assign(label=[{"a": 1}] * 120), {}, r"'label' has struct<.*, not one label"),
-        (lambda t: t.assign(label=["a", "b", ""] * 40), {}, "row 2: column 'label' is an empty st"),
-        (lambda t: t.assign(label="yes"), {}, r"only the label \['yes'\]"),
+        (lambda t: t.assign(label=["a", "b", ""] * 40), {}, "row 2: column 'label' is ''"),
+        (lambda t: t.assign(label="yes"), {}, "all rows have the label 'yes'"),
         (lambda t: t, {"holdout": 0.0}, r"no rows to evaluate on: set --data\.holdout 0\.2"),
     ],
 )
@@ -101,7 +104,7 @@ def test_an_unsuitable_table_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("other", "reported"),
     [
-        (frame().drop(columns="b"), r"e\.csv: there is no column 'b', which the training data"),
+        (frame().drop(columns="b"), r"e\.csv: needs one column 'b'"),
         (frame().replace("yes", "maybe"), r"e\.csv: labels \['maybe'\]; the classes of .*'yes'"),
     ],
 )
@@ -114,9 +117,54 @@ def test_unsuitable_evaluation_rows_are_refused_in_one_line(
         Tabular(config_of(source, holdout=0.0, eval_source=rest))
 
 
+def shuffled(rows: int) -> pd.DataFrame:
+    """Noise in b and c; the number of a row gives its label away."""
+    table = pd.DataFrame(np.random.default_rng(1).normal(size=(rows, 2)), columns=["b", "c"])
+    table["label"] = np.where(table.index < rows // 2, "no", "yes")
+    return table.sample(frac=1, random_state=0)
+
+
+@pytest.mark.parametrize(
+    ("write", "left_out"),
+    [
+        (lambda t, path: t.to_parquet(f"{path}.parquet"), "'__index_level_0__'"),
+        (lambda t, path: t.rename_axis("key").to_parquet(f"{path}.parquet"), "'key'"),
+        (lambda t, path: t[t.b > 0].to_parquet(f"{path}.parquet"), "'__index_level_0__'"),
+        (lambda t, path: t.to_csv(f"{path}.csv"), "''"),
+        (lambda t, path: t[t.b > 0].to_csv(f"{path}.csv"), "''"),
+        (lambda t, path: t.to_csv(f"{path}.tsv", sep="\t"), "''"),
+        (lambda t, path: t.to_csv(f"{path}.csv", index_label="Unnamed: 0"), "'Unnamed: 0'"),
+        (lambda t, path: t.to_csv(f"{path}.csv", index_label="row"), "'row'"),
+        (lambda t, path: t.assign(row=t.index + 1).to_parquet(f"{path}.parquet"), "'row'"),
+        (lambda t, path: t.to_csv(f"{path}.csv", index=False), ""),
+        (lambda t, path: t.reset_index(drop=True).to_parquet(f"{path}.parquet"), ""),
+    ],
+)
+def test_columns_that_only_number_the_rows_are_left_out_with_a_note(
+    write: Any, left_out: str, tmp_path: Path
+):
+    write(shuffled(120), tmp_path / "t")
+    (path,) = tmp_path.iterdir()
+    task = Tabular(config_of(path))
+    assert task.train_data().source.read(np.arange(5))["x"].shape == (5, 2)
+    assert [left_out in note for note in task.notes] == [True] * bool(left_out)
+
+
+def test_a_column_that_is_constant_in_the_training_rows_is_not_scaled_by_rounding(tmp_path: Path):
+    table, other = frame(), frame(40)
+    table["c"] = 14.62  # its standard deviation is 9e-14 by rounding
+    other["c"] = [15.0] * 4 + [14.62] * 36
+    source, rest = written(tmp_path / "t.csv", table), written(tmp_path / "e.csv", other)
+    task = Tabular(config_of(source, holdout=0.0, eval_source=str(rest)))
+    x = torch.from_numpy(task.eval_data().source.read(np.arange(40))["x"])
+    assert task.model()[0](x)[:, 2].abs().max() < 1
+    (note,) = task.notes
+    assert "'c'" in note
+
+
 def test_a_missing_label_is_not_a_class(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,label\n1,x\n3,\n4,y\n")
-    with pytest.raises(DataError, match=r"t\.csv, row 1: column 'label' is an empty string: fill"):
+    with pytest.raises(DataError, match=r"t\.csv, row 1: column 'label' is ''"):
         Tabular(config_of(tmp_path / "t.csv"))
 
 
@@ -134,7 +182,7 @@ def test_both_unicode_forms_of_a_label_are_one_class(tmp_path: Path):
 
 def test_duplicate_column_names_are_refused(tmp_path: Path):
     (tmp_path / "t.csv").write_text("a,a,label\n1,2,x\n3,4,y\n")
-    with pytest.raises(DataError, match="several columns 'a': rename or remove some"):
+    with pytest.raises(DataError, match="needs one column 'a'"):
         Tabular(config_of(tmp_path / "t.csv"))
 
 
@@ -169,10 +217,10 @@ def test_a_table_is_learned_and_its_auroc_is_exact(tmp_path: Path):
         tmp_path / "runs",
         "table",
         epochs=10,
-        task="raytrain_ddp.tasks.tabular:Tabular",
+        task=f"{EXAMPLE}:Tabular",
         task_options={"hidden": "16,8"},
         data=replace(config_of(source).data, workers=0),
-        optim=OptimConfig(name="adamw", lr=0.01, label_smoothing=0.0),
+        optim=OptimConfig(name="adamw", lr=0.01),
     )
     result = fit_locally(config)
     assert result.best["auroc"] > 0.95

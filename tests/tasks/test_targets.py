@@ -41,7 +41,6 @@ from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.report.mistakes import predict
 from raytrain_ddp.report.run_files import read_run
 from raytrain_ddp.tasks.criterion import Criterion
-from raytrain_ddp.tasks.tabular import Tabular
 
 LOSSES: dict[str, Any] = {
     "bce": functional.binary_cross_entropy_with_logits,
@@ -342,7 +341,9 @@ def test_a_label_found_only_in_the_evaluation_set_is_named(files: Path, tmp_path
     data = DataConfig(
         source=str(files / "train.parquet"), eval_source=str(other), target_columns=("tags",)
     )
-    with pytest.raises(DataError, match=r"row group 0, row 3: tags: 'x' is not one of the 3 cl"):
+    with pytest.raises(
+        DataError, match=r"row group 0, row 3: tags: a label 'x' is not one of the 3 cl"
+    ):
         open_splits(data, None, binary=True).summary()
 
 
@@ -393,66 +394,3 @@ def test_a_dry_run_lists_the_targets(files: Path, tmp_path: Path):
     assert "21 images of 3 labels" in reported
     numbers = dry_run(config_of(tmp_path, files, "other", "mse"))
     assert "56 images of 2 targets: level, whole" in numbers
-
-
-# ------------------------------------------------------------------ tables
-
-
-def test_a_table_of_numbers_is_learned_with_the_metrics_of_numpy(tmp_path: Path):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(200, 2))
-    y = np.stack([x[:, 0] - 2 * x[:, 1], 3 * x[:, 1]], 1) + 2000  # as years
-    frame = pd.DataFrame({"a": x[:, 0], "b": x[:, 1], "y": y[:, 0], "z": y[:, 1] - 2000})
-    frame.to_csv(tmp_path / "t.csv", index=False)
-    config = tiny_config(
-        tmp_path,
-        "table",
-        task="raytrain_ddp.tasks.tabular:Tabular",
-        data=DataConfig(
-            source=str(tmp_path / "t.csv"), target_columns=("z", "y"), holdout=0.25, workers=0
-        ),
-        loss=LossConfig(name="huber"),
-    )
-    task = Tabular(config)
-    rest = task.eval_data().source.read(np.arange(50))
-    model, metrics = task.model(), task.metrics()
-    batch = {name: torch.from_numpy(values) for name, values in rest.items()}
-    task.evaluate(model.eval(), batch, metrics)
-    outputs = model(batch["x"]).detach().double().numpy()
-    error = outputs - rest["y"]
-    assert metrics["mae"].compute() == pytest.approx(np.abs(error).mean())
-    spread = ((rest["y"].astype(float) - rest["y"].mean(0, np.float64)) ** 2).sum(0)
-    assert metrics["r2"].compute() == pytest.approx((1 - (error**2).sum(0) / spread).mean())
-    quick = replace(config, data=replace(config.data, target_columns=("z",)), epochs=10)
-    assert fit_locally(quick).best["r2"] > 0.9
-
-
-def test_labels_of_a_table_are_learned_and_invalid_ones_are_refused(tmp_path: Path):
-    random = np.random.default_rng(0)
-    frame = pd.DataFrame(random.normal(size=(120, 2)), columns=["a", "b"])
-    frame = frame.assign(left=frame.a > 0, high=(frame.b > 0).astype(int), more=[[1]] * 120)
-    frame.to_parquet(tmp_path / "t.parquet")
-    config = tiny_config(
-        tmp_path,
-        "table",
-        epochs=10,
-        task="raytrain_ddp.tasks.tabular:Tabular",
-        data=DataConfig(
-            source=str(tmp_path / "t.parquet"), target_columns=("left", "high"), holdout=0.25
-        ),
-        loss=LossConfig(name="bce"),
-        optim=OptimConfig(name="adamw", lr=0.01),
-    )
-    with pytest.raises(DataError, match=r"'more' has list.*not numbers: encode or remove it"):
-        Tabular(config)
-    frame.drop(columns="more").to_parquet(tmp_path / "t.parquet")
-    assert fit_locally(config).best["mean_ap"] > 0.95
-    for columns, reported in (
-        (("a", "left"), r"row 0: a is 0\.1.*; 0 and 1 are"),
-        (("no",), "'no'"),
-    ):
-        with pytest.raises(DataError, match=reported):
-            Tabular(replace(config, data=replace(config.data, target_columns=columns)))
-    none = replace(config.data, target_columns=())
-    with pytest.raises(ConfigError, match="compares numbers: name their columns"):
-        replace(config, data=none, loss=LossConfig(name="mse"))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import generation_runs
 import pytest
 import torch
 from logs import log_of
@@ -313,22 +312,3 @@ def test_asynchronous_evaluation_is_refused_with_patience_and_without_ray(tmp_pa
     with pytest.raises(ConfigError, match="needs a Ray worker"):
         fit_locally(TrainConfig(eval=ASYNCHRONOUS, storage=str(tmp_path)))
     assert not list(tmp_path.iterdir())
-
-
-def test_fault_50_the_copy_of_an_unevaluated_checkpoint_is_kept_until_rank_0_has_written_it(
-    tmp_path: Path,
-) -> None:
-    whole = tiny_config(tmp_path, "whole", eval=ASYNCHRONOUS)
-    config = tiny_config(tmp_path, "killed", eval=ASYNCHRONOUS)
-    # Rank 0 dies while its checkpoint of step 20 waits for the commit of step 10.
-    points = (
-        "checkpoint.payload:sleep(4)@rank=0,step=10;checkpoint.payload:kill@rank=0,step=10,after=1"
-    )
-    for each, armed in ((whole, ""), (config, points)):
-        with evaluator(each):
-            folder = tmp_path / f"{each.name}-fired"
-            run = generation_runs.Run(generation_runs.forks(), each, folder, armed)
-            notes = run.wait()
-    assert run.deaths == 1
-    assert [note["steps"] for note in notes if note["steps"]] == [[20]]
-    require_same(config, whole)

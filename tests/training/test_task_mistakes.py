@@ -7,6 +7,7 @@ import contextlib
 import math
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TinyTask, plain, run_tiny, tiny_config
+from tiny import TinyNet, TinyTask, plain, run_tiny, tiny_config, weights
 from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LinearLR, OneCycleLR
 from torch.utils.data import IterableDataset, TensorDataset
@@ -23,13 +25,13 @@ from torchmetrics import Metric
 
 import raytrain_ddp
 from raytrain_ddp import user_code
-from raytrain_ddp.config.sections import DdpConfig, EvalConfig
+from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, EvalConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.errors import DataError, RaytrainError, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
 from raytrain_ddp.tasks.task_check import eval_data_of, loss_of_task, train_data_of
 from raytrain_ddp.tasks.task_loading import load_task
@@ -133,6 +135,92 @@ def test_an_iterable_that_shuffles_gives_each_item_once_for_all_lanes(
     assert [row for row, _ in read(1, [(0, 40)])] != [row for row, _ in whole]
 
 
+class Items:
+    """A map-style data set whose items, by `draw`, depend on random numbers."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        x = torch.full((1, 4, 4), float(row)) + self.draw()
+        return {"x": x, "y": torch.tensor(row % 5), "row": torch.tensor(row)}
+
+
+class Iterated(Items, IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return (self[row] for row in range(len(self)))
+
+
+class OwnSource:
+    """Without `shared`, which means that threads may read it."""
+
+    def __init__(self, items: Items) -> None:
+        self.items, self.blocks = items, np.array([96])
+
+    def read(self, rows: np.ndarray) -> list[Any]:
+        return [self.items[row] for row in rows.tolist()]
+
+    def fingerprint(self) -> str:
+        return ""
+
+
+def drawn_in_collate(records: Any) -> Any:
+    return {
+        name: torch.from_numpy(values) + 0 * int(random.random())
+        for name, values in records.items()
+    }
+
+
+ARRAYS = {"x": np.zeros((96, 1, 4, 4), np.float32), "y": np.arange(96) % 5, "row": np.arange(96)}
+READ_IN_THREADS = {
+    "torch": lambda: MapSource(Items(lambda: torch.rand(())), shared=True),
+    "NumPy": lambda: MapSource(Items(np.random.rand), shared=True),
+    "Python": lambda: MapSource(Items(random.random), shared=True),
+    "iterable": lambda: IterableSource(Iterated(random.random), shared=True),
+    "own source": lambda: OwnSource(Items(random.random)),
+    "collate": lambda: ArraySource(ARRAYS),
+    "by processes": lambda: MapSource(Items(random.random)),
+    "no draws": lambda: MapSource(Items(lambda: 0.0), shared=True),
+    "generator of its own": lambda: MapSource(Items(random.Random(0).random), shared=True),
+}
+
+
+class ReadInThreads(TinyTask):
+    def __init__(self, config: TrainConfig, kind: str, part: str) -> None:
+        super().__init__(config)
+        self.kind, self.part = kind, part
+
+    def data(self) -> Data:
+        collate = {"collate": {"collate": drawn_in_collate}}.get(self.kind, {})
+        return Data(READ_IN_THREADS[self.kind](), **collate)
+
+    def train_data(self) -> Data:
+        return self.data() if self.part == "train" else super().train_data()
+
+    def eval_data(self) -> Data | None:
+        return self.data() if self.part == "eval" else super().eval_data()
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+@pytest.mark.parametrize("kind", READ_IN_THREADS)
+def test_random_numbers_of_global_generators_are_refused_where_threads_read(
+    kind: str, part: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1, limit_train_batches=1))
+    options = {"kind": kind, "part": part}
+    if kind in ("by processes", "no draws", "generator of its own"):
+        run_tiny(0, 1, config, options, kind=ReadInThreads)
+        return
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, options, kind=ReadInThreads)
+    generator = kind if kind in ("torch", "NumPy") else "Python"
+    assert f"generator of {generator}," in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 # ------------------------------------------------------------------ the loss and the model
 
 
@@ -215,6 +303,414 @@ def test_unused_parameters_are_accepted_with_find_unused_parameters(
     assert len({*workers(3, ran, plain(plainly), Forward)}) == 1
     allowed = tiny_config(tmp_path, "run", epochs=1, ddp=DdpConfig(find_unused_parameters=True))
     assert len({*workers(3, ran, plain(allowed), Unused)}) == 1
+
+
+class Drops(TinyTask):
+    """Its model does not use some parameters in each step, on each rank."""
+
+    first = 1  # the first step in which a parameter may be unused
+    chance = 0.5
+
+    def __init__(self, config: TrainConfig, first: int = 1) -> None:
+        super().__init__(config)
+        self.first = first
+
+    def model(self) -> nn.Module:
+        made = super().model()
+        made.extra = nn.Linear(24, 24)
+        made.dropout.register_forward_hook(self.add)  # before the head
+        return made
+
+    def add(self, module: nn.Module, _: Any, features: Tensor) -> Tensor:
+        return features + self.made.extra(features) if self.uses(module.training) else features
+
+    def at(self) -> bool:
+        """Whether it is this step or a later one."""
+        assert self.session is not None
+        return self.session.step >= self.first
+
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at()) or bool(torch.rand(()) < 0.5)
+
+
+class DropsOnOneRank(Drops):
+    """So does a branch that depends on the data."""
+
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at() and torch.distributed.get_rank() == 1)
+
+
+class DropsOnAll(Drops):
+    def uses(self, training: bool) -> bool:
+        return not (training and self.at())
+
+
+def dropped(
+    rank: int, size: int, config: Any, kind: type[Drops], first: int, at: int = 0
+) -> tuple[str, int]:
+    result = run_tiny(rank, size, config, {"first": first}, kind=kind, stop_at=at)
+    return result.digest, result.outcome.step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [Drops, DropsOnOneRank, DropsOnAll])
+@pytest.mark.parametrize(
+    ("first", "changes"),
+    [
+        (0, {}),  # already in the warm-up
+        (1, {}),
+        (1, {"micro_batch": 4}),
+        (5, {"micro_batch": 4, "ddp": DdpConfig(gradient_as_bucket_view=False)}),
+        (5, {"ddp": DdpConfig(compression="bf16", bucket_cap_mb=0.001)}),
+        (4, {"ddp": DdpConfig(static_graph=True)}),
+        (4, {"compute": ComputeConfig(precision="fp16")}),
+    ],
+)
+def test_parameters_that_a_rank_does_not_use_in_a_step_are_named_at_once_by_all_ranks(
+    workers: Group,
+    tmp_path: Path,
+    size: int,
+    kind: type[Drops],
+    first: int,
+    changes: dict[str, Any],
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", **changes))
+    began = time.monotonic()
+    ends = workers.outcomes(size, dropped, config, kind, first)
+    assert time.monotonic() - began < 20, "no rank waits for another one until a time limit"
+    assert {(end.name, end.exit_status) for end in ends} == {("ConfigError", 2)}
+    (line,) = {end.text.strip().splitlines()[-1] for end in ends}
+    assert "extra.weight" in line
+    assert "--ddp.find-unused-parameters true" in line
+    if kind is not Drops and first:
+        assert f"in step {first}" in line
+    if kind is DropsOnOneRank and first:
+        assert "rank 1" in line
+
+
+class SkipsModel(Drops):
+    """Its loss does not depend on the model in some steps, as where no sample is positive."""
+
+    calls = False
+
+    def uses(self, training: bool) -> bool:
+        return True
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        if not model.training or not self.at() or batch["row"][0] % 2:
+            return super().loss(model, batch)
+        if self.calls:
+            model(batch["x"])
+        return torch.zeros((), requires_grad=True)
+
+
+class SkipsOutput(SkipsModel):
+    calls = True
+
+
+@pytest.mark.parametrize("kind", [SkipsModel, SkipsOutput])
+@pytest.mark.parametrize("finds", [False, True])
+def test_a_loss_without_a_link_to_the_model_on_one_rank_adds_zeros_to_the_gradient(
+    workers: Group, tmp_path: Path, kind: type[Drops], finds: bool
+) -> None:
+    ddp = DdpConfig(find_unused_parameters=finds)
+    for size in (2, 3):
+        config = tiny_config(tmp_path, f"run-{size}", epochs=1, ddp=ddp)
+        assert len({*workers(size, dropped, plain(config), kind, 1)}) == 1
+        exact = tiny_config(tmp_path, f"exact-{size}", epochs=1, exact=True)
+        workers(size, dropped, plain(exact), kind, 1)
+        summed, exactly = weights(config), weights(exact)
+        for name, value in summed.items():
+            torch.testing.assert_close(value, exactly[name], rtol=1e-4, atol=1e-5)
+
+
+class CallsOwn(Drops):
+    """Calls the model that it made, from a step on."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        is_own = model.training and self.at() and torch.distributed.get_rank() == 1
+        return super().loss(self.made if is_own else model, batch)
+
+    def uses(self, training: bool) -> bool:
+        return True
+
+
+def test_a_loss_that_does_not_call_the_given_model_in_a_later_step_is_refused(
+    workers: Group, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run"))
+    ends = workers.outcomes(3, dropped, config, CallsOwn, 4)
+    assert [end.name for end in ends] == ["RuntimeError", "TaskError", "RuntimeError"]
+    assert "not the one that it receives" in ends[1].text
+
+
+@pytest.mark.parametrize("kind", [Drops, DropsOnOneRank, DropsOnAll])
+def test_unused_parameters_may_vary_with_find_unused_parameters(
+    workers: Group, tmp_path: Path, kind: type[Drops]
+) -> None:
+    ddp = DdpConfig(find_unused_parameters=True)
+    for size in (2, 3):
+        config = tiny_config(tmp_path, f"run-{size}", epochs=1, ddp=ddp)
+        assert len({*workers(size, dropped, plain(config), kind, 1)}) == 1
+    if kind is not DropsOnOneRank:  # which depends on the number of workers
+        exact = [tiny_config(tmp_path, f"exact-{n}", epochs=1, exact=True, ddp=ddp) for n in "123"]
+        ends = [workers(n, dropped, plain(c), kind, 0) for n, c in enumerate(exact, 1)]
+        assert len({end for each in ends for end in each}) == 1
+
+
+class Remembering(nn.Module):
+    """Its forward pass keeps something, by `kind`, in an attribute of this module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.net = kind, TinyNet(norm=False)
+        self.h: Any = {"list": [torch.zeros(())], "dict": {"h": torch.zeros(())}, "counter": 0}.get(
+            kind, torch.zeros(())
+        )
+        if kind in ("none at first", "cache", "last output"):
+            self.h = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        now, factor = y.detach().mean(), torch.ones(())
+        if self.kind == "tensor":
+            factor = self.h = 0.9 * self.h + now
+        elif self.kind == "in place":
+            factor = self.h.add_(now).clone()
+        elif self.kind == "data":
+            self.h.data.add_(now)
+            factor = self.h.clone()
+        elif self.kind == "list":
+            self.h.append(now)
+            factor = torch.stack(self.h).sum()
+        elif self.kind == "dict":
+            factor = self.h["h"] = self.h["h"] + now
+        elif self.kind == "counter":
+            self.h += 1
+            factor = factor / self.h
+        elif self.kind == "none at first":
+            factor, self.h = factor if self.h is None else self.h, now
+        elif self.kind == "with its graph":
+            factor, self.h = self.h.detach(), y.mean()
+        elif self.kind == "cache":
+            self.h = {**(self.h or {}), len(x): torch.arange(len(x))}
+        elif self.kind == "last output":
+            self.h = y
+        elif self.kind == "steps":
+            self.calls = getattr(self, "calls", 0) + 1
+        return y * (1 + factor)
+
+
+class RemembersInModel(TinyTask):
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        made = nn.Sequential(Remembering(self.kind))
+        self.made = made  # type: ignore[assignment]
+        return made
+
+
+class RemembersInTask(TinyTask):
+    """Weights its loss by a running mean, and changes its batch, which is allowed."""
+
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind, self.running, self.random = kind, torch.ones(()), random.Random(0)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        y = batch.pop("y")
+        loss = cross_entropy(model(batch["x"].mul_(0.5)), y)
+        if self.kind == "running":
+            self.running = 0.9 * self.running + 0.1 * loss.detach()
+        noise = self.random.random() if self.kind == "generator" else torch.rand(())
+        return loss * self.running + 0 * loss if self.kind == "running" else loss * noise
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "named"),
+    [
+        *(
+            (RemembersInModel, kind, "model.0.h")
+            for kind in ("tensor", "in place", "data", "list", "dict", "counter", "none at first")
+        ),
+        (RemembersInModel, "with its graph", "model.0.h"),
+        (RemembersInModel, "cache", ""),
+        (RemembersInModel, "last output", ""),
+        (RemembersInTask, "running", "task.running"),
+        (RemembersInTask, "generator", "a generator"),
+        (RemembersInTask, "seeded", ""),
+    ],
+)
+def test_a_loss_that_depends_on_earlier_calls_is_refused_before_the_first_step(
+    task: Any, kind: str, named: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    if not named:
+        ran = run_tiny(0, 1, config, {"kind": kind}, kind=task)
+        assert not any("forward passes" in str(event) for event in ran.events)
+        return
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, {"kind": kind}, kind=task)
+    assert named in str(caught.value)
+    assert "register_buffer" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_count_of_calls_in_a_module_is_noted(tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    ran = run_tiny(0, 1, config, {"kind": "steps"}, kind=RemembersInModel)
+    assert any("forward passes change model.0.calls" in str(event) for event in ran.events)
+
+
+class WithoutPositives(TinyTask):
+    """Its loss depends on the model only if a sample of the micro-batch is positive."""
+
+    def __init__(self, config: TrainConfig, kind: str) -> None:
+        super().__init__(config, norm=False)
+        self.kind = kind
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        step = self.session.step if self.session is not None else 0
+        is_negative = step == 2 or (step > 2 and int(batch["row"][0]) % 3 == 0)
+        if is_negative and model.training:
+            if self.kind == "does not call":
+                return torch.zeros((), requires_grad=True)
+            model(batch["x"])
+            return torch.zeros((), requires_grad=True) * 2
+        return super().loss(model, batch)
+
+
+def trained_weights(rank: int, size: int, config: Any, kind: str) -> list[Tensor]:
+    task: list[WithoutPositives] = []
+
+    class Kept(WithoutPositives):
+        def __init__(self, config: TrainConfig, kind: str) -> None:
+            super().__init__(config, kind)
+            task.append(self)
+
+    run_tiny(rank, size, config, {"kind": kind}, kind=Kept)
+    return [each.detach().clone() for each in task[0].made.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", ["calls", "does not call"])
+def test_a_loss_without_a_link_to_the_model_counts_as_gradients_of_zero(
+    size: int, kind: str, workers: Group, tmp_path: Path
+) -> None:
+    """In one step on all ranks, later on some of them; weight decay and momentum as with exact."""
+    optim = OptimConfig(lr=0.05, weight_decay=0.1)
+    found = []
+    for exact in (True, False):
+        config = tiny_config(tmp_path, f"exact-{exact}", epochs=1, exact=exact, optim=optim)
+        found.append(workers(size, trained_weights, plain(config), kind)[0])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+class Compiled(TinyTask):
+    """Its model is compiled by a backend that raises this error."""
+
+    def __init__(self, config: TrainConfig, error: Exception) -> None:
+        super().__init__(config)
+        self.error = error
+
+    def model(self) -> nn.Module:
+        def backend(graph: Any, inputs: Any) -> Any:
+            raise self.error
+
+        made = super().model()
+        made.compile(backend=backend)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (PermissionError(13, "Permission denied", "/cache/x.so"), 3),
+        (ImportError("/cache/x.so: failed to map segment from shared object"), 3),
+        (InvalidCxxCompiler(), 3),
+        (CppCompileError(["g++", "x.cpp"], "x.cpp:1:10: fatal error: Python.h: No such file"), 3),
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), 3),
+        (NotImplementedError("no such operation\nin the second line"), 1),
+        (AssertionError(), 1),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_failure_of_torch_compile_is_one_line(
+    error: Exception, status: int, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    with pytest.raises(RaytrainError) as caught:
+        run_tiny(0, 1, config, {"error": error}, kind=Compiled)
+    assert caught.value.exit_status == status
+    assert "\n" not in str(caught.value)
+    assert "--compute.no-compile" in str(caught.value)
+
+
+class Unsuitable(TinyTask):
+    def __init__(self, config: TrainConfig, change: Any) -> None:
+        super().__init__(config)
+        self.change = change
+
+    def model(self) -> Any:
+        self.made = nn.Sequential(super().model())  # type: ignore[assignment]
+        return self.change(self.made)
+
+
+def filled(made: nn.Module, name: str, value: float) -> nn.Module:
+    tensor = {**dict(made.named_parameters()), **dict(made.named_buffers())}[name]
+    with torch.no_grad():
+        tensor.view(-1)[0] = value
+    return made
+
+
+def in_inference_mode(_: nn.Module) -> nn.Module:
+    with torch.inference_mode():
+        return TinyNet()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda made: filled(made, "0.norm.running_mean", math.nan), "0.norm.running_mean"),
+        (lambda made: filled(made, "0.head.weight", math.nan), "0.head.weight"),
+        (lambda made: filled(made, "0.head.bias", math.inf), "0.head.bias"),
+        (lambda made: made.to("meta"), "meta device"),
+        (lambda made: made.append(nn.Linear(5, 5, device="meta")), "1 is on the meta device"),
+        (lambda made: made.append(nn.LazyLinear(5)), "1 has no weights yet"),
+        (lambda made: made.append(nn.LazyBatchNorm1d(affine=False)), "1 has no weights yet"),
+        (nn.DataParallel, "DataParallel"),
+        (lambda made: made.requires_grad_(False), "frozen"),
+        (in_inference_mode, "inference_mode"),
+        (lambda made: None, "returned None"),
+        (lambda made: TinyNet, "Return TinyNet()"),
+        (lambda made: made.state_dict(), "expected a torch.nn.Module"),
+        (lambda made: made.forward, "expected a torch.nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(
+    change: Any, named: str, tmp_path: Path
+) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1))
+    with pytest.raises(TaskError) as caught:
+        run_tiny(0, 1, config, {"change": change}, kind=Unsuitable)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: filled(made, "0.norm.running_var", math.inf),
+        lambda made: made.share_memory(),
+        lambda made: made.eval(),
+    ],
+)
+def test_an_unusual_model_is_trained(change: Any, tmp_path: Path) -> None:
+    config = plain(tiny_config(tmp_path, "run", epochs=1, limit_train_batches=2))
+    run_tiny(0, 1, config, {"change": change}, kind=Unsuitable)
 
 
 def test_numpy_numbers_are_accepted_as_scalars() -> None:

@@ -435,12 +435,36 @@ def test_fault_59_another_python_or_module_path_starts_python_instead_of_forking
     place: Place, tmp_path: Path
 ):
     assert place.run()["forked"]
-    assert not place.run(env={**os.environ, "PYTHONHASHSEED": "0"})["forked"]
+    for name in ("SAFEPATH", "INSPECT", "VERBOSE", "PROFILEIMPORTTIME"):
+        assert not place.run(env={**os.environ, f"PYTHON{name}": "1"})["forked"], name
     for name in ("numpy", "sitecustomize.py"):
         (tmp_path / name[:3]).mkdir()
         (tmp_path / name[:3] / name).symlink_to(np_folder() if name == "numpy" else os.devnull)
         path = os.pathsep.join(["/not/there", str(tmp_path / name[:3])])
         assert not place.run(env={**os.environ, "PYTHONPATH": path})["forked"]
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *("PYTHONHASHSEED=0", "PYTHONOPTIMIZE=1", "PYTHONDEVMODE=1", "PYTHONWARNINGS=ignore"),
+        *("PYTHONUTF8=1", "PYTHONIOENCODING=latin-1", "PYTHONNOUSERSITE=1", "PYTHONMALLOC=malloc"),
+        *("PYTHONFAULTHANDLER=1", "PYTHONBREAKPOINT=ray.util.rpdb._driver_set_trace"),
+        *("PYTHONSTARTUP=/rc.py", "PYTHON_VERSION=3.11.9", "PYTHONASYNCIODEBUG=1", "PYTHONDEBUG="),
+    ],
+)
+def test_a_fork_follows_a_variable_of_python_as_a_new_python_does(place: Place, variable: str):
+    name, _, value = variable.partition("=")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment[name] = value
+    forked = place.run(env=environment, cwd=place.folder)
+    plain = [sys.executable, place.command[-1]]
+    options: dict[str, Any] = {"env": environment, "cwd": place.folder, "text": True}
+    quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(plain, stdout=subprocess.PIPE, **quiet, **options) as process:
+        usual = reported(process)
+    assert forked["forked"]
+    assert forked["same"] == usual["same"]
 
 
 def np_folder() -> str:
@@ -490,11 +514,21 @@ def test_an_idle_server_exits(tmp_path: Path, owner: subprocess.Popen[bytes]):
     wait_until(lambda: not server.is_running())
 
 
+def test_an_idle_server_exits_although_an_actor_of_the_cluster_lives(
+    tmp_path: Path, owner: subprocess.Popen[bytes]
+):
+    changes = {"IDLE_S = 3600.0": "IDLE_S = 0.2", "_LOOK_S = 10.0": "_LOOK_S = 0.1"}
+    place = Place(tmp_path, owner.pid, **changes, AutoscalingCoordinator="fork_server")
+    waiting = place.run("wait")  # its title is the server's
+    wait_until(lambda: ended(waiting["parent"]))
+    os.kill(waiting["pid"], signal.SIGKILL)
+
+
 def test_auto_does_not_fork_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    assert fork_client.suits("always")
+    assert not fork_client.unsuited("always")
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    assert not fork_client.suits("auto")
-    assert fork_client.suits("always")
+    assert "GPU" in fork_client.unsuited("auto")
+    assert not fork_client.unsuited("always")
 
 
 def test_ray_runs_the_command_with_python_installed_elsewhere(

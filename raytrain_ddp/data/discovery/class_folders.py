@@ -7,8 +7,13 @@ from collections.abc import Collection, Mapping
 from pathlib import PurePosixPath
 
 from raytrain_ddp.data.discovery.file_listing import FileListing
-from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, SplitName, split_name
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.data.discovery.split_names import (
+    WHOLE,
+    NoSuchConfigError,
+    SplitName,
+    split_name,
+)
+from raytrain_ddp.errors import DataError, first_names, quoted
 
 _WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
 
@@ -56,7 +61,7 @@ def class_folder_splits(
             chosen = [n for n in inner if config.casefold() in (n.casefold(), _name(n).casefold())]
             if not chosen:
                 has = f"only {first_names(inner)}"
-                raise NoSuchConfigError(f"{listing.shown} has no config {config!r}, {has}.")
+                raise NoSuchConfigError(f"{listing.shown} has no config {quoted(config)}, {has}.")
             top, picked = chosen[0], True
         elif len(inner) > 1:
             raise DataError(
@@ -69,7 +74,7 @@ def class_folder_splits(
             raise DataError(
                 f"{listing.shown}: {inner[0]} contains splits, but there are also images in "
                 f"{first_names(beside)}: specify the folder {inner[0]} itself if it is the data "
-                "set."
+                f"set. If all are classes, set --data.train-split {WHOLE}"
             )
         elif inner:
             top = inner[0]
@@ -78,7 +83,9 @@ def class_folder_splits(
         else:
             break
     if not picked:
-        raise NoSuchConfigError(f"{listing.shown} has no config {config!r}: remove --data.config.")
+        raise NoSuchConfigError(
+            f"{listing.shown} has no config {quoted(config)}: remove --data.config."
+        )
     return _usable(top, splits, subs, tree)
 
 

@@ -5,16 +5,22 @@ discovery.py finds the splits of a source; this module chooses which ones to use
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.discovery import DataSet, Kind, open_data_set
-from raytrain_ddp.data.discovery.split_names import ROLE_OF, NoSuchConfigError, Role
-from raytrain_ddp.errors import ConfigError, DataError, first_names
+from raytrain_ddp.data.discovery.split_names import (
+    ROLE_OF,
+    WHOLE,
+    NoSuchConfigError,
+    Role,
+)
+from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 
 Use = Literal["train", "eval"]
+_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,14 @@ class Located:
     Args:
         split: what it is used for.
         name: the split's name from its files or folder; "" if it has none.
+        class_names: those of columns of labels, as far as README.md declares them.
     """
 
     kind: Kind
     paths: tuple[str, ...]
     split: Use
     name: str = ""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,12 +148,11 @@ def _to_train_on(source: DataSet, asked: str) -> str:
     why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
     problem = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
     names = [*source.splits]
-    if not names:
-        raise DataError(f"{problem}.")
-    raise DataError(
-        f"{problem}, only {first_names(names)}. To train on one of them, name it, such as with "
-        f"--data.train-split {names[0]}."
-    )
+    remedy = ""
+    if names:
+        problem += f", only {first_names(names)}"
+        remedy = f" To train on one of them, name it, such as with --data.train-split {names[0]}."
+    raise DataError(f"{problem}.{remedy}{_if_classes(source, 'train')}")
 
 
 def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | None:
@@ -174,13 +181,21 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
         return next(iter(source.splits))
     raise DataError(
         f"{source.shown} has no split to evaluate on, only {first_names([*source.splits])}. Name "
-        "one with --data.eval-split."
+        f"one with --data.eval-split.{_if_classes(source, 'eval')}"
     )
+
+
+def _if_classes(source: DataSet, use: Use) -> str:
+    """What to do if the names of class folders look like those of splits."""
+    if source.kind != "folder":
+        return ""
+    names = first_names(sorted({*source.splits, *source.unusable}), _NAMES_SHOWN)
+    return f" If {names} are classes, give the folder above them, and --data.{use}-split {WHOLE}"
 
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
     """The split with that name, or the only one with a synonymous name (val, validation)."""
-    flag = f"data.{use}_split = {asked!r}"
+    flag = f"data.{use}_split = {quoted(asked)}"
     if source.kind == "torchvision":
         return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]
@@ -203,7 +218,7 @@ def _of_name(source: DataSet, asked: str, use: Use) -> str:
 
 
 def _located(source: DataSet, name: str, split: Use) -> Located:
-    return Located(source.kind, source.paths(name), split, name)
+    return Located(source.kind, source.paths(name), split, name, source.class_names)
 
 
 def _named(source: DataSet, split: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as defaults
 from os.path import isdir
 from pathlib import Path, PurePosixPath
@@ -17,24 +17,33 @@ from raytrain_ddp.data.discovery.class_folders import (
     folder_of_patterns,
     refuse_split_names_as_classes,
 )
-from raytrain_ddp.data.discovery.file_listing import FileListing, list_on_disk
+from raytrain_ddp.data.discovery.file_listing import (
+    FileListing,
+    counted,
+    fits,
+    list_on_disk,
+)
 from raytrain_ddp.data.discovery.hf_repository import (
     RepoConfig,
+    class_names_of,
     files_of,
     is_of,
     repo_config,
     saved_to_disk,
 )
 from raytrain_ddp.data.discovery.split_names import (
+    WHOLE,
     NoSuchConfigError,
     Splits,
     configs_of,
     merged,
     require_all_shards,
+    role_in,
 )
 from raytrain_ddp.data.discovery.store_listing import list_in_store
-from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, PARQUET
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
+from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, format_of
+from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 
 DATASET_FILE = "dataset.json"  # written by `convert`
@@ -57,6 +66,7 @@ class DataSet:
         uri_of: the path or URI of a file or folder.
         unusable: other splits that exist, and why they cannot be used.
         notes: sentences about other data that is not used.
+        class_names: those of columns of labels, as far as README.md declares them.
         check: raises a DataError if a split is incomplete or may not be a split.
     """
 
@@ -67,6 +77,7 @@ class DataSet:
     uri_of: Callable[[str], str]
     unusable: Mapping[str, str] = defaults(default_factory=dict)
     notes: tuple[str, ...] = ()
+    class_names: Mapping[str, Sequence[str]] = defaults(default_factory=dict)
     check: Callable[[str], None] = lambda _: None
 
     def paths(self, split: str) -> tuple[str, ...]:
@@ -88,7 +99,7 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         ConfigError: the scheme of a URI is unknown.
         PreflightError: an object store cannot be reached.
     """
-    shown = f"{field} = {without_secrets(source)!r}"
+    shown = f"{field} = {quoted(without_secrets(source))}"
     asked = config.config
     if source.startswith("torchvision:"):
         _require_no_config(shown, asked)
@@ -98,7 +109,10 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         source = str(Path(__file__).parents[1] / "digits")
     if source.startswith("file://"):
         source = open_uri(source)[1]
-    listing = (list_in_store if "://" in source else list_on_disk)(source, shown)
+    if "://" in source:
+        listing = list_in_store(source, shown)
+    else:
+        listing = list_on_disk(source, shown, config.classes or ())
     of_dataset: Splits | None = saved_to_disk(listing)
     if DATASET_FILE in listing.files:
         of_dataset = _written_by_convert(listing)
@@ -106,47 +120,45 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         _require_no_config(shown, asked)
         return DataSet(field, shown, "files", of_dataset, listing.uri_of)
     card = None if listing.pattern else repo_config(listing, asked)
+    class_names = {} if listing.pattern else class_names_of(listing, asked)
     if card is not None:
         listing, asked = listing.inside(card.folder), "auto"
     images = listing.images
-    names = listing.named(PARQUET.ends)
-    names = [n for n in names if not images or PurePosixPath(n).name != _METADATA_FILE]
+    by_format = [listing.named(form.ends) for form in FORMATS]  # Parquet is the first
+    names = [n for n in by_format[0] if not images or PurePosixPath(n).name != _METADATA_FILE]
     patterns = None if card is None else card.patterns
     if patterns and not any(files_of(patterns, names).values()):  # it may name other files
-        found = (listing.named(form.ends) for form in FORMATS)
-        names = next((n for n in found if any(files_of(patterns, n).values())), names)
+        names = next((n for n in by_format if any(files_of(patterns, n).values())), names)
     if not names and not images:
-        found = (listing.named(form.ends) for form in FORMATS)
-        names = next((each for each in found if each), [])
+        names = next((each for each in by_format if each), [])
     if names:
-        return _of_files(field, listing, names, card, asked)
-    has_text = not images and (listing.pattern or listing.named((".txt",)))
-    hint = (
-        " Text is read as it is, not converted: fit char-lm --data.source ..." if has_text else ""
-    )
+        of_files = _of_files(field, listing, names, card, asked)
+        return replace(of_files, class_names=class_names)
+    if images and listing.is_local and not listing.pattern:
+        return _of_images(field, listing, card, asked, config)
+    raise _nothing(listing)
+
+
+def _nothing(listing: FileListing) -> DataError:
+    hint = "".join(f" ({note}.)" for note in counted(listing.left_out, LEFT_OUT))
+    problem = "contains neither Parquet files nor class folders, tar files or lists of images"
     if not listing.is_local:
-        raise DataError(
-            f"{shown}: contains no Parquet files and no lists of images (class folders and tar "
-            "files are read only from local disks: convert them there and upload the result)."
-            f"{hint}"
+        problem = (
+            "contains no Parquet files and no lists of images (class folders and tar files are "
+            "read only from local disks: convert them there and upload the result)"
         )
-    if listing.pattern:
-        raise DataError(
-            f"{shown}: no match is a Parquet file, a tar file or a list of images; for images, "
-            f"specify the folder.{hint}"
+    elif listing.pattern:
+        problem = (
+            "no match is a Parquet file, a tar file or a list of images; for images, specify the "
+            "folder"
         )
-    if not images:
-        raise DataError(
-            f"{shown}: contains neither Parquet files nor class folders, tar files or lists of "
-            f"images.{hint}"
-        )
-    return _of_images(field, listing, card, asked, config)
+    return DataError(f"{listing.shown}: {problem}.{hint}")
 
 
 def _of_files(
     field: str, listing: FileListing, names: Sequence[str], card: RepoConfig | None, asked: str
 ) -> DataSet:
-    notes = [f"the config {name} is not used" for name in card.others] if card else []
+    notes = _unread(listing, names, card)
     unusable: dict[str, str] = {}
     if card is not None and card.patterns is not None:
         found = files_of(card.patterns, names)
@@ -162,24 +174,25 @@ def _of_files(
     if listing.images:
         folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
         notes.append(f"images in {first_names(folders)} are read only if a file references them")
-    notes += _unread(listing, names)
 
     def check(split: str) -> None:
         def is_wanted(name: str) -> bool:
             of_card = not card or not card.patterns or is_of(card.patterns[split], name)
-            return of_card and listing.is_selected(name)
+            return of_card and (not listing.pattern or fits(name, listing.pattern))
 
         require_all_shards(splits[split], listing.shown, is_wanted)
 
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "files", splits, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "files", splits, uri_of, unusable, tuple(notes), check=check)
 
 
-def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
-    """A sentence about the lists and files of rows beside those that are used."""
-    ends = tuple(end for form in FORMATS for end in form.ends)
-    unread = sorted({*listing.named(ends)} - {*used})
-    return [f"not used: {first_names(unread)}; to use one, specify it explicitly"] if unread else []
+def _unread(listing: FileListing, used: Sequence[str], card: RepoConfig | None) -> list[str]:
+    """Sentences about configs, lists and files of rows beside those that are used, and about
+    leftovers."""
+    notes = [f"the config {name} is not used" for name in card.others] if card else []
+    if unread := sorted({name for name in listing.files if format_of(name)} - {*used}):
+        notes.append(f"not used: {first_names(unread)}; to use one, specify it explicitly")
+    return notes + counted(listing.left_out, LEFT_OUT)
 
 
 def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
@@ -209,7 +222,7 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
             if len(configs) > 1
             else "or any other: remove --data.config"
         )
-        raise NoSuchConfigError(f"{listing.shown} has no config {asked!r}, {has}.")
+        raise NoSuchConfigError(f"{listing.shown} has no config {quoted(asked)}, {has}.")
     others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
         inside = [name for name in names if name.startswith(f"{chosen[0]}/")]
@@ -220,9 +233,12 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
 def _of_images(
     field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
 ) -> DataSet:
-    notes = [f"the config {name} is not used" for name in card.others] if card else []
-    notes += _unread(listing, ())
+    others = [name for name in listing.files if not is_image(name) and not format_of(name)]
+    notes = [*counted(others, "no images"), *_unread(listing, (), card)]
+    if listing.left_out:
+        notes[-1] += "; data.classes may name classes among them"
     unusable: dict[str, str] = {}
+    chosen = config.eval_split if field == "data.eval_source" else config.train_split
     if card is not None and card.patterns is not None:
         folders = {split: folder_of_patterns(each) for split, each in card.patterns.items()}
         unusable = {
@@ -234,25 +250,32 @@ def _of_images(
         for split in [each for each, name in splits.items() if not isdir(listing.uri_of(name))]:
             unusable[split] = _LOST
             del splits[split]
+    elif chosen == WHOLE:
+        splits = {WHOLE: "."}
     else:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
         splits, reasons = class_folder_splits(listing, asked, named)
-        lists = listing.named(LIST.ends)
-        hint = f"; if {lists[0]} lists the labels, specify it explicitly" if lists else ""
-        unusable = {split: why + hint for split, why in reasons.items()}
+        for split, why in reasons.items():
+            fitting = (None, role_in(f"{split}/"))  # never the list of another split
+            own = [name for name in listing.named(LIST.ends) if role_in(name) in fitting]
+            hint = f"; if {own[-1]} lists the labels, specify it explicitly" if own else ""
+            unusable[split] = why + hint
 
     def check(split: str) -> None:
-        if config.train_split == "auto":
+        if config.train_split == "auto" and split != WHOLE:
             refuse_split_names_as_classes(listing, split, splits[split])
 
+    beside = {str(PurePosixPath(name).parent) for name in listing.images}
+    for folder in sorted(beside.intersection(splits.values())):
+        notes.append(f"not used: the images in {folder} that are in none of its class folders")
     found = {split: (folder,) for split, folder in splits.items()}
-    kept = tuple(notes)
-    return DataSet(field, listing.shown, "folder", found, listing.uri_of, unusable, kept, check)
+    shown, uri_of = listing.shown, listing.uri_of
+    return DataSet(field, shown, "folder", found, uri_of, unusable, tuple(notes), check=check)
 
 
 def _require_no_config(shown: str, asked: str) -> None:
     if asked != "auto":
-        raise NoSuchConfigError(f"{shown} has no config {asked!r}: remove --data.config.")
+        raise NoSuchConfigError(f"{shown} has no config {quoted(asked)}: remove --data.config.")
 
 
 def _written_by_convert(listing: FileListing) -> Splits | None:

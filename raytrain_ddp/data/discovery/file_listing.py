@@ -5,27 +5,36 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from raytrain_ddp.data.formats.image_folder import NO_FILE, files_below, is_image, read_on_disk
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.formats.image_folder import (
+    NO_FILE,
+    files_below,
+    is_image,
+    read_on_disk,
+    without_leftovers,
+)
+from raytrain_ddp.errors import DataError, first_names
 from raytrain_ddp.files import expanded
 
 _GLOB_SIGNS = "*?["
+_KINDS_SHOWN = 5
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class FileListing:
-    """The files and folders below a root. Hidden ones are omitted.
+    """The files and folders below a root, without leftovers.
 
     Args:
         shown: the field and its value, for messages.
         files: paths relative to the root, sorted; for images, only the first one in each folder.
         folders: paths relative to the root; empty for an object store.
+        left_out: paths of leftovers anywhere in the source, see `leftover_in`.
         pattern: the glob relative to the root; "" for a folder, and the file's name for a file.
         uri_of: the path or URI of a file or folder.
         content: reads a small file.
@@ -36,6 +45,7 @@ class FileListing:
     is_local: bool
     files: tuple[str, ...]
     folders: tuple[str, ...]
+    left_out: tuple[str, ...]
     pattern: str
     uri_of: Callable[[str], str]
     content: Callable[[str], bytes]
@@ -54,10 +64,6 @@ class FileListing:
     def images(self) -> list[str]:
         return [name for name in self.files if is_image(name)]
 
-    def is_selected(self, name: str) -> bool:
-        """Whether a file of this name would be in the listing."""
-        return not self.pattern or fits(name, self.pattern)
-
     def inside(self, folder: str) -> FileListing:
         """The listing of a subfolder; "" is the root."""
         if not folder:
@@ -73,23 +79,34 @@ class FileListing:
         )
 
 
+def counted(names: Sequence[str], why: str) -> list[str]:
+    """A sentence with the number of unused files and folders of each kind, and an example; none
+    without names."""
+    paths = map(PurePosixPath, names)
+    kinds = Counter(path.suffix.lower() or path.name for path in paths).most_common()
+    listed = first_names([f"{count:,} {kind}" for kind, count in kinds], _KINDS_SHOWN)
+    return [f"not used: {listed} ({why}), such as {names[0]}"] if names else []
+
+
 # ------------------------------------------------------------------ disks
 
 
-def list_on_disk(source: str, shown: str) -> FileListing:
+def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileListing:
     """Lists a folder, a file, or the matches of a glob.
 
     Args:
         shown: the field and its value, for messages.
+        kept: see `leftover_in`.
 
     Raises:
         DataError: nothing matches, or it cannot be read.
     """
     path = expanded(source)
     folders: list[str] = []
+    left_out: list[str] = []
     pattern = ""
     if os.path.isdir(path):  # path.is_dir() raises for names that are too long
-        files, folders = _below(str(path), shown)
+        files, folders, left_out = _below(str(path), shown, kept)
     elif os.path.isfile(path):
         path, pattern = path.parent, glob.escape(path.name)
         files = [Path(source).name]
@@ -97,6 +114,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
         path, pattern = _root_and_pattern(path)
         found = sorted(glob.glob(pattern, root_dir=path, recursive=True))
         files = [name for name in found if not os.path.isdir(path / name)]
+        files, left_out = without_leftovers(files, (*kept, *pattern.split("/")))
         if not files:
             folders_only = (
                 " The pattern matches only folders: append /**/*.parquet." if found else ""
@@ -108,7 +126,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
             problem = f"{NO_FILE}."
         except PermissionError as error:
             problem = f"cannot be read: {error.strerror}."
-        except OSError:
+        except (OSError, ValueError):  # a NUL in it
             place = "" if path.is_absolute() else f" in {Path.cwd()}"
             problem = f"no such file or folder{place}.{_remedy(source)}"
         raise DataError(f"{shown}: {problem}")
@@ -128,6 +146,7 @@ def list_on_disk(source: str, shown: str) -> FileListing:
         is_local=True,
         files=tuple(sorted(files)),
         folders=tuple(sorted(folders)),
+        left_out=tuple(sorted(left_out)),
         pattern=pattern,
         uri_of=lambda name: str(path / name),
         content=content,
@@ -135,24 +154,27 @@ def list_on_disk(source: str, shown: str) -> FileListing:
     )
 
 
-def _below(root: str, shown: str) -> tuple[list[str], list[str]]:
-    """The files below a folder (of the images, only the first in each folder), and the folders.
+def _below(root: str, shown: str, kept: Collection[str]) -> tuple[list[str], list[str], list[str]]:
+    """The files below a folder (of the images, only the first in each folder), the folders, and the
+    leftovers.
 
     Raises:
-        DataError: a folder cannot be read, or a link leads back to a folder above it.
+        DataError: as `files_below`.
     """
     files: list[str] = []
     folders: list[str] = []
+    left_out: list[str] = []
     try:
-        for place, names in files_below(root):
+        for place, names, left in files_below(root, kept):
             below = "" if place == root else f"{os.path.relpath(place, root)}/"
             images = [name for name in names if is_image(name)]
             files += [below + name for name in names if not is_image(name)]
             files += [below + min(images)] if images else []
             folders += [below[:-1]] if below else []
+            left_out += [below + name for name in left]
     except DataError as error:
         raise DataError(f"{shown}: {error}") from error
-    return files, folders
+    return files, folders, left_out
 
 
 def _root_and_pattern(path: Path) -> tuple[Path, str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.data.formats.labels import names_in
+from raytrain_ddp.errors import DataError, first_names, quoted
 
 _README = "README.md"
 _RULE = "---"
@@ -48,7 +49,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     configs = {str(entry["config_name"]): entry for entry in entries}
     if asked != "auto" and asked not in configs:
         raise NoSuchConfigError(
-            f"{listing.shown} has no config {asked!r}, only {first_names(list(configs))}."
+            f"{listing.shown} has no config {quoted(asked)}, only {first_names(list(configs))}."
         )
     chosen = [
         name
@@ -67,6 +68,22 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
     patterns = None if files is None else _patterns(listing, files)
     others = tuple(name for name in configs if name != chosen[0])
     return RepoConfig(patterns, folder, others)
+
+
+def class_names_of(listing: FileListing, asked: str) -> dict[str, list[str]]:
+    """The class names of each column of labels that the `dataset_info` of README.md declares.
+
+    Args:
+        asked: the name of a config, see `repo_config`.
+    """
+    infos = _card(listing).get("dataset_info") or []
+    try:
+        infos = infos if isinstance(infos, list) else [infos]
+        chosen = [i for i in infos if len(infos) < 2 or i["config_name"] in (asked, "default")]
+        features = chosen[0].get("features") or [] if chosen else []
+        return {each["name"]: names for each in features if (names := names_in(each))}
+    except (AttributeError, TypeError, KeyError):
+        raise _nonsense(listing, "dataset_info must have features, each with a name") from None
 
 
 def files_of(patterns: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[str]]:
@@ -125,12 +142,13 @@ def _damaged(listing: FileListing, name: str) -> DataError:
     return DataError(f"{listing.shown}: {name} is damaged: copy it again.")
 
 
-def _entries(listing: FileListing) -> list[dict[str, Any]]:
+def _card(listing: FileListing) -> dict[str, Any]:
+    """The YAML of README.md; empty if there is none."""
     if _README not in listing.files:
-        return []
+        return {}
     lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()
     if not lines or lines[0].rstrip() != _RULE or _RULE not in map(str.rstrip, lines[1:]):
-        return []
+        return {}
     import yaml  # few data sets need it
 
     end = [line.rstrip() for line in lines[1:]].index(_RULE) + 1
@@ -139,7 +157,11 @@ def _entries(listing: FileListing) -> list[dict[str, Any]]:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{listing.shown}: the YAML of {_README} is damaged: {reason}.") from None
-    entries = card.get("configs") if isinstance(card, dict) else None
+    return card if isinstance(card, dict) else {}
+
+
+def _entries(listing: FileListing) -> list[dict[str, Any]]:
+    entries = _card(listing).get("configs")
     if not entries:
         return []
     if not isinstance(entries, list) or not all(
@@ -170,7 +192,7 @@ def _patterns(listing: FileListing, files: Any) -> dict[str, tuple[str, ...]]:
 def _below(listing: FileListing, path: str) -> str:
     """A path or pattern below the root."""
     if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
-        raise _nonsense(listing, f"{path!r} is outside the data set's folder")
+        raise _nonsense(listing, f"{quoted(path)} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 
 

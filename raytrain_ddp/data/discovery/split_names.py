@@ -25,12 +25,14 @@ KEYWORDS: Mapping[Role, tuple[str, ...]] = {
 }
 ROLE_OF: Mapping[str, Role] = {word: role for role, words in KEYWORDS.items() for word in words}
 
+WHOLE = "."  # as the name of a split: the folder of a data set, whose folders are all classes
 _SEPARATORS = re.compile(r"[-._ 0-9]+")
 _SHARD = re.compile(
     r"(?P<stem>.*?)(?P<dash>[-_.]?)(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})"
     r"(?P<rest>(?!\d).*)",
     re.IGNORECASE,
 )
+_HIVE, _TRUE = "split=", ("1", "true")
 _IN_DATA = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*", re.IGNORECASE)
 
 
@@ -62,8 +64,10 @@ class SplitName:
 
 def split_name(name: str) -> SplitName | None:
     """Parses the name of a folder, or of a file without its extension; None: no keyword, or
-    keywords of several splits."""
-    words = [word for word in _SEPARATORS.split(_stem(name).lower()) if word]
+    keywords of several splits. Of Hive's ``split=train``, the value counts; of ``test=true``, the
+    key."""
+    key, _, value = _stem(name).lower().rpartition("=")
+    words = [word for word in _SEPARATORS.split(key if value in _TRUE else value) if word]
     known = [n for n, word in enumerate(words) if word in ROLE_OF]
     if len({ROLE_OF[words[n]] for n in known}) != 1:
         return None
@@ -73,6 +77,12 @@ def split_name(name: str) -> SplitName | None:
 
 
 # ------------------------------------------------------------------ files
+
+
+def role_in(name: str) -> Role | None:
+    """The role of the split that a file belongs to by the names of its folders, or else its own."""
+    found = _by_folder(name) or _by_file(name)
+    return found[1].role if found else None
 
 
 def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
@@ -161,7 +171,8 @@ def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence
     """Files by split, including files without a keyword."""
     others = [name for name in names if name not in labels]
     own = {name: _own_label(name, tops) for name in others}
-    if not labels and (len(set(own.values())) < 2 or not all(map(is_shard, others))):
+    are_splits = all(is_shard(name) or f"/{name}".count(f"/{_HIVE}") for name in others)
+    if not labels and (len(set(own.values())) < 2 or not are_splits):
         return {"": others}
     taken = set(labels.values())
     splits: dict[str, list[str]] = {}
@@ -172,12 +183,14 @@ def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence
 
 
 def _own_label(name: str, tops: Sequence[str]) -> str:
-    """The folder below the splits' folder, or else the name without its numbers."""
+    """The folder below the splits' folder, or else the name without its numbers; ``a`` for
+    ``split=a``."""
     top = max((top for top in tops if top and name.startswith(f"{top}/")), key=len, default="")
     rest = name[len(top) + 1 :] if top else name
     folder, inside, _ = rest.partition("/")
     stem = PurePosixPath(rest).stem
-    return folder if inside else _stem(stem).rstrip("-._ 0123456789") or stem
+    label = folder if inside else _stem(stem).rstrip("-._ 0123456789") or stem
+    return label.removeprefix(_HIVE)
 
 
 def _is_below(name: str, config: str) -> bool:

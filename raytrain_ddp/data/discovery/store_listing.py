@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pyarrow import fs as pafs
 
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
-from raytrain_ddp.data.formats.image_folder import is_hidden
+from raytrain_ddp.data.formats.image_folder import without_leftovers
 from raytrain_ddp.data.formats.shard import read_file
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError
 from raytrain_ddp.uri import (
@@ -60,18 +60,18 @@ def list_in_store(source: str, shown: str) -> FileListing:
     if info.type == pafs.FileType.NotFound:
         raise _not_there(source, shown)
     root, sizes = info.path, {}
+    left_out: list[str] = []
     if info.is_file and not pattern:
         root, name = str(PurePosixPath(info.path).parent), PurePosixPath(info.path).name
         sizes, pattern = {name: info.size}, glob.escape(name)
     else:
         # No time limit: a long list takes longer than the first response.
         sizes = _answered(attempt(lambda: _files_below(fs, root)), source, shown)
-        if pattern:
-            sizes = {n: s for n, s in sizes.items() if fits(n, pattern)}
-            if not sizes:
-                raise DataError(f"{shown}: no file matches.")
-        else:
-            sizes = {n: s for n, s in sizes.items() if not any(map(is_hidden, n.split("/")))}
+        found = [name for name in sizes if not pattern or fits(name, pattern)]
+        names, left_out = without_leftovers(found, pattern.split("/"))
+        sizes = {name: sizes[name] for name in names}
+        if pattern and not sizes:
+            raise DataError(f"{shown}: no file matches.")
 
     def uri_of(name: str) -> str:
         return source if info.is_file else uri_beside(folder, f"{root}/{name}")
@@ -84,6 +84,7 @@ def list_in_store(source: str, shown: str) -> FileListing:
         is_local=False,
         files=tuple(sizes),
         folders=(),
+        left_out=tuple(left_out),
         pattern=pattern,
         uri_of=uri_of,
         content=content,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from stat import S_ISDIR, S_ISREG
@@ -21,15 +21,39 @@ from raytrain_ddp.errors import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
+_LEFTOVER = re.compile(  # hidden; of macOS, Python, Windows, ext4; of Synology and QNAP
+    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN"
+    r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
+    re.IGNORECASE,
+)
+LEFT_OUT = "hidden or left by a system"
+_DEEPEST = 200
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16
 _READ_BYTES = 2**16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder is not data but left over from a file manager or notebook."""
-    return name.startswith(".") or name in ("__MACOSX", "__pycache__")
+def leftover_in(path: str, kept: Collection[str] = ()) -> str:
+    """The path down to its first file or folder that is hidden or was left by an operating system,
+    a file manager or a network drive; "" if there is none.
+
+    Args:
+        kept: names that are data nevertheless, such as those of ``data.classes``.
+    """
+    parts = path.split("/")
+    for place, name in enumerate(parts):
+        if _LEFTOVER.match(name) and name not in (*kept, ".", ".."):
+            return "/".join(parts[: place + 1])
+    return ""
+
+
+def without_leftovers(
+    names: Iterable[str], kept: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """The names that are data; and the files and folders that are leftovers, sorted."""
+    found = [(name, leftover_in(name, kept)) for name in names]
+    return [name for name, left in found if not left], sorted({left for _, left in found if left})
 
 
 class FolderImages:
@@ -51,22 +75,36 @@ class FolderImages:
 
     def __init__(self, root: str, classes: Sequence[str] | None = None) -> None:
         self._root = root
-        self.ignored: Counter[str] = Counter()  # files by extension
-        inside: list[list[str]] = []  # folders of each class that has no images beside them
-        folders = self._class_folders()
-        own = distinct_names(folders, root)
+        found: dict[str, list[str]] = {}  # images of each class
+        outside = 0
+        for place, names, _ in sorted(files_below(root, classes or ())):
+            images = [os.path.join(place, name) for name in sorted(names) if is_image(name)]
+            if place != root:
+                found.setdefault(os.path.relpath(place, root).split(os.sep)[0], []).extend(images)
+                continue
+            outside = len(images)
+            for path in (os.path.join(place, name) for name in names if not is_image(name)):
+                if not os.path.exists(path):  # it may have led to a class folder
+                    raise DataError(f"{path}: a broken link: repair or remove it.")
+        if not found and outside:
+            raise NoLabelsError(
+                f"{root}: {outside} images, but no class folders: create one folder per class."
+            )
+        if not found:
+            raise DataError(f"{root}: contains no class folders.")
+        own = distinct_names(sorted(found), root)
         self.class_names = own if classes is None else list(classes)
         self.files: list[tuple[str, int]] = []  # (path, label) of each row
-        for label, name in zip(numbers_in(self.class_names, own, root), folders, strict=True):
+        inside: list[list[str]] = []  # folders of each class that has no images beside them
+        for label, name in zip(numbers_in(self.class_names, own, root), sorted(found), strict=True):
             folder = os.path.join(root, name)
-            found = self._images_below(folder)
-            if not found:
+            if not found[name]:
                 raise DataError(
                     f"{folder}: a class folder without images ({', '.join(EXTENSIONS)}): add "
                     "images or remove it."
                 )
-            self.files += [(path, label) for path in found]
-            parts = [os.path.relpath(path, folder).split(os.sep) for path in found]
+            self.files += [(path, label) for path in found[name]]
+            parts = [os.path.relpath(path, folder).split(os.sep) for path in found[name]]
             inside.append(sorted({each[0] for each in parts}) if min(map(len, parts)) > 1 else [])
         is_alike = len(inside[0]) > 1 and inside.count(inside[0]) == len(inside) > 1
         self.same_inside = inside[0] if is_alike else []
@@ -90,55 +128,33 @@ class FolderImages:
     def where(self, row: int) -> str:
         return self.files[row][0]
 
-    def _class_folders(self) -> list[str]:
-        folders, images = [], 0
-        try:
-            with os.scandir(self._root) as found:
-                entries = [entry for entry in found if not is_hidden(entry.name)]
-        except OSError as error:
-            raise DataError(f"{self._root}: cannot be read: {error.strerror}.") from error
-        for entry in entries:
-            # entry.is_dir() raises for a link to itself; it needs no stat for what is no link
-            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
-                folders.append(entry.name)
-            elif not os.path.exists(entry.path) and not is_image(entry.name):
-                raise DataError(f"{entry.path}: a broken link: repair or remove it.")
-            else:
-                images += is_image(entry.name)
-                self.ignored[_kind(entry.name)] += 1
-        if not folders and images:
-            raise NoLabelsError(
-                f"{self._root}: {images} images, but no class folders: create one folder per class."
-            )
-        if not folders:
-            raise DataError(f"{self._root}: contains no class folders.")
-        return sorted(folders)
 
-    def _images_below(self, folder: str) -> list[str]:
-        found = []
-        for place, names in sorted(files_below(folder)):
-            found += [os.path.join(place, name) for name in sorted(names) if is_image(name)]
-            self.ignored.update(_kind(name) for name in names if not is_image(name))
-        return found
+def files_below(
+    folder: str, kept: Collection[str] = ()
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """A folder and each one below it, also by links, with the names of the files in it, and those
+    of leftovers.
 
-
-def files_below(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and each one below it, also by links, with the names of the files in it; hidden ones
-    are omitted.
+    Args:
+        kept: see `leftover_in`.
 
     Raises:
-        DataError: a folder cannot be read, or a link leads back to a folder above it.
+        DataError: a folder cannot be read, there are too many levels, or a link leads back to a
+            folder above it.
     """
 
     def refuse(error: OSError) -> None:  # otherwise, os.walk skips the folder
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        folders[:] = [name for name in folders if not is_hidden(name)]
+        if place.count(os.sep) > folder.count(os.sep) + _DEEPEST:
+            raise DataError(f"{folder}: more than {_DEEPEST} levels of folders: move them up.")
+        folders[:], left = without_leftovers(folders, kept)
         for link in (os.path.join(place, name) for name in folders):
             if os.path.islink(link) and _leads_above(link, folder):
                 raise DataError(f"the link {link} points to a folder above it: delete it.")
-        yield place, [name for name in names if not is_hidden(name)]
+        files, more = without_leftovers(names, kept)
+        yield place, files, left + more
 
 
 def _leads_above(link: str, root: str) -> bool:
@@ -156,16 +172,14 @@ def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS)
 
 
-def _kind(name: str) -> str:
-    return os.path.splitext(name)[1].lower() or name
-
-
 def read_on_disk(path: str) -> bytes:
     """The bytes of a file, in fewer system calls than `open` needs.
 
     Raises:
         OSError: it cannot be read; ENXIO if it might never end.
     """
+    if "\0" in path:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
     try:
         seen = os.fstat(file)
@@ -201,6 +215,8 @@ def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
     def ask(path: str) -> os.stat_result | OSError:
         try:
             return os.stat(path)
+        except ValueError:  # a null character
+            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         except OSError as error:
             return error
 

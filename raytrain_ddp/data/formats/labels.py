@@ -6,19 +6,18 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any, Literal
 
 import pyarrow as pa
 
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, in_one_line, quoted
 
-# text: a label of a file without types, in which all labels together decide what they are.
-Kind = Literal["integer", "number", "boolean", "string", "text", "list", "none"]
+Kind = Literal["integer", "number", "boolean", "string", "list", "none"]
 
-_INTEGER = re.compile(r"0|[1-9][0-9]*")
-_WHOLE, _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})"), re.compile(r"-?[0-9]+\.[0-9]*")
-_BOOLEANS = ({"true", "false"}, {"True", "False"}, {"TRUE", "FALSE"})
+_WHOLE = re.compile("0|-?[1-9][0-9]*")  # in its shortest form
+_DIGITS = re.compile("[0-9]+")
 _EXACT = 2**53  # floats below have all their digits
 _CLASSES_SHOWN = 5
 
@@ -48,7 +47,7 @@ def distinct_names(names: Iterable[str], where: str) -> list[str]:
         known = normalized(name)
         if known in kept:
             how = "twice" if kept[known] == name else "in two Unicode forms (NFC and NFD)"
-            raise DataError(f"{where}: the class {known!r} exists {how}: merge them.")
+            raise DataError(f"{where}: the class {quoted(known)} exists {how}: merge them.")
         kept[known] = name
     return list(kept)
 
@@ -71,147 +70,140 @@ def is_string(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def hugging_face_names(schema: Any, column: str) -> list[str] | None:
-    """The names of the Hugging Face ClassLabel feature, if the column is or has lists of one."""
+def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[str] | None:
+    """The names of the Hugging Face ClassLabel feature, if the first column is or has lists of
+    one.
+
+    Raises:
+        DataError: two of them are the same name.
+    """
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-        feature = features["info"]["features"][column]
-        if isinstance(feature, list):  # an older notation of a list
-            (feature,) = feature
-        names = feature.get("feature", feature)["names"]
-        if isinstance(names, dict):  # {"0": "cat", ...}
-            names = [names[str(number)] for number in range(len(names))]
-        return [str(name) for name in names]
-    except (KeyError, TypeError, ValueError):
+        names = names_in(features["info"]["features"][columns[0]])
+    except (KeyError, IndexError, TypeError, ValueError):
         return None
+    return distinct_names(names, where) if names else None
 
 
-def is_label(value: Any) -> bool:
-    """Whether a value is present: not null, NaN or an empty string."""
-    return value is not None and value != "" and value == value  # noqa: PLR0124
+def names_in(feature: Any) -> list[str] | None:
+    """The names in a Hugging Face feature, as JSON or YAML has it, if it is or has a ClassLabel."""
+    if isinstance(feature, list):  # an older notation of a list
+        feature = feature[0] if feature else None
+    if not isinstance(feature, Mapping):
+        return None
+    names = feature.get("names")
+    if names is None:
+        inner = ("feature", "dtype", "list", "sequence", "class_label")
+        return next(filter(None, (names_in(feature.get(key)) for key in inner)), None)
+    if isinstance(names, Mapping):  # {"0": "cat", ...}
+        named = {str(number): name for number, name in names.items()}
+        names = [named.get(str(number)) for number in range(len(names))]
+    return [*map(str, names)] if isinstance(names, list) and None not in names else None
 
 
-def is_fraction(value: Any) -> bool:
-    """Whether a value is a non-integer number."""
-    return isinstance(value, float) and is_label(value) and not value.is_integer()
+def name_of(label: Any) -> str | None:
+    """The name of the class that a label of any file stands for: a text itself, 7 for 7 and 7.0,
+    True for true.
+
+    None: it is no label (null, NaN, a text without any character to see), or no class (0.5, or a
+    number so large that a float cannot represent it).
+    """
+    if isinstance(label, str):
+        return normalized(label) if label and not label.isspace() else None
+    if isinstance(label, float):
+        return str(int(label)) if label.is_integer() and abs(label) < _EXACT else None
+    return None if label is None else str(label)
 
 
-def is_class_value(value: Any, kind: Kind) -> bool:
-    """Whether a value can represent a class: -1 means no label, and 0.5 is not a class number."""
-    if kind in ("integer", "number"):
-        is_whole = is_label(value) and value >= 0 and not is_fraction(value)
-        return is_whole and not is_rounded(value)
-    return is_label(value)
+def is_negative(name: str) -> bool:
+    """Whether a name is a negative whole number, which marks a row without a label unless it is
+    given as a class."""
+    return name.startswith("-") and _WHOLE.fullmatch(name) is not None
 
 
-def is_rounded(value: Any) -> bool:
-    """Whether a float may have lost digits of a whole number, and so equals different ones."""
-    return isinstance(value, float) and abs(value) >= _EXACT
-
-
-def typed_texts(texts: Collection[str]) -> tuple[Kind, dict[str, Any]]:
-    """What the distinct label texts of a data set are: whole numbers in their shortest form,
-    numbers with a decimal point, booleans in one spelling, or else strings; and their values."""
-    present = [text for text in texts if text]
-    if present and all(map(_WHOLE.fullmatch, present)):
-        return "integer", {text: int(text) if text else None for text in texts}
-    if present and all(_WHOLE.fullmatch(text) or _DECIMAL.fullmatch(text) for text in present):
-        return "number", {text: float(text) if text else None for text in texts}
-    if present and any(spelled.issuperset(present) for spelled in _BOOLEANS):
-        return "boolean", {text: text.lower() == "true" if text else None for text in texts}
-    return "string", {text: text for text in texts}
-
-
-def names_of(values: Iterable[Any], kind: Kind) -> list[str]:
-    """The classes of the given labels: numbers in ascending order, names sorted."""
-    if kind == "string":
-        return sorted({normalized(value) for value in values})
-    if kind == "boolean":
-        return sorted({str(value) for value in values})
-    return [str(number) for number in sorted({int(value) for value in values})]
+def names_of(labels: Iterable[Any]) -> list[str]:
+    """The classes of the labels of a data set: by value if all of them are whole numbers in their
+    shortest form, those below 0 left out; otherwise sorted."""
+    names = {name for label in {*labels} if (name := name_of(label)) is not None}
+    if not all(map(_WHOLE.fullmatch, names)):
+        return sorted(names)
+    return sorted(filterfalse(is_negative, names), key=lambda name: (len(name), name))
 
 
 class Labels:
-    """Maps the values of one file's label column to class numbers.
+    """Maps the labels of a data set to class numbers, by the same rules for all formats.
 
-    Strings, booleans and numbers refer to the class with that name. Integers are indices into
-    `named`, the file's own list of names, if it has one; or into `classes`, if none of those is a
-    number.
+    A text or boolean is the class with that name. An integer is an index into `named`, the data's
+    own list of names, if there is one. Otherwise, it is the class with that name; or, if no class
+    is a number, an index into `classes`, even if it is written as text.
 
     Args:
         classes: all names, in their order.
     """
 
-    def __init__(
-        self, classes: Sequence[str], kind: Kind, named: Sequence[str] | None = None
-    ) -> None:
-        self._classes, self._kind = classes, kind
-        numbers = {name: number for number, name in enumerate(classes)}
-        self._last: int | None = None  # values are indices, up to this one
-        self._numbers: dict[Any, int]
-        if kind == "boolean":
-            self._numbers = {
-                value: numbers[s] for value in (False, True) if (s := str(value)) in numbers
-            }
-        elif kind in ("string", "text"):
-            self._numbers = numbers
-        elif named is None and any(name.isdecimal() for name in classes):
-            decimal = [name for name in numbers if name.isdecimal()]
-            alike = Counter(map(int, decimal))
-            self._numbers = {  # 1 is the class 1, not 01; it is 01 if that is the only one
-                int(name): numbers[name]
-                for name in decimal
-                if alike[int(name)] == 1 or name == str(int(name))
-            }
-            if [*self._numbers] == [*range(len(classes))]:
-                self._last = len(classes) - 1
+    def __init__(self, classes: Sequence[str], named: Sequence[str] | None = None) -> None:
+        self._classes = classes
+        self._places = {name: number for number, name in enumerate(classes)}
+        digits = [name for name in classes if _DIGITS.fullmatch(name)]
+        self._are_names = named is None and bool(digits)
+        places = classes if named is None else named
+        is_range = not self._are_names or [*classes] == [str(n) for n in range(len(classes))]
+        self._last = len(places) - 1 if is_range else None
+        self._meant: dict[str, int]  # by an integer
+        if self._are_names:  # 1 is the class 01 if that is the only one of this value
+            values = [name.lstrip("0") or "0" for name in digits]
+            alike, given = Counter(values), zip(values, digits, strict=True)
+            self._meant = {v: self._places[name] for v, name in given if alike[v] == 1}
         else:
-            places = named if named is not None else classes
-            self._numbers = {place: numbers[name] for place, name in enumerate(places)}
-            self._last = len(places) - 1
+            self._meant = {str(place): self._places[name] for place, name in enumerate(places)}
+        if named is None:
+            self._meant |= self._places
+        self._known: dict[Any, int | None] = {}
 
-    def number(self, value: Any) -> int | None:
+    def number(self, label: Any) -> int | None:
         """None: not a label, or not a known class."""
-        number = self._numbers.get(value)
-        if number is None and self._kind in ("string", "text") and is_label(value):
-            number = self._numbers.get(normalized(value))
-        if number is None and self._kind == "text" and value:
-            kind, typed = typed_texts([value])
-            if kind != "string":
-                number = Labels(self._classes, kind).number(typed[value])
-                if number is not None:  # many rows have it
-                    self._numbers[value] = number
-        return number
+        if label not in self._known:
+            name = name_of(label) or ""
+            number = self._places.get(name) if isinstance(label, str | bool) else None
+            if number is None and not (self._are_names and isinstance(label, str)):
+                number = self._meant.get(name)
+            self._known[label] = number
+        return self._known[label]
 
-    def what_is_wrong(self, value: Any) -> str:
+    def what_is_wrong(self, label: Any) -> str:
         """Describes a value without a class number, such as ``is null``."""
-        if not is_label(value):
-            return "is an empty string" if value == "" else "is null"
-        if self._kind == "text":
-            kind, typed = typed_texts([value])
-            if kind != "string":
-                return Labels(self._classes, kind).what_is_wrong(typed[value])
-        if is_fraction(value):
-            return f"{value:g} is not a whole number (for regression, see data.target_columns)"
-        if is_rounded(value):
-            return f"{value:.0f} is too large to be exact: write the labels as text"
-        if self._last is not None:
-            why = ": negative numbers mark rows without a label" if value < 0 else ""
-            return f"{value} is not in the range 0 to {self._last}{why}"
-        return f"{value!r} is not one of the {some_names(self._classes)}"
+        name = name_of(label)
+        if isinstance(label, float) and name is None and label == label:  # noqa: PLR0124  # no NaN
+            if label.is_integer():
+                return f"{label:.0f} is too large to be exact: write the labels as text"
+            return f"{label:g} is not a whole number (for regression, see data.target_columns)"
+        if name is None:
+            return "is an empty string" if isinstance(label, str) else "is null"
+        why = ""
+        if is_negative(name):
+            why = (
+                ": negative numbers mark rows without a label, unless all classes are named, such "
+                "as with --data.classes -1 1"
+            )
+        if self._last is not None and _WHOLE.fullmatch(name):
+            return f"{name} is not in the range 0 to {self._last}{why}"
+        shown = quoted(label) if isinstance(label, str) else name
+        return f"{shown} is not one of the {some_names(self._classes)}{why}"
 
 
 def how_mapped(names: Sequence[str]) -> str:
     """Describes the mapping of numeric labels that differ from their class numbers; else ""."""
-    are_numbers = all(map(_INTEGER.fullmatch, names))
+    are_numbers = all(map(_WHOLE.fullmatch, names))
     if not are_numbers or names == [str(number) for number in range(len(names))]:
         return ""
-    return f"{names[0]} to {names[-1]}, mapped to classes 0 to {len(names) - 1}"
+    first, last = in_one_line(names[0]), in_one_line(names[-1])
+    return f"{first} to {last}, mapped to classes 0 to {len(names) - 1}"
 
 
 def some_names(names: Sequence[str]) -> str:
     """``10 classes: 0, 1, 2, 3, 4, ...``"""
-    shown = ", ".join(names[:_CLASSES_SHOWN]) + ", ..." * (len(names) > _CLASSES_SHOWN)
+    shown = ", ".join(map(in_one_line, names[:_CLASSES_SHOWN]))
+    shown += ", ..." * (len(names) > _CLASSES_SHOWN)
     return f"{len(names)} class{'es' * (len(names) != 1)}: {shown}"
 
 
@@ -224,7 +216,7 @@ def numbers_in(classes: Sequence[str], own: Sequence[str], where: str) -> list[i
     numbers: Mapping[str, int] = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in own if name not in numbers]
     if unknown:
-        shown = ", ".join(map(repr, unknown[:_CLASSES_SHOWN]))
+        shown = ", ".join(map(quoted, unknown[:_CLASSES_SHOWN]))
         raise UnknownClassError(
             f"{where}: {shown}{', ...' * (len(unknown) > _CLASSES_SHOWN)} is not a class of the "
             f"run, which has {some_names(classes)}. This split has {some_names(own)}."

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import Kind, distinct_names, hugging_face_names
+from raytrain_ddp.data.formats.labels import Kind, hugging_face_names
 from raytrain_ddp.data.formats.shard import Columns, Opened, RowGroup, Shard, check_columns
 
 _TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
@@ -25,6 +25,7 @@ _BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
 class ParquetShard(Shard):
     """A Parquet file. The digest is that of the footer."""
 
+    reads_labels = False
     _footer: bytes  # a tenth of the size of its parsed form
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
@@ -68,8 +69,7 @@ def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
         _row_group(file.metadata.row_group(i), places, leaves, columns.labels, kind)
         for i in range(file.metadata.num_row_groups)
     )
-    names = hugging_face_names(file.schema_arrow, columns.labels[0]) if columns.labels else None
-    class_names = distinct_names(names, at.name) if names else None
+    class_names = hugging_face_names(file.schema_arrow, columns.labels, at.name)
     digest = sha256(footer).hexdigest()
     return ParquetShard(at, size, digest, groups, kind, class_names, path_column, footer)
 

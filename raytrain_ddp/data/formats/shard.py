@@ -8,10 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import pyarrow as pa
 from pyarrow import fs as pafs
@@ -20,7 +21,15 @@ from raytrain_ddp.data.formats.image_folder import NO_FILE, read_on_disk
 from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
 from raytrain_ddp.data.formats.targets import kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import DataError, RaytrainError, did_you_mean, first_names
+from raytrain_ddp.errors import (
+    DataError,
+    RaytrainError,
+    did_you_mean,
+    first_names,
+    in_one_line,
+    is_passing,
+    quoted,
+)
 from raytrain_ddp.uri import attempt, open_uri, reason_of
 
 T = TypeVar("T")
@@ -58,7 +67,8 @@ class RowGroup(NamedTuple):
             labels.
         size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
-        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them.
+        labels: (nulls, min, max) of integer labels; None if the file has no statistics for them,
+            as all but Parquet.
         without_image: rows with neither bytes nor a path, as far as the file's statistics tell.
     """
 
@@ -66,7 +76,7 @@ class RowGroup(NamedTuple):
     columns: tuple[str, ...]
     size_bytes: int
     image_bytes: int
-    labels: tuple[int, int, int] | None
+    labels: tuple[int, int, int] | None = None
     without_image: int = 0
 
 
@@ -108,7 +118,10 @@ class Shard(ABC):
         kind: of the labels.
         class_names: from the ClassLabel feature, if the file has one.
         path_column: has the paths of images in files of their own; "": there is none.
+        reads_labels: all labels are in memory, or read at once.
     """
+
+    reads_labels: ClassVar[bool] = True
 
     at: Opened
     size_bytes: int
@@ -187,9 +200,7 @@ def with_retries(ask: Callable[[], T], is_local: bool) -> T | Exception:
     """Like `attempt`, but retries errors of an object store a little later."""
     outcome = attempt(ask)
     for wait_s in () if is_local else RETRY_S:
-        if not isinstance(outcome, Exception) or isinstance(
-            outcome, (FileNotFoundError, RaytrainError)
-        ):
+        if not isinstance(outcome, Exception) or not is_passing(outcome):
             break
         time.sleep(wait_s)
         outcome = attempt(ask)
@@ -205,10 +216,10 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
     """
     for column in (columns.image, *columns.labels):
         if schema.names.count(column) > 1:
-            raise DataError(f"{name}: has several columns named {column!r}.")
+            raise DataError(f"{name}: has several columns named {quoted(column)}.")
         if column not in schema.names:
             raise DataError(
-                f"{name}: no column {column!r} among {', '.join(schema.names)}."
+                f"{name}: no column {quoted(column)} among {first_names(schema.names)}."
                 f"{did_you_mean(column, schema.names)} {_flags_of(columns)}"
             )
     image = schema.field(columns.image).type
@@ -219,7 +230,7 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
         kind = kind_of_targets(name, types, columns.binary)
     elif kind is None:
         raise DataError(
-            f"{name}: column {columns.label!r} is {label}; expected one integer, string or "
+            f"{name}: column {quoted(columns.label)} is {label}; expected one integer, string or "
             "boolean per row. Set --data.label-column; or, for several labels or numbers, "
             "--data.target-columns."
         )
@@ -231,17 +242,15 @@ def check_columns(name: str, schema: Any, columns: Columns) -> tuple[tuple[str, 
         leaves, path_column = (columns.image,), columns.image
     elif pa.types.is_struct(image):
         fits = {"bytes": is_binary, "path": is_string}
-        fields = {field.name: field.type for field in image}
-        leaves = tuple(
-            f"{columns.image}.{leaf}"
-            for leaf in fits
-            if leaf in fields and fits[leaf](fields[leaf])
-        )
+        usable = [
+            field.name for field in image if field.name in fits and fits[field.name](field.type)
+        ]
+        leaves = tuple(f"{columns.image}.{name}" for name in sorted(usable))
         path_column = next((leaf for leaf in leaves if leaf.endswith(".path")), "")
     if not leaves:
         raise DataError(
-            f"{name}: column {columns.image!r} is {image}; encoded images (struct<bytes, path> or "
-            "binary) or paths of files are expected. Set --data.image-column."
+            f"{name}: column {quoted(columns.image)} is {image}; encoded images (struct<bytes, "
+            "path> or binary) or paths of files are expected. Set --data.image-column."
         )
     return leaves, path_column, kind
 
@@ -253,12 +262,27 @@ def _flags_of(columns: Columns) -> str:
     return f"Set --data.image-column or --data.{labels}."
 
 
-def label_range(values: Sequence[Any], kind: Kind) -> tuple[int, int, int] | None:
-    """(nulls, min, max) of integer labels, see `RowGroup`; None for others."""
-    if kind != "integer":
-        return None
-    known = [value for value in values if value is not None]
-    return len(values) - len(known), min(known, default=0), max(known, default=0)
+def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> Any:
+    """Values of a file without types as an Arrow array of their common type; integers that need
+    more than 64 bits as text.
+
+    Args:
+        where: the file and the row, for messages.
+
+    Raises:
+        DataError: they have no common type, such as numbers and texts.
+    """
+    rows = {type(value): row for row, value in enumerate(values) if value is not None}
+    if len(rows) < 2 or rows.keys() == {int, float}:
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            return pa.array(values)
+    if rows.keys() == {int}:
+        return pa.array([None if value is None else str(value) for value in values])
+    row = min(rows.values())
+    raise DataError(
+        f"{where(row)}: {name} {quoted(values[row])} has another type than in other rows: write "
+        "all as text, or all as numbers."
+    )
 
 
 def is_binary(kind: Any) -> bool:
@@ -266,22 +290,33 @@ def is_binary(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def image_at(shard: Shard, path: str) -> bytes | BadRecord:
-    """The image in a file of its own: on this machine, or below the folder of the images."""
-    parts = PurePosixPath(path).parts
-    if not shard.is_local and (path.startswith("/") or "://" in path or ".." in parts):
-        return BadRecord(f"{path} is not in the folder of its images or below it")
-    place = os.path.join(shard.at.image_root, path)
+def place_of(shard: Shard, path: str) -> str | BadRecord:
+    """Where the image of a path is: on this machine, or below the folder of the images."""
+    shown = in_one_line(path)
+    if path.startswith("data:") or "\0" in path or (shard.is_local and "://" in path):
+        return BadRecord(f"{shown}: not the path of a file")
+    leads_out = path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
+    if not shard.is_local and leads_out:
+        return BadRecord(f"{shown} is not in the folder of its images or below it")
+    return os.path.join(shard.at.image_root, path)
 
+
+def image_at(shard: Shard, path: str) -> bytes | BadRecord:
+    """The image in a file of its own."""
+    shown, place = in_one_line(path), place_of(shard, path)
+    if isinstance(place, BadRecord):
+        return place
     outcome = with_retries(lambda: read_file(shard.at.image_fs, place), shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError):
-        return BadRecord(f"{path}: no such file")
+        return BadRecord(f"{shown}: no such file")
     if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
-        return BadRecord(f"{path}: is a folder")
+        return BadRecord(f"{shown}: is a folder")
     if isinstance(outcome, OSError) and outcome.errno == errno.ENXIO:
-        return BadRecord(f"{path}: {NO_FILE}")
+        return BadRecord(f"{shown}: {NO_FILE}")
+    if isinstance(outcome, OSError) and outcome.errno == errno.ENAMETOOLONG:
+        return BadRecord(f"{shown}: {outcome.strerror}")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
-        raise DataError(f"{path}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
+        raise DataError(f"{shown}: cannot be read: {reason_of(shard.at.uri, outcome)}.")
     return outcome
 
 

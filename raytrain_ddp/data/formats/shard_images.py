@@ -18,13 +18,13 @@ from raytrain_ddp.data.formats.disk_cache import DiskCache
 from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import Labels, how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
-from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, rows_in
+from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
 from raytrain_ddp.data.formats.shard_formats import open_shards
-from raytrain_ddp.data.formats.shard_labels import all_values, labels_of
+from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
 from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, in_one_line
 from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
@@ -47,6 +47,7 @@ class ShardImages:
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or does not have.
+        named: the names of integer labels; files with names of their own must have the same.
         labeled: False: no labels are read; each is 0.
 
     Raises:
@@ -61,12 +62,16 @@ class ShardImages:
         config: DataConfig,
         classes: Sequence[str] | None = None,
         binary: bool = False,
+        named: Sequence[str] | None = None,
         labeled: bool = True,
     ) -> None:
         self._columns = columns_of(config, binary)
         if not labeled:
             self._columns = self._columns._replace(label="", targets=())
         self._shards = open_shards(paths, self._columns)
+        if named is not None:
+            self._shards = [with_names(shard, named) for shard in self._shards]
+        self.named = named
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
@@ -84,12 +89,10 @@ class ShardImages:
         self._labels_of: dict[str, Labels | Targets] = {}
         if labeled:
             self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
-        unnamed = [
-            s for s in self._shards if s.kind in ("integer", "number", "text") and not s.class_names
-        ]
+        unnamed = [shard for shard in self._shards if not shard.class_names]
         is_own = labeled and classes is None and not self._columns.targets
         self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
-        self._check_statistics()
+        self._check_labels()
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._cache: DiskCache | None = None
@@ -98,7 +101,8 @@ class ShardImages:
             self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
-        if config.bad_records == "error":
+        self._may_skip = config.may_skip
+        if not self._may_skip:
             self._require_every_image()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
@@ -158,14 +162,28 @@ class ShardImages:
 
     def fingerprint(self) -> str:
         """A hash of the files' names, sizes and footers (of a list: its content, and the sizes of
-        its images), independent of where the files are."""
+        its images), independent of where the files are.
+
+        Raises:
+            DataError: an image of a list does not exist, and bad records are an error.
+        """
         digest = sha256()
         for shard in self._shards:
             name = PurePosixPath(shard.at.path).name
             digest.update(f"{name} {shard.size_bytes} {shard.digest}\n".encode())
-        for size in sizes_of([path for path, _ in self.files or ()]):
+        for row, size in enumerate(sizes_of([path for path, _ in self.files or ()])):
+            if size < 0 and not self._may_skip:
+                raise DataError(
+                    f"{self.where(row)}: {self.paths()[row]}: no such file. Restore it, remove the "
+                    "row, or set --data.bad-records skip."
+                )
             digest.update(f"{size}\n".encode())
         return digest.hexdigest()
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of members of tar files that belong to no sample."""
+        return [name for shard in self._shards for name in getattr(shard, "left_out", ())]
 
     @property
     def uses_root(self) -> bool:
@@ -267,14 +285,17 @@ class ShardImages:
             if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
                 continue
             first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
-            tried = [os.path.join(shard.at.image_root, path) for path in first if path]
-            if tried and not any(map(os.path.exists, tried)):
-                where = self.where(int(self._starts[block]))
-                remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
-                raise DataError(
-                    f"{where}: {tried[0]}: no such file, and the next ones are missing, too. "
-                    f"{remedy} the folder that the paths are relative to."
-                )
+            tried = [place_of(shard, path) for path in first if path]
+            if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
+                continue
+            where = self.where(int(self._starts[block]))
+            if isinstance(tried[0], BadRecord):
+                raise DataError(f"{where}: {tried[0]}.")
+            remedy = "Set --data.root to" if self._columns.labels else "Put the list into"
+            raise DataError(
+                f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
+                f"too. {remedy} the folder that the paths are relative to."
+            )
 
     def _require_every_image(self) -> None:
         """Finds rows without an image early, if the files have statistics."""
@@ -290,15 +311,14 @@ class ShardImages:
                         f"{image}. Repair or remove it, or set --data.bad-records skip."
                     )
 
-    def _check_statistics(self) -> None:
-        """Finds labels that are not classes early, if the files have statistics."""
-        for block, (shard, group) in enumerate(self._blocks):
-            known = shard.groups[group].labels
-            if known is None:
-                continue
-            number = self._labels_of[shard.at.uri].number
-            if known[0] or number(known[1]) is None or number(known[2]) is None:
-                self._labels(block, shard.read(group, [self._columns.label]))  # names the row
+    def _check_labels(self) -> None:
+        """Finds labels that are not classes early, if no more files must be read for it."""
+        for block, (shard, group) in enumerate(self._blocks if self._columns.labels else ()):
+            known, number = shard.groups[group].labels, self._labels_of[shard.at.uri].number
+            is_bad = known and (known[0] or number(known[1]) is None or number(known[2]) is None)
+            if is_bad or shard.reads_labels:
+                self._labels(block, shard.read(group, self._columns.labels))  # names the row
+            if is_bad:
                 raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from raytrain_ddp.data.formats.labels import (
+    Kind,
     Labels,
     NoLabelsError,
-    is_class_value,
-    is_fraction,
-    is_rounded,
+    distinct_names,
+    is_negative,
+    name_of,
     names_of,
     numbers_in,
-    typed_texts,
 )
 from raytrain_ddp.data.formats.shard import Columns, Shard, join_some
-from raytrain_ddp.data.formats.targets import Targets, names_in_lists
+from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.order.permutation import Feistel
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, quoted
 
 _READERS = 16
 _TRIED = 32  # row groups searched for all classes before reading all of them
@@ -32,81 +33,66 @@ def labels_of(
 ) -> tuple[list[str], dict[str, Labels | Targets]]:
     """The names of the classes or targets, and the mapping of each file's values by its URI.
 
-    Raises:
-        DataError: as `class_names_of` and `_target_names`.
-    """
-    if columns.targets:
-        names = _target_names(shards, columns, classes)
-        kind, binary = shards[0].kind, columns.binary
-        return names, {
-            shard.at.uri: Targets(columns.targets, names, kind, binary, shard.class_names)
-            for shard in shards
-        }
-    names = class_names_of(shards, columns.label, classes)
-    # Numbers in a file without names are those of the other files.
-    own = next((shard.class_names for shard in shards if shard.class_names), None)
-    return names, {shard.at.uri: Labels(names, shard.kind, own) for shard in shards}
-
-
-def _target_names(
-    shards: Sequence[Shard], columns: Columns, classes: Sequence[str] | None
-) -> list[str]:
-    """The columns of targets; or the given classes, or else the labels that occur in a column of
-    lists.
-
-    Raises:
-        DataError: files disagree about the kind of the columns, or classes are given for columns.
-    """
-    if len({shard.kind for shard in shards}) > 1:
-        files = join_some([shard.name for shard in shards], 2)
-        raise DataError(f"{files}: {columns.targets[0]!r} is a column of lists in some files only.")
-    own = [shard.class_names for shard in shards]
-    if shards[0].kind == "list" and any(own):
-        if not all(own):
-            files = join_some([shard.name for shard in shards], 2)
-            raise DataError(f"{files}: the labels have names in some files only.")
-        if classes is None:
-            return list(dict.fromkeys(name for names in own for name in names or ()))
-        for shard in shards:
-            numbers_in(classes, shard.class_names or [], shard.name)
-        return list(classes)
-    if shards[0].kind == "list":
-        rows = [row for values in all_values(shards, columns.targets) for row in values]
-        return names_in_lists(rows) if classes is None else list(classes)
-    if classes is not None and tuple(classes) != columns.targets:
-        raise DataError(
-            f"data.classes = {tuple(classes)!r}: the names of targets are those of their columns: "
-            "remove it."
-        )
-    return list(columns.targets)
-
-
-def class_names_of(
-    shards: Sequence[Shard], column: str, classes: Sequence[str] | None
-) -> list[str]:
-    """The given classes, or those of the ClassLabel feature, or else one per distinct label.
+    The names are the columns of targets; or else the given classes, those of the ClassLabel
+    feature, or one per distinct label.
 
     Raises:
         NoLabelsError: no row has a label.
-        DataError: files disagree about their classes, or have classes that are not in the given
-            list.
+        DataError: files disagree about their classes or the kind of their targets, or have classes
+            that are not in the given list, or classes are given for columns.
     """
-    files = join_some([shard.name for shard in shards], 2)
-    if all(_has_none(shard) for shard in shards) or (classes and _are_unlabeled(shards, column)):
-        raise NoLabelsError(f"{files}: no row has a label: all labels are null or negative.")
-    named = [shard for shard in shards if shard.class_names]
-    for shard in named:
-        own, first = shard.class_names or [], named[0].class_names or []
-        if own != first:
+    kind, files = shards[0].kind, join_some([shard.name for shard in shards], 2)
+    made: dict[Kind, Labels | Targets]
+    if columns.targets and len({shard.kind for shard in shards}) > 1:
+        column = quoted(columns.targets[0])
+        raise DataError(f"{files}: {column} is a column of lists in some files only.")
+    if columns.targets and kind != "list":
+        if classes is not None and tuple(classes) != columns.targets:
             raise DataError(
-                f"{shard.name}: its class names ({join_some(own)}) differ from those in "
-                f"{named[0].name} ({join_some(first)})."
+                f"data.classes = {quoted(tuple(classes))}: the names of targets are those of their "
+                "columns: remove it."
             )
-    own = list(named[0].class_names or []) if named else []
-    if classes is not None:
-        numbers_in(classes, own, files)
-        return list(classes)
-    return own or _dense_labels(shards, column) or _labels_that_occur(shards, column)
+        names = list(columns.targets)
+        made = {kind: Targets(columns.targets, names, kind, columns.binary)}
+    else:
+        named = [shard for shard in shards if shard.class_names]
+        own = named[0].class_names if named else None  # also of files without names
+        for shard in named:
+            with_names(shard, own or (), named[0].name)
+        if classes is not None:
+            numbers_in(classes, own or (), files)
+        known = own if classes is None else list(classes)
+        if columns.targets:
+            rows = () if known else all_values(shards, columns.targets)
+            occur = (label for values in rows for row in values for label in row or ())
+            names = known or names_of(occur)
+            made = {kind: Targets(columns.targets, names, kind, columns.binary, own)}
+        else:
+            if known and all(_is_unlabeled(shard, columns.label, {*known}) for shard in shards):
+                raise _without_labels(files)
+            dense = known or _dense_labels(shards, columns.label)
+            names = dense or _labels_that_occur(shards, columns.label, files)
+            made = {each.kind: Labels(names, own) for each in shards}
+    return names, {shard.at.uri: made[shard.kind] for shard in shards}
+
+
+def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
+    """The file with these class names of `where`.
+
+    Raises:
+        DataError: it has other ones.
+    """
+    own, names = shard.class_names, distinct_names(names, where)
+    if own and own != names:
+        raise DataError(
+            f"{shard.name}: its class names ({join_some(own)}) differ from those in {where} "
+            f"({join_some(names)})."
+        )
+    return replace(shard, class_names=names)
+
+
+def _without_labels(files: str) -> NoLabelsError:
+    return NoLabelsError(f"{files}: no row has a label: all are null, empty or negative.")
 
 
 def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list[Any]]:
@@ -115,24 +101,31 @@ def all_values(shards: Sequence[Shard], columns: Sequence[str]) -> Iterator[list
         yield from pool.map(lambda shard: shard.values(*columns), shards)
 
 
-def _has_none(shard: Shard) -> bool:
-    """Whether all labels are null or negative according to the file's statistics."""
-    row_groups = [(group.rows, group.labels) for group in shard.groups if group.rows]
-    return all(labels is not None and (labels[0] == n or labels[2] < 0) for n, labels in row_groups)
+def _is_unlabeled(shard: Shard, column: str, known: set[str]) -> bool:
+    """Whether no row of a file has a label; reads up to the first that has one, if the file's
+    statistics do not tell.
 
-
-def _are_unlabeled(shards: Sequence[Shard], column: str) -> bool:
-    """Whether no row has a label; reads up to the first that has one, if the files' statistics do
-    not tell."""
-    for shard in shards:
-        for group, info in enumerate(shard.groups):
-            if info.labels is not None and info.labels[0] < info.rows and info.labels[2] >= 0:
+    Args:
+        known: the names of classes.
+    """
+    for group, info in enumerate(shard.groups):
+        if info.labels is not None and not any(map(is_negative, known)):
+            nulls, _, most = info.labels
+            if nulls < info.rows and most >= 0:
                 return False
-            if info.labels is None and info.rows:
-                values = shard.read(group, [column]).column(0).to_pylist()
-                if any(is_class_value(value, shard.kind) or is_fraction(value) for value in values):
-                    return False
+        elif info.rows:
+            values = shard.read(group, [column]).column(0).to_pylist()
+            if any(_is_labeled(value, known) for value in {*values}):
+                return False
     return True
+
+
+def _is_labeled(value: Any, known: Collection[str] = ()) -> bool:
+    """Whether a row with this value has a label, even one that is no class, such as 0.5."""
+    name = name_of(value)
+    if name is None:  # not NaN
+        return isinstance(value, float) and value == value  # noqa: PLR0124
+    return name in known or not is_negative(name)
 
 
 def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
@@ -152,30 +145,20 @@ def _dense_labels(shards: Sequence[Shard], column: str) -> list[str] | None:
     return None
 
 
-def _labels_that_occur(shards: Sequence[Shard], column: str) -> list[str]:
+def _labels_that_occur(shards: Sequence[Shard], column: str, files: str) -> list[str]:
     kinds = {"number" if shard.kind == "integer" else shard.kind for shard in shards}
     if len(kinds) > 1:
         listed = join_some(sorted(f"{shard.kind} in {shard.name}" for shard in shards), 4)
-        raise DataError(f"column {column!r} has labels of several types: {listed}.")
-    kind, rows = shards[0].kind, [*all_values(shards, [column])]
-    if kind == "text":
-        kind, typed = typed_texts({value for values in rows for value in values})
-        rows = [[typed[value] for value in values] for values in rows]
-    good: set[Any] = set()
-    bad: tuple[Shard, int, Any] | None = None  # the first: its file, row, value
-    for shard, values in zip(shards, rows, strict=True):
-        for value in set(values):
-            if is_class_value(value, kind):
-                good.add(value)
-            elif bad is None:
-                bad = shard, values.index(value), value
-    if not good and (bad is None or not (is_fraction(bad[2]) or is_rounded(bad[2]))):
-        raise NoLabelsError(
-            f"{join_some([shard.name for shard in shards], 2)}: no row has a label."
-        )
-    names = names_of(good, kind)
-    if bad is not None:
-        shard, row, value = bad
-        wrong = Labels(names, kind).what_is_wrong(value)
-        raise DataError(f"{shard.where(row)}: {column} {wrong}.")
+        raise DataError(f"column {quoted(column)} has labels of several types: {listed}.")
+    rows = [*all_values(shards, [column])]
+    found = [{*values} for values in rows]
+    if not any(_is_labeled(value) for values in found for value in values):
+        raise _without_labels(files)
+    names = names_of(value for values in found for value in values)
+    labels = Labels(names)
+    for shard, values, distinct in zip(shards, rows, found, strict=True):
+        wrong = [values.index(value) for value in distinct if labels.number(value) is None]
+        if wrong:
+            what = labels.what_is_wrong(values[min(wrong)])
+            raise DataError(f"{shard.where(min(wrong))}: {column} {what}.")
     return names

@@ -15,24 +15,25 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from posixpath import dirname, join, normpath
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS
-from raytrain_ddp.data.formats.labels import Kind
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
     RowGroup,
     Shard,
     check_columns,
-    label_range,
+    column_of,
 )
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.files import replace_with
@@ -41,11 +42,11 @@ _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
 _GROUP_BYTES = 8 * 2**20
 _NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and suffix
+_WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
-_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _NAMES = "__name__"  # the column of the members' names
-_VERSION = 1  # of the index
+_VERSION = 2  # of the index
 
 Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
@@ -56,6 +57,11 @@ class TarShard(Shard):
 
     _modified_ns: int
     _index: Any  # name, offset and size of each row's image (null: there is none), label
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of members that belong to no sample."""
+        return list(json.loads(self._index.schema.metadata[b"left_out"]))
 
     def where_in(self, group: int, place: int) -> str:
         return f"{self.name}, {self._rows(group)['name'][place].as_py()}"
@@ -132,21 +138,20 @@ def open_tar(at: Opened, columns: Columns) -> TarShard:
     schema = pa.schema([(columns.image, pa.binary()), (columns.label or "label", label)])
     _, _, kind = check_columns(at.name, schema, columns)
     digest = index.schema.metadata[b"digest"].decode()
-    groups = tuple(_groups(index, columns, kind))
+    groups = tuple(_groups(index, columns))
     size, modified = status.st_size, status.st_mtime_ns
     return TarShard(at, size, digest, groups, kind, None, _NAMES, modified, index)
 
 
-def _groups(index: Any, columns: Columns, kind: Kind) -> Iterator[RowGroup]:
+def _groups(index: Any, columns: Columns) -> Iterator[RowGroup]:
     """Runs of rows that are read at once, with all that lies between their images."""
     offsets, sizes = (index[name].to_pylist() for name in ("offset", "size"))
     used = columns.image, *columns.labels
 
     def group(stop: int) -> RowGroup:
         size = int(max(0, last - first))
-        labels = label_range(index["label"][start:stop].to_pylist(), kind)
         missing = index["size"][start:stop].null_count
-        return RowGroup(stop - start, used, size, size, labels, missing)
+        return RowGroup(stop - start, used, size, size, without_image=missing)
 
     start, first, last = 0, math.inf, 0  # its first row, and the bytes from header to end
     for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -220,8 +225,9 @@ def _store(path: Path, table: Any) -> None:
 def _made(at: Opened, columns: Columns) -> Any:
     rows: dict[str, list[Any]] = {"name": [], "offset": [], "size": []}
     labels: list[Any] = []
+    left_out: list[str] = []
     with open(at.path, "rb") as file:
-        for key, members in _samples(at.name, file):
+        for key, members in _samples(at, file, left_out):
             suffix = _image_suffix(f"{at.name}, {key}", members, columns)
             image = members.get(suffix)
             name = key if image is None else image.name
@@ -229,28 +235,45 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["offset"].append(None if image is None else image.offset_data)
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
-    if all(isinstance(label, str) and _INTEGER.fullmatch(label) for label in labels):
-        labels = [int(label) for label in labels]
+    column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
+    # As in earlier versions: whole numbers without quotes if all labels are.
+    bare = all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels)
     digest = sha256()
-    for row in zip(*rows.values(), labels, strict=True):
-        digest.update(f"{row}\n".encode())
+    for *place, label in zip(*rows.values(), labels, strict=True):
+        shown = label if bare else repr(label)
+        digest.update(f"({', '.join(map(repr, place))}, {shown})\n".encode())
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
     columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
-    table = pa.table({**columns_of, "label": pa.array(labels)})
-    return table.replace_schema_metadata({"digest": digest.hexdigest()})
+    table = pa.table({**columns_of, "label": column})
+    metadata = {"digest": digest.hexdigest(), "left_out": json.dumps(left_out)}
+    return table.replace_schema_metadata(metadata)
 
 
-def _samples(name: str, file: Any) -> Iterator[tuple[str, Members]]:
-    """(key, members) of each sample."""
-    key, members = "", dict[str, tarfile.TarInfo]()
+def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
+    """(key, members) of each sample. Links to other members are followed; members that belong to
+    no sample are added to `left_out`."""
+    name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
+    files: dict[str, tarfile.TarInfo] | None = None  # by name, if there are links
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
         while has_members and (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
-            if not member.isreg() or _META.match(member.name) or parts is None:
+            found: tarfile.TarInfo | None = member if member.isreg() else None
+            if member.islnk() or member.issym():
+                files = _files_in(at.path) if files is None else files
+                folder = dirname(member.name) if member.issym() else ""
+                found = files.get(normpath(join(folder, member.linkname)))
+            if found and found is not member and normpath(found.name) == normpath(member.name):
+                found = None  # packed twice, which makes the second one a link to the first
+            if _META.match(member.name) or leftover_in(member.name) or not (parts and found):
+                left_out += [] if member.isdir() else [member.name]
                 continue
+            if found.issparse():
+                raise DataError(
+                    f"{name}, {member.name}: is stored as a sparse file: make it without tar -S."
+                )
             suffix = parts[2].lower()
             if members and parts[1] != key:
                 yield key, members
@@ -258,7 +281,8 @@ def _samples(name: str, file: Any) -> Iterator[tuple[str, Members]]:
             key = parts[1]
             if suffix in members:
                 raise DataError(f"{name}, {member.name}: its sample has two members {suffix}.")
-            members[suffix] = member
+            members[suffix] = copy(found)
+            members[suffix].name = member.name
         file.seek(tar.offset)  # tarfile takes a damaged header for the end
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise DataError(
@@ -266,6 +290,11 @@ def _samples(name: str, file: Any) -> Iterator[tuple[str, Members]]:
             )
     if members:
         yield key, members
+
+
+def _files_in(path: str) -> dict[str, tarfile.TarInfo]:
+    with tarfile.open(path, "r:") as tar:
+        return {normpath(member.name): member for member in tar if member.isreg()}
 
 
 def _image_suffix(where: str, members: Members, columns: Columns) -> str:
@@ -293,7 +322,9 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
         )
     content = os.pread(descriptor, member.size, member.offset_data)
     try:
-        return content.decode().strip() if suffix in members else json.loads(content)[columns.label]
+        if suffix not in members:
+            return json.loads(content)[columns.label]
+        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(

@@ -11,13 +11,10 @@ import pyarrow as pa
 
 from raytrain_ddp.data.formats.labels import (
     Kind,
-    is_label,
+    Labels,
     kind_of,
-    names_of,
-    normalized,
-    some_names,
 )
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, quoted
 
 Target = npt.NDArray[np.float32]  # (targets,)
 
@@ -47,21 +44,13 @@ def kind_of_targets(name: str, types: Mapping[str, Any], binary: bool) -> Kind:
                 else "numbers are expected with --loss.name mse, l1 or huber. For labels: "
                 "--loss.name bce"
             )
-            raise DataError(f"{name}: column {column!r} is {kind}; {expected}.")
+            raise DataError(f"{name}: column {quoted(column)} is {kind}; {expected}.")
     if binary and len(types) == 1:
         raise DataError(
-            f"{name}: column {next(iter(types))!r} is one label only: name several columns, or set "
-            "--data.label-column instead of --data.target-columns."
+            f"{name}: column {quoted(next(iter(types)))} is one label only: name several columns, "
+            "or set --data.label-column instead of --data.target-columns."
         )
     return "number"
-
-
-def names_in_lists(rows: Sequence[Any]) -> list[str]:
-    """The labels that occur in rows of a column of lists: numbers in ascending order, names
-    sorted."""
-    found = {label for row in rows for label in row or () if is_label(label)}
-    of_strings = any(isinstance(label, str) for label in found)
-    return names_of(found, "string" if of_strings else "integer")
 
 
 class Targets:
@@ -83,11 +72,7 @@ class Targets:
         named: Sequence[str] | None = None,
     ) -> None:
         self._columns, self._names, self._binary = columns, names, binary
-        self._places: dict[Any, int] | None = None
-        if kind == "list":
-            places = {name: n for n, name in enumerate(names)}
-            of_named = {number: places[name] for number, name in enumerate(named or ())}
-            self._places = places if named is None else of_named
+        self._labels = Labels(names, named) if kind == "list" else None
 
     def number(self, values: Any) -> Target | None:
         """float32 (targets,); None: a value is missing or not a target.
@@ -95,8 +80,8 @@ class Targets:
         Args:
             values: that of the column, or a tuple of those of several.
         """
-        if self._places is not None:
-            places = [self._place(label) for label in values or ()]
+        if self._labels is not None:
+            places = [self._labels.number(label) for label in values or ()]
             if values is None or None in places:
                 return None
             row = np.zeros(len(self._names), np.float32)
@@ -109,28 +94,18 @@ class Targets:
             row = np.array(values, np.float64).astype(np.float32)
         return row if np.isfinite(row).all() else None
 
-    def _place(self, label: Any) -> int | None:
-        if self._places is None or not is_label(label):
-            return None
-        place = self._places.get(label)
-        return place if place is not None else self._places.get(_name(label))
-
     def what_is_wrong(self, values: Any) -> str:
         """Describes a row without targets, such as ``age is null``."""
-        if self._places is not None:
+        if self._labels is not None:
             (column,) = self._columns
             if values is None:
                 return f"{column} is null; a row without labels has an empty list"
-            unknown = next(label for label in values if self._place(label) is None)
-            return f"{column}: {unknown!r} is not one of the {some_names(self._names)}"
+            wrong = next(label for label in values if self._labels.number(label) is None)
+            return f"{column}: a label {self._labels.what_is_wrong(wrong)}"
         each = values if isinstance(values, tuple) else (values,)
         for column, value in zip(self._columns, each, strict=True):
             if value is None or value != value:  # noqa: PLR0124  # NaN
                 return f"{column} is {'null' if value is None else 'not a number'}"
             if self._binary and value not in (0, 1):
-                return f"{column} is {value!r}; 0 and 1 are expected with --loss.name bce"
+                return f"{column} is {quoted(value)}; 0 and 1 are expected with --loss.name bce"
         return f"{' or '.join(self._columns)} is too large for float32"
-
-
-def _name(label: Any) -> str:
-    return normalized(label) if isinstance(label, str) else str(label)

@@ -21,8 +21,8 @@ from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefet
 from raytrain_ddp.data.loading.nested import bytes_of, digest_of, pinned
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
-from raytrain_ddp.data.order.sample_rng import Draws, Rows, kept_globals
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.data.order.sample_rng import Draws, Rows, global_state, kept_globals
+from raytrain_ddp.errors import DataError, TaskError
 from raytrain_ddp.failpoints import failpoint
 
 _WINDOW_BYTES = 64 * 2**20
@@ -114,11 +114,15 @@ class TrainLoader:
 
         Raises:
             DataError: there is no readable record among the first few thousand.
+            TaskError: see `tried`.
         """
+        return self._any(tried, samples, epoch)
+
+    def _any(self, make: Callable[..., Batch], samples: int | None, epoch: int = 0) -> Batch:
         wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
             draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
-            batch = _begun(self.data, draws, _workers_for(self.data, self.threads)[1])()
+            batch = make(self.data, draws, _workers_for(self.data, self.threads)[1])
             found = self.data.checked_samples(batch, wanted, self.skip)
             if found:
                 return batch
@@ -131,7 +135,7 @@ class TrainLoader:
     @cached_property
     def _filler(self) -> Batch:
         """One sample, for a slot without samples: it gets weight 0."""
-        return self.any_batch(1)
+        return self._any(lambda *of: _begun(*of)(), 1)
 
     def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
         """The micro-batches in order; announces each one to the source when it is assigned, or
@@ -173,6 +177,31 @@ class TrainLoader:
         batch = batch if samples else self._filler
         batch = pinned(batch) if self.pin else batch
         return Slot(task.step, task.slot, planned, samples, batch, digest)
+
+
+def tried(data: Data, draws: Draws, gate: Gate | None = None) -> Batch:
+    """A batch that is made before training, while nothing else draws random numbers.
+
+    Raises:
+        TaskError: it draws them from global generators, but threads make the batches.
+    """
+    for _ in range(2):  # a library may draw once, such as before it repeats a request
+        before = global_state()
+        batch = _begun(data, draws, gate)()
+        moved = [name for name, state in global_state().items() if state != before[name]]
+        if not (data.shared and moved):
+            return batch
+    kind = type(data.source).__name__
+    remedy = (
+        f"remove shared=True from {kind}"
+        if hasattr(data.source, "dataset")
+        else (f"set shared = False in {kind}")
+    )
+    raise TaskError(
+        f"reading {kind} and collating draws random numbers from the global generator of "
+        f"{' and '.join(moved)}, which the loader's threads share with dropout, so no run could be "
+        f"repeated: {remedy}, or take them from the draws of collate(records, draws)."
+    )
 
 
 def eval_batches(

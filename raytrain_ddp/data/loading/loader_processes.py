@@ -88,7 +88,7 @@ class LoaderProcesses:
                 "the data set and collate cannot be copied to loader processes: "
                 f"{type(error).__name__}: {first_line(error)}. Open files when __getitem__ first "
                 "needs them, and store no generators or locks; or load in the training process "
-                "with --data.workers 0; or declare that threads may share it: "
+                "with --data.workers 0; or, if it draws no random numbers, let threads share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
         self._describe = describe

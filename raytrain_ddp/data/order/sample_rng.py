@@ -102,13 +102,16 @@ def seeded_globals(key: int) -> Iterator[None]:
         yield
 
 
-def global_state() -> tuple[object, ...]:
-    """Of these generators; equal if none was used in between."""
+def global_state() -> dict[str, object]:
+    """The state of each of these generators; equal if it was not used in between."""
     import torch
 
     numpy: Any = np.random.get_state()
-    torch_bytes = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch_bytes
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "NumPy": (numpy[1].tobytes(), numpy[2:]),
+        "Python": random.getstate(),
+    }
 
 
 def hash64(*values: int) -> int:

@@ -33,6 +33,7 @@ _FLIPS = (
     *((1, 1), (1, -1), (-1, -1), (-1, 1)),  # 5 to 8, after the axes are swapped
 )
 _DENOMINATORS = (8, 4, 2)
+_WHITE = 255
 _MARGINS = 64  # columns: what _jpeg_region.c decodes beside a part, at most
 _OBJECT = re.compile(r"\s*<[\w.]+ object at 0x[0-9a-fA-F]+>")  # in Pillow's messages
 
@@ -175,9 +176,16 @@ def orientation_of(image: Any) -> int:
 
 
 def _rgb(image: Any, shrink: int) -> Pixels:
-    """Like `Image.convert("RGB")`: alpha is dropped, 16-bit gray is clipped at 255."""
-    if image.mode.startswith("I;16"):
-        _tell_once("16-bit gray images: values above 255 become white, as in Pillow; convert them.")
+    """Like `Image.convert("RGB")`: alpha is dropped, and values outside of 0 to 255 are clipped,
+    which is reported."""
+    if image.mode.startswith("I") or image.mode == "F":  # of 16 or 32 bits
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if not 0 <= low <= high <= _WHITE or (image.mode == "F" and 0 < high <= 1):
+            _tell_once(
+                "images of 16 or 32 bits per pixel: values below 0 become black, values above 255 "
+                "white, and fractions are cut off, as in Pillow; convert them to 8 bits."
+            )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # the same colors, without Pillow's warning
     image = image.convert("RGB")

@@ -23,7 +23,7 @@ from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE, crop_draws, place_im
 from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
 from raytrain_ddp.data.splits import ImageSource
-from raytrain_ddp.errors import DataError
+from raytrain_ddp.errors import DataError, printable
 
 _log = logging.getLogger("raytrain_ddp")
 _CROP, _FLIP, _POLICY, _ERASE = range(4)  # streams of random numbers
@@ -171,4 +171,4 @@ class _Collate:
             raise DataError(f"{line}. {remedy}") from None
         if row not in self._reported:
             self._reported.add(row)
-            _log.warning("skipped %s", line)
+            _log.warning("skipped %s", printable(line))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.training.gradients.tree_sum import TreeSum
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
+from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor, from_all_ranks
 
 
 class DdpReduction:
@@ -27,23 +28,37 @@ class DdpReduction:
     pass. DDP divides by the world size; `scale` compensates that unless a hook does (see
     `compress`).
 
+    DDP waits forever for a rank whose loss does not depend on all parameters. Such a rank therefore
+    completes the reduction: with zeros if its loss depends on none of them, as if it had no
+    samples; otherwise with NaN, so that all ranks refuse the step and learn why.
+
     Attributes:
         scale: the loss is multiplied by it, besides its share of the step, before the backward
             pass.
+        unused: names of the parameters to which this rank gave NaN in the last backward pass.
     """
 
-    def __init__(self, net: nn.Module, scale: float) -> None:
-        self._net, self.scale = net, scale
+    unused: Sequence[str] = ()
 
-    def require_all(self, model: nn.Module) -> None:
-        """Raises ConfigError if a parameter that needs a gradient has none after a backward
-        pass."""
-        net = self._net
-        is_ddp = isinstance(net, DistributedDataParallel)
-        if is_ddp and not net.find_unused_parameters and not net.static_graph:
-            _require_gradients(
-                model, "with several workers", "or set --ddp.find-unused-parameters true"
-            )
+    def __init__(self, net: nn.Module, scale: float, world: World) -> None:
+        self._net, self.scale, self._world = net, scale, world
+        self._reduced: dict[int, tuple[str, nn.Parameter]] = {}
+        self._missing = missing = set[int]()  # ids of those without a gradient in this pass
+        if isinstance(net, DistributedDataParallel):
+            for name, parameter in net.module.named_parameters():
+                if parameter.requires_grad:
+                    self._reduced[id(parameter)] = name, parameter
+                    parameter.register_post_accumulate_grad_hook(lambda p: missing.discard(id(p)))
+        self._missing.update(self._reduced)
+
+    def require_all(self, _: nn.Module) -> None:
+        """Ends the backward pass of a warm-up; all ranks take part. Raises ConfigError if a
+        parameter that needs a gradient has none."""
+        if isinstance(self._net, DistributedDataParallel):
+            if self._net.static_graph:  # it ignores what its first passes do not use
+                for key in self._missing:
+                    self._reduced.pop(key, None)
+            require_used(self._complete(was_called=True), self._world)
 
     def begin(self) -> None:
         """Begins a step; there are no gradients yet."""
@@ -53,23 +68,95 @@ class DdpReduction:
         # All ranks make a backward pass; one without samples has no effect.
         return [slot for slot in slots if slot.samples] or list(slots[:1])
 
-    def passing(self, slot: Slot, is_last: bool) -> AbstractContextManager[None]:
-        """Context of a slot's forward and backward pass."""
-        if is_last or not isinstance(self._net, DistributedDataParallel):
-            return nullcontext()
-        no_sync: AbstractContextManager[None] = self._net.no_sync()
-        return no_sync
+    @contextmanager
+    def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
+        """Context of a slot's forward and backward pass; all ranks take part in the last one."""
+        if not isinstance(self._net, DistributedDataParallel):
+            yield
+        elif not is_last:
+            with self._net.no_sync():
+                yield
+        else:
+            self._missing.update(self._reduced)
+            with counting_calls(self._net) as calls:
+                yield
+            self.unused = self._complete(bool(calls))
+
+    def _complete(self, was_called: bool) -> list[str]:
+        """Makes DDP's reduction end on all ranks; returns the names of what it lacked here, unless
+        it lacked everything."""
+        lacking = [self._reduced[key] for key in self._reduced if key in self._missing]
+        net, is_none = self._net, len(lacking) == len(self._reduced)
+        if not was_called and not is_none:
+            raise TaskError(
+                "the task's loss calls the model itself in this step, not the one that it "
+                "receives, so gradients are not summed over the workers: call model(...)."
+            )
+        self._missing.update(self._reduced)
+        if not lacking or (net.find_unused_parameters and not is_none):  # DDP itself completes it
+            return []
+        names = [name for name, _ in lacking]
+        parameters = [parameter for _, parameter in lacking]
+        if is_none:  # the loss may not even have called the model, which prepares the reduction
+            parameters = parameters[:1] if net.find_unused_parameters else parameters
+            model, net.module = net.module, nn.Identity()
+            try:
+                net(parameters[0].sum())
+            finally:
+                net.module = model
+        value = 0.0 if is_none else math.nan
+        torch.autograd.backward(parameters, [torch.full_like(p, value) for p in parameters])
+        return [] if is_none else names
 
     def finish(self) -> None:
-        """Makes the gradients the sum over all slots; all ranks take part."""
+        """Makes the gradients the sum over all slots; all ranks take part. They are 0 if no loss
+        depends on the model, as in exact mode."""
+        trained = [each for each in self._net.parameters() if each.requires_grad]
+        if all(each.grad is None for each in trained):
+            for each in trained:
+                each.grad = torch.zeros_like(each)
 
 
-def _require_gradients(model: nn.Module, where: str, more: str) -> None:
-    unused = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        names = ", ".join(unused[:3]) + (" and more" if unused[3:] else "")
-        how = f"freeze parameters that are not trained (requires_grad_(False)), {more}."
-        raise ConfigError(f"{where}: the loss does not depend on {names}: {how}")
+@contextmanager
+def counting_calls(net: nn.Module) -> Iterator[list[None]]:
+    """An entry for each call of a wrapped model. (One that is not wrapped may be compiled.)"""
+    calls: list[None] = []
+    if not isinstance(net, DistributedDataParallel):
+        yield calls
+        return
+    forward: Callable[..., Any] = net.forward
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(None)
+        return forward(*args, **kwargs)
+
+    net.forward = counted  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        del net.forward
+
+
+def require_used(unused: Sequence[str], world: World, step: int = 0) -> None:
+    """Raises the same ConfigError on all ranks, which all take part, if the loss of one does not
+    depend on all parameters.
+
+    Args:
+        unused: names of those on which this rank's loss does not depend.
+        step: from 1; 0: before the first one.
+    """
+    found = {rank: names for rank, names in enumerate(from_all_ranks(unused, world)) if names}
+    for rank, names in found.items():
+        where = f" of rank {world.of_run(rank)} in step {step}" if step else ""
+        raise _unused("with several workers", where, names, "or")
+
+
+def _unused(condition: str, where: str, names: Sequence[str], more: str) -> ConfigError:
+    return ConfigError(
+        f"{condition}: the loss{where} does not depend on {first_names(names, 3)}: freeze "
+        f"parameters that are not trained (requires_grad_(False)), {more} set "
+        "--ddp.find-unused-parameters true."
+    )
 
 
 class ExactReduction:
@@ -86,6 +173,7 @@ class ExactReduction:
     """
 
     scale = 1.0
+    unused: Sequence[str] = ()
 
     def __init__(
         self, model: nn.Module, slots: int, world: World, bucket_mib: float, clock: Clock
@@ -97,7 +185,12 @@ class ExactReduction:
 
     @staticmethod
     def require_all(model: nn.Module) -> None:
-        _require_gradients(model, "exact = true", "because weight decay would still change them")
+        """Raises ConfigError if a parameter that needs a gradient has none after a backward
+        pass."""
+        named = model.named_parameters()
+        if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
+            more = "or, if weight decay may change them,"
+            raise _unused("exact = true", "", unused, more)
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged
@@ -225,7 +318,7 @@ def broadcast_model(model: nn.Module, world: World, is_loaded: bool) -> None:
     loaded = model.state_dict().keys() if is_loaded else ()
     for name, tensor in model_tensors(model).items():
         if name not in loaded:
-            broadcast_tensor(tensor, 0)
+            broadcast_tensor(tensor)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

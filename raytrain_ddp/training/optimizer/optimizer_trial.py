@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -20,13 +19,12 @@ from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 
 def problem_of(optimizer: Optimizer, config: TrainConfig) -> str:
     """Why it cannot be used; "" if it can. Its steps have no side effects: its state must be
-    storable, and whole, so that a resumed run takes the same steps. With shares, a step over some
-    parameters must be that over all.
+    storable, and whole, so that a resumed run takes the same steps.
 
     Raises:
         Exception: a step fails, or the state cannot be stored.
     """
-    trial, is_dividable = _Trial(optimizer, config), True
+    trial = _Trial(optimizer, config)
     with keeping_generators(trial.parameters[0].device):
         trial.step(0)
         middle, weights = _stored(optimizer), _copies(trial.parameters)
@@ -35,12 +33,8 @@ def problem_of(optimizer: Optimizer, config: TrainConfig) -> str:
         trial.begin_again(middle, weights)
         trial.step(1)
         resumed = _copies(trial.parameters)
-        if config.ddp.shard_optimizer:
-            is_dividable = _is_dividable(optimizer, trial.trained, trial.take_from_the_start)
     if not all(map(_same_bits, resumed, gone_on)):
         return "keeps state outside its state_dict(), so a resumed run would differ"
-    if not is_dividable:
-        return "cannot be divided (ddp.shard_optimizer): its steps depend on all parameters"
     trial.undo()
     return ""
 
@@ -58,13 +52,11 @@ class _Trial:
         if averages(optimizer):
             optimizer.train()  # type: ignore[attr-defined]
 
-    def step(
-        self, number: int, part: Sequence[Tensor] | None = None, gradient: float = 1e-3
-    ) -> None:
+    def step(self, number: int) -> None:
         seed_slot(self.parameters[0].device, self._config.seed, number, self._config.slots)
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self.trained if part is None else part:
-            parameter.grad = torch.full_like(parameter, gradient)
+        for parameter in self.trained:
+            parameter.grad = torch.full_like(parameter, 1e-3)
         self._optimizer.step()
 
     def begin_again(self, state: Any, weights: Sequence[Tensor]) -> None:
@@ -73,22 +65,12 @@ class _Trial:
                 parameter.copy_(value)
         load_optimizer(self._optimizer, deepcopy(state))  # it becomes its own
 
-    def take_from_the_start(self, part: Sequence[Tensor]) -> None:
-        self.begin_again(self._blank, self._initial)
-        self._forget()
-        for number, gradient in enumerate((1e-3, 10.0)):  # some clip a large norm
-            self.step(number, part, gradient)
-
-    def _forget(self) -> None:
-        """What a step has added to the groups, such as a counter, is not in the blank state."""
-        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
-            for name in group.keys() - names:
-                del group[name]
-
     def undo(self) -> None:
         optimizer = self._optimizer
         load_optimizer(optimizer, self._blank)
-        self._forget()
+        for group, names in zip(optimizer.param_groups, self._names, strict=True):
+            for name in group.keys() - names:  # such as a counter, added by a step
+                del group[name]
         if averages(optimizer):
             optimizer.train()  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
@@ -108,41 +90,6 @@ def _stored(optimizer: Optimizer) -> Any:
     tensors, rest = flatten_state(optimizer.state_dict())
     copies = dict(zip(tensors, _copies([*tensors.values()]), strict=True))
     return unflatten_state(copies, json.loads(json.dumps(rest)))
-
-
-def _is_dividable(
-    optimizer: Optimizer, trained: Sequence[Tensor], take: Callable[[Sequence[Tensor]], None]
-) -> bool:
-    """Whether it updates each parameter by itself, see optimizer_shares.py.
-
-    Args:
-        take: takes steps from the start, with gradients of some of the parameters.
-    """
-    halves = trained[::2], trained[1::2]
-    take(trained)
-    state = optimizer.state_dict()
-    by_parameter = len(state) == 2 and all(isinstance(key, int) for key in state["state"])
-    if averages(optimizer) or not by_parameter:
-        return False
-    whole = [_part_of(optimizer, half) for half in halves]
-    for half, before in zip(halves, whole, strict=True):
-        take(half)
-        if _part_of(optimizer, half) != before:
-            return False
-    return True
-
-
-def _part_of(optimizer: Optimizer, part: Sequence[Tensor]) -> list[Any]:
-    """These parameters and what the optimizer keeps of them, to compare."""
-    state, ids = optimizer.state_dict(), {id(each) for each in part}
-    kept: list[Any] = []
-    for named, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        for key, each in zip(named["params"], group["params"], strict=True):
-            if id(each) in ids:
-                kept.append([each.data, state["state"].get(key), {**named, "params": key}])
-    tensors, rest = flatten_state(kept)
-    raw = (each.contiguous().view(-1).view(torch.uint8) for each in _copies([*tensors.values()]))
-    return [rest, *(sha256(each.numpy().data).digest() for each in raw)]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

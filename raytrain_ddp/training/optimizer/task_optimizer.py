@@ -33,15 +33,12 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
     Raises:
         TaskError: it is neither, it lacks parameters of the model or has others, or it needs a
             closure.
-        ConfigError: the config needs one optimizer.
     """
     function = getattr(task, "optimizer", None)
     if function is None:
         return build_optimizer(model, config.optim)
     made: Any = function(model)
     if isinstance(made, Mapping) and made and all(isinstance(name, str) and name for name in made):
-        if len(made) > 1:
-            config.require_no_powersgd("several optimizers")
         several = Optimizers({n: _checked(function, o, model, config) for n, o in made.items()})
         for each in several.named.values():
             if averages(each) or each.state_dict().keys() != {"state", "param_groups"}:

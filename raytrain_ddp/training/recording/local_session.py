@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
 
@@ -20,6 +20,7 @@ from raytrain_ddp.signals import handling, heeded
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.rendezvous import Exchange, through_folder
 from raytrain_ddp.training.recording.recording_session import RecordingSession
+from raytrain_ddp.training.runtime.launched import join_launched
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
@@ -76,7 +77,10 @@ class LocalSession(RecordingSession):
 
 
 def join_world(
-    scaling: ScalingConfig, exact: bool = False, nccl: Mapping[str, str] | None = None
+    scaling: ScalingConfig,
+    exact: bool = False,
+    nccl: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> World:
     """This process's world: torchrun's if its variables are set, else of size 1.
 
@@ -86,10 +90,11 @@ def join_world(
             OMP_NUM_THREADS or torch's own number.
         exact: auto is 1 on CPUs, as sums depend on the number of threads.
         nccl: see `nccl_settings`.
+        tell: see `Waiting`.
 
     Raises:
-        PreflightError: torchrun's variables do not fit together, or a GPU is wanted, and there is
-            none for this process.
+        PreflightError: torchrun's variables do not fit together, the other processes do not come,
+            or a GPU is wanted, and there is none for this process.
     """
     rank, size, local_rank = ranks_of_launcher()
     gpus = torch.cuda.device_count()
@@ -103,19 +108,17 @@ def join_world(
         over_nccl = use_gpu and scaling.backend != "gloo"
         if over_nccl:
             set_missing(nccl or {})
-        lacking = {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-        if lacking:
-            names = " and ".join(sorted(lacking))
-            raise PreflightError(f"WORLD_SIZE = {size}, but no {names}: start with torchrun.")
-        store, _, _ = next(dist.rendezvous("env://", rank, size))  # type: ignore[attr-defined]
-        # torchrun's store survives a restart, with the addresses of the previous processes.
-        start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
-            store=dist.PrefixStore(start, store),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=size,
-            timeout=collective_timeout(scaling) if over_nccl else None,
+        join_launched(
+            rank,
+            size,
+            lambda store: dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=collective_timeout(scaling) if over_nccl else None,
+            ),
+            tell,
         )
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     if scaling.cpus_per_worker != "auto" or (exact and not use_gpu):

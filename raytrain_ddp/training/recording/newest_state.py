@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -10,16 +9,11 @@ from typing import Any, TypeVar, cast
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointStore
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.errors import RaytrainError
-from raytrain_ddp.events import Checkpoint as Checkpointed
-from raytrain_ddp.events import Note
-from raytrain_ddp.messages import Event
 from raytrain_ddp.training.recording.recorder import Recorder
-from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
-from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S, with_backoff
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
+from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S
 from raytrain_ddp.training.state.live_state import LiveState, most_advanced
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
-from raytrain_ddp.training.state.train_state import encode
 
 T = TypeVar("T")
 
@@ -31,21 +25,14 @@ class NewestState:
     Args:
         recorder: of rank 0.
         live: the state that this process has, if it survived others.
-        backup: the checkpoint of which this rank keeps a copy.
         pause: waits before a retry, see `with_backoff`.
-
-    Attributes:
-        attempt: the number of this start, after `find`.
     """
 
     world: World
     store: CheckpointStore
     recorder: Recorder | None
     live: LiveState | None
-    backup: Snapshot | None
-    tell: Callable[[Event], None]
     pause: Callable[[float, OSError], bool]
-    attempt: int = 0
 
     def find(self, existing: Existing | None) -> Checkpoint | None:
         """From the storage, not from Ray's register: that lags behind by one poll, and may list a
@@ -57,59 +44,30 @@ class NewestState:
             RunLockedError: another start is claiming the run.
         """
         relay = Relay(self.world, existing=existing)
-        copy = self.backup.manifest.step if self.backup else 0
-        held = from_all_ranks((self.live is not None, copy), self.world)
         # A state that survivors have must not be lost to an outage of the storage.
-        outage_s = OUTAGE_S * any(is_survivor for is_survivor, _ in held)
-        copies = {step for _, step in held}
-        steps, begun = self._of_main(lambda r: (r.steps(outage_s, copies), r.attempt), relay)
-        place, stored = self.store.storage, None
+        outage_s = OUTAGE_S * any(from_all_ranks(self.live is not None, self.world))
+        steps, begun = self._of_main(lambda r: (r.steps(outage_s), r.may_go_on()), relay)
+        place = self.store.storage
         live = most_advanced(self.live, steps, place, self.world, existing)
         if live is not None and begun:
-            self.attempt, live = begun, replace(live, timer_runs=True)
-        else:
-            stored, now = self._stored(relay, may_read=live is None)
-            if now != steps:  # a damaged one was set aside
-                before = live
-                live = most_advanced(self.live, now, place, self.world, existing)
-                if before is not None and live is None:
-                    stored, _ = self._stored(relay, may_read=True)
-        missing = live.uncommitted.items() if live is not None else ()
-        if not all(self._commit_backup(*each) for each in missing):
-            live, (stored, _) = None, self._stored(relay, may_read=True)
+            return replace(live, timer_runs=True)
+        stored, now = self._stored(relay, may_read=live is None)
+        if now != steps:  # a damaged one was set aside
+            before = live
+            live = most_advanced(self.live, now, place, self.world, existing)
+            if before is not None and live is None:
+                stored, _ = self._stored(relay, may_read=True)
         return live or stored
-
-    def _commit_backup(self, step: int, rank: int) -> bool:
-        """Commits the copy that `rank` has of a checkpoint that was lost with rank 0; returns
-        whether that succeeded."""
-        done: Checkpointed | str = ""
-        if self.world.rank == rank and self.backup is not None:
-            backup, began = self.backup, time.monotonic()
-            manifest = replace(backup.manifest, attempt=self.attempt)
-
-            def commit(_: int) -> Checkpoint:
-                return self.store.commit(manifest, encode(backup))
-
-            try:
-                found = with_backoff(commit, self.pause, OUTAGE_S)
-                size_bytes, seconds = found.manifest.size_bytes, time.monotonic() - began
-                done = Checkpointed(step, str(found.name), seconds, size_bytes)
-            except (RaytrainError, OSError) as error:
-                done = str(error)
-        done = broadcast(done, self.world, rank)
-        lost = f"the checkpoint of step {step} was lost with rank 0: {done}"
-        self.tell(Note(lost) if isinstance(done, str) else done)
-        return not isinstance(done, str)
 
     def _stored(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
         """The newest stored checkpoint, and the steps of all. Survivors that continue from their
         own state do not read it."""
 
-        def begin(recorder: Recorder) -> tuple[Any, list[int], int]:
+        def begin(recorder: Recorder) -> tuple[Any, list[int]]:
             newest = recorder.begin(relay.read_all if may_read else lambda _: None)
-            return newest and (newest.name, newest.manifest), recorder.steps(), recorder.attempt
+            return newest and (newest.name, newest.manifest), recorder.steps()
 
-        found, steps, self.attempt = self._of_main(begin, relay)
+        found, steps = self._of_main(begin, relay)
         if found is None:
             return None, steps
         place = self.store.storage.join(str(found[0]))

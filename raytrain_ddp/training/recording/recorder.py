@@ -15,7 +15,7 @@ from typing import Any
 
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
-from raytrain_ddp.checkpoint.manifest import DamagedError, FileEntry
+from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
@@ -28,7 +28,6 @@ from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.async_checkpoint import AsyncCheckpointer, with_backoff
 from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
-from raytrain_ddp.training.state.checkpoint_parts import sealed
 from raytrain_ddp.training.state.train_state import encode, loss_of
 
 _LIFE = "life.json"
@@ -61,19 +60,16 @@ class Recorder:
         self._asked_at = -math.inf
         self.attempt, self._patient_until = 0, 0.0
 
-    def steps(self, outage_s: float = 0.0, copies: Collection[int] = ()) -> list[int]:
-        """Those of all checkpoints, and of the one that is being committed.
+    def steps(self, outage_s: float = 0.0) -> list[int]:
+        """The steps of all checkpoints, and of the one that is being committed.
 
         Args:
             outage_s: how long the storage may fail here and in `begin` together.
-            copies: the steps of checkpoints of which another rank has a copy.
 
         Raises:
             OSError: the storage does not respond.
         """
         self._patient_until = max(self._patient_until, time.monotonic() + outage_s)
-        if self.committer.is_vital and self.committer.step() not in copies:
-            self.committer.wait()  # nobody could commit it if this rank died
         now = self.committer.step()  # first: it may become one of the others
         names = with_backoff(lambda _: self.store.names(), self._trying_again, self._patience_s)
         steps = [name.step for name in names]
@@ -171,9 +167,9 @@ class Recorder:
         self.log.finish()
 
     def may_go_on(self) -> bool:
-        """Whether a commit may go on in the next generation: not if another rank writes a part of
-        it, or nothing has begun; `close` is to follow then."""
-        return self.attempt > 0 and not self.committer.needs_others()
+        """Whether it may go on in the next generation: not if nothing has begun; `close` is to
+        follow then."""
+        return self.attempt > 0
 
     def resume(self, world: World, tell: Callable[[Event], None]) -> None:
         """Continues in the next generation; from now on, `tell` receives the events."""
@@ -216,12 +212,7 @@ class Recorder:
             life = self._life.document(self.attempt, self.timer.lived_s(), snapshot.last)
             documents = {**snapshot.documents, _LIFE: life}
             files = encode(replace(snapshot, documents=documents))
-
-            def others(folder: Storage) -> Mapping[str, FileEntry]:
-                own_s = time.monotonic() - started
-                return sealed(folder, snapshot.elsewhere, manifest.step, self._wait, own_s)
-
-            checkpoint = self.store.commit(manifest, files, others if snapshot.elsewhere else None)
+            checkpoint = self.store.commit(manifest, files)
         self._awaited = snapshot.awaited
         seconds = time.monotonic() - started
         self.timer.committed(seconds)

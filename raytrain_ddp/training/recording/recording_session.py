@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
+from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import LogRecord, Note, Plan
@@ -26,7 +26,6 @@ from raytrain_ddp.training.recording.newest_state import NewestState
 from raytrain_ddp.training.recording.recorder import Best, Recorder
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.session import Kept, Snapshot
-from raytrain_ddp.training.state.checkpoint_parts import PartWriter
 from raytrain_ddp.training.state.live_state import LiveState
 
 S = TypeVar("S", bound="RecordingSession")
@@ -67,11 +66,9 @@ class RecordingSession:
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
         self._live, self.survived = live, live is not None
-        self._backup = live.backup if live else None
         self.kept = live.kept if live else None
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
-        self._attempt, self._closing = 0, threading.Event()
-        self._parts = PartWriter(world.rank, lambda s: not self._closing.wait(s))
+        self._closing = threading.Event()
         self._records = self.recorder.log.records if self.recorder else list[LogRecord]()
 
     def __enter__(self: S) -> S:
@@ -133,13 +130,9 @@ class RecordingSession:
             self._store,
             self.recorder,
             self._live,
-            self._backup,
-            self.tell,
             self._trying_again,
         )
-        found = search.find(existing)
-        self._attempt = search.attempt
-        return found
+        return search.find(existing)
 
     def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
         self._live, self._take_live, self.kept = None, take_live, kept
@@ -150,7 +143,7 @@ class RecordingSession:
         if take is None:
             return self._live
         taken = take()
-        return None if taken is None else LiveState.of(taken, self.kept, self._backup)
+        return None if taken is None else LiveState.of(taken, self.kept)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         if self.recorder is not None:
@@ -199,13 +192,6 @@ class RecordingSession:
         if self.recorder is not None and snapshot is not None:
             self.recorder.committer.submit(snapshot)
 
-    def write_part(self, step: int, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        folder = self._store.storage.join(str(CheckpointName(step, self._attempt)))
-        self._parts.submit(folder, step, files)
-
-    def back_up(self, snapshot: Snapshot) -> None:
-        self._backup = snapshot
-
     def ask_for_evaluations(self, steps: Sequence[int]) -> None:
         self._on_main(Recorder.ask_for_evaluations, steps)
 
@@ -221,9 +207,8 @@ class RecordingSession:
         return self.recorder is not None and self.recorder.time_to_save()
 
     def drain(self) -> None:
-        with self._doing("checkpoint"):
-            self._parts.wait()
-            if self.recorder is not None:
+        if self.recorder is not None:
+            with self._doing("checkpoint"):
                 self.recorder.drain()
 
     def saved(self, stall_s: float) -> None:
@@ -232,7 +217,6 @@ class RecordingSession:
 
     def finish(self) -> None:
         self._watch_no_more()
-        self._parts.wait()
         if self.recorder is not None:
             self.recorder.finish()
 
@@ -240,7 +224,6 @@ class RecordingSession:
         """Waits for the current commit, unless it goes on in the next generation."""
         self._closing.set()
         with self._doing("checkpoint"):
-            self._parts.close()
             if self.recorder is not None:
                 if self.is_continued and self.recorder.may_go_on():
                     self.suspended = self.recorder

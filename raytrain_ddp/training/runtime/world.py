@@ -109,14 +109,14 @@ def from_all_ranks(value: T, world: World) -> list[T]:
     return values
 
 
-def broadcast_tensor(tensor: Tensor, source: int) -> None:
-    """Copies a tensor from rank `source` to all ranks; all take part.
+def broadcast_tensor(tensor: Tensor) -> None:
+    """Copies a tensor from rank 0 to all ranks; all take part.
 
     As bytes, since gloo supports few dtypes; and contiguous, since a collective would overwrite
     gaps in memory.
     """
     dense = tensor.detach().contiguous()  # itself if contiguous
-    dist.broadcast(dense.view(-1).view(torch.uint8), source)
+    dist.broadcast(dense.view(-1).view(torch.uint8), 0)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import eval_batches
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import tried
 from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
@@ -27,7 +27,7 @@ from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetric
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.steps.warm_up import Forward, others_of, require_own
+from raytrain_ddp.training.steps.warm_up import Forward, Repeated, others_of, require_own
 
 _MOST_BAD = 4096  # rows searched for a readable one
 
@@ -43,9 +43,11 @@ def try_loss(
     """
     buffers = SavedBuffers(model)
     forward = Forward(config, task, model, model, world, name)
+    repeated = Repeated(forward)
+    loss, _ = repeated.first(forward, batch)
+    buffers.restore()
+    repeated.second(batch, loss.detach())
     with keeping_generators(world.device):
-        seed_slot(world.device, config.seed, 0, 0)
-        loss, _ = forward(batch)
         others = others_of(model, loss)
         if others:
             again, _ = forward(batch)
@@ -67,12 +69,12 @@ def try_evaluation(
     Raises:
         TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
     """
-    batch_size, may_skip = config.eval_micro_batch, config.data.may_skip
+    batch = _readable(config, data)
+    if batch is None:
+        return  # all are bad records; the evaluation will count them
     metrics = metrics_of(task)
     fresh = TreeMetrics(task, _copied(task, metrics), world.device)
     scores = TreeMetrics(task, metrics, world.device)
-    chunks = range(-(-min(data.rows, _MOST_BAD) // batch_size))
-    loaded = eval_batches(data, batch_size, chunks, LoaderThreads(0))
     buffers = SavedBuffers(model)
     with (
         keeping_generators(world.device),
@@ -81,13 +83,6 @@ def try_evaluation(
         autocast(world.device, config.compute.precision),
         naming_nondeterministic(model),
     ):
-        with closing(loaded):
-            for chunk, batch in enumerate(loaded):
-                rows = min(batch_size, data.rows - chunk * batch_size)
-                if data.checked_samples(batch, rows, may_skip):
-                    break
-            else:
-                return  # all are bad records; the evaluation will count them
         scores.reset()
         seed_slot(world.device, 0, 0, 0)
         returned: Any = task.evaluate(model, to_device(batch, world.device), scores.given)  # type: ignore[func-returns-value]
@@ -126,6 +121,17 @@ def try_evaluation(
         if value.numel() > MOST_NUMBERS:
             text = f"The metric {name!r} has {value.numel():,} numbers, too many for the log."
             tell(Note(f"{text} `evaluate --out FILE` writes them all."))
+
+
+def _readable(config: TrainConfig, data: Data) -> Batch | None:
+    """The first chunk with a readable record, if there is one."""
+    size = config.eval_micro_batch
+    for start in range(0, min(data.rows, _MOST_BAD), size):
+        rows = np.arange(start, min(start + size, data.rows), dtype=np.int64)
+        batch = tried(data, Draws(0, 0, rows))
+        if data.checked_samples(batch, len(rows), config.data.may_skip):
+            return batch
+    return None
 
 
 def _values_of_fresh(fresh: TreeMetrics, task: Task, alone: World) -> dict[str, Tensor]:

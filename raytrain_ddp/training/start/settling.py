@@ -140,7 +140,7 @@ def _fits(passes: Callable[[int], None], size: int) -> bool:
 
 def _kept(config: TrainConfig, model: nn.Module, world: World, size: int) -> list[torch.Tensor]:
     """Memory that the run takes besides, each as large as the gradients: the buckets of DDP; the
-    average of the weights; what compression sends later; with exact the partial sums of slots."""
+    average of the weights; compressed gradients; with exact the partial sums of slots."""
     slots = -(-config.batch_size // size // max(1, world.size))
     copies = (world.size > 1) + (config.ema.decay > 0) + (config.ddp.compression != "none")
     copies += slots.bit_length() if config.exact else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import random
 import time
@@ -11,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, is_passing
 from raytrain_ddp.events import CheckpointFailed, Note
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.session import Snapshot
@@ -27,16 +26,6 @@ _LATER_S = 15.0
 _LONGEST_S = 60.0  # for all attempts together, as far as we control it
 _SAID_S = 1.0
 _HANGS_S = 30.0
-# Retrying within a minute does not help against these.
-_LASTING = {
-    errno.ECANCELED,
-    errno.ENOSPC,
-    errno.EFBIG,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-}
 
 
 def retry_pauses() -> Iterator[float]:
@@ -52,7 +41,8 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
 
     Args:
         pause: waits the given seconds; returns whether to continue.
-        outage_s: keep trying for this long, regardless of the number of tries and the cause.
+        outage_s: keep trying for this long, regardless of the number of tries, even if a disk is
+            full.
     """
     failed: float | None = None  # time of the first failure
     pauses, number = retry_pauses(), 0
@@ -63,8 +53,8 @@ def with_backoff(act: Callable[[int], T], pause: Pause, outage_s: float = 0.0) -
             failed, number = failed or time.monotonic(), number + 1
             wait_s = next(pauses, _LATER_S if outage_s else math.inf)
             late = time.monotonic() - failed + wait_s > max(_LONGEST_S, outage_s)
-            lasts = error.errno in _LASTING and not outage_s
-            if lasts or late or not pause(wait_s, error):
+            passes = is_passing(error, if_full=outage_s > 0)
+            if not passes or late or not pause(wait_s, error):
                 raise
 
 
@@ -79,10 +69,6 @@ class AsyncCheckpointer:
         max_failed: this many failures in a row end the training.
         tell: receives notes and events, also from this thread.
         sleep: waits the given seconds; returns False if the wait was interrupted.
-
-    Attributes:
-        is_vital: whether training cannot continue without the latest snapshot: it is the best so
-            far, or is to be evaluated.
     """
 
     def __init__(
@@ -95,8 +81,7 @@ class AsyncCheckpointer:
         self._commit, self._max_failed, self._tell, self.sleep = commit, max_failed, tell, sleep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="committer")
         self._under_way: Future[None] | None = None
-        self._step, self._needs_others = 0, False  # of the snapshot being committed
-        self.is_vital = False
+        self._step = 0  # of the snapshot being committed
         self._since = 0.0
         self._in_a_row = 0
         self._failure: CheckpointError | None = None  # of the latest commit
@@ -112,8 +97,6 @@ class AsyncCheckpointer:
         """
         self.wait()
         self._step, self._since = snapshot.manifest.step, time.monotonic()
-        self._needs_others = bool(snapshot.elsewhere)
-        self.is_vital = self._step in snapshot.needed
         self._under_way = self._thread.submit(self._attempt, snapshot)
         return self._under_way
 
@@ -128,10 +111,6 @@ class AsyncCheckpointer:
     def step(self) -> int | None:
         """Of the snapshot that is being committed."""
         return self._step if self.is_busy() else None
-
-    def needs_others(self) -> bool:
-        """Whether another rank writes a part of the checkpoint that is being committed."""
-        return self._needs_others and self.is_busy()
 
     def postpones(self) -> bool:
         """Whether a checkpoint that can wait must wait for the current one; reported once for
@@ -213,8 +192,9 @@ class AsyncCheckpointer:
     def _failed(self, step: int, error: OSError) -> None:
         self._in_a_row, self._failed_at = self._in_a_row + 1, time.monotonic()
         self._failure = CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error}. Nothing that was "
-            "committed is lost; free space or fix the storage, then run the same command again."
+            f"the checkpoint of step {step} could not be written: {error}. Free space or fix the "
+            "storage, then run the same command again: the run goes on after the newest checkpoint "
+            "there, if any."
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure

@@ -40,7 +40,6 @@ class LiveState:
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         needed: the steps of checkpoints that must exist to continue: of the best evaluation so far,
             and of those that are yet to be evaluated by another worker.
-        backup: the latest of these, if this rank keeps a copy of it; see `Session.back_up`.
     """
 
     manifest: Manifest
@@ -49,12 +48,9 @@ class LiveState:
     records: int
     needed: tuple[int, ...]
     kept: Kept | None = field(repr=False)
-    backup: Snapshot | None = field(repr=False)
 
     @staticmethod
-    def of(
-        snapshot: Snapshot, kept: Kept | None = None, backup: Snapshot | None = None
-    ) -> LiveState:
+    def of(snapshot: Snapshot, kept: Kept | None = None) -> LiveState:
         contents = encode(snapshot).items()
         files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
         tensors = {f"{stem}.safetensors": t for stem, t in snapshot.tensors.items()}
@@ -65,12 +61,10 @@ class LiveState:
             records=len(snapshot.log),
             needed=tuple(sorted(snapshot.needed)),
             kept=kept,
-            backup=backup,
         )
 
     def progress(self) -> _Progress:
-        backup = self.backup.manifest.step if self.backup else 0
-        return _Progress(self.manifest.step, self.records, self.needed, backup)
+        return _Progress(self.manifest.step, self.records, self.needed)
 
     def digest(self) -> bytes:
         """Of the bits of all tensors; the other files have times of this rank."""
@@ -89,15 +83,12 @@ class LiveCheckpoint(Checkpoint):
         stored_step: of the newest stored checkpoint; -1: there is none.
         newcomers: the ranks that had no state.
         timer_runs: rank 0's timer of checkpoints goes on.
-        uncommitted: of the checkpoints that must exist, those that are not stored: step -> the rank
-            that has a copy.
     """
 
     files: dict[str, memoryview | TensorPlaces] = field(repr=False)
     own: dict[str, Mapping[str, Tensor]] = field(repr=False)
     stored_step: int
     newcomers: tuple[int, ...]
-    uncommitted: Mapping[int, int]
     timer_runs: bool = False
 
     def has(self, filename: str) -> bool:
@@ -118,7 +109,6 @@ class _Progress(NamedTuple):
     step: int
     records: int
     needed: tuple[int, ...]
-    backup: int  # its step; 0: none
 
 
 def most_advanced(
@@ -131,9 +121,9 @@ def most_advanced(
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
     None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
-    or some that are to be evaluated, are nowhere (rank 0 has died while it committed them, and with
-    it the rank that had a copy) but follow from it, or survivors at the same step have different
-    weights, of which nobody knows which are right.
+    or some that are to be evaluated, are nowhere (rank 0 has died while it committed them) but
+    follow from it, or survivors at the same step have different weights, of which nobody knows
+    which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
@@ -148,9 +138,7 @@ def most_advanced(
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
     alike = [each is not None and each.step == newest.step for each in progress]
-    backups = {each.backup: rank for rank, each in survivors.items()}
-    missing = {*newest.needed} - {newest.step, *stored}
-    nowhere = missing - backups.keys()
+    nowhere = {*newest.needed} - {newest.step, *stored}
     if newest.step < stored_step or max(nowhere, default=-1) > stored_step:
         return None
     if sum(alike) > 1:
@@ -177,5 +165,4 @@ def most_advanced(
         own=known,
         stored_step=stored_step,
         newcomers=tuple(rank for rank in range(world.size) if rank not in survivors),
-        uncommitted={step: backups[step] for step in sorted(missing - nowhere)},
     )

@@ -24,20 +24,9 @@ from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.records import log_records, to_record
-from raytrain_ddp.training.gradients.buffer_sync import REALS
-from raytrain_ddp.training.gradients.gradient_compression import Compression
-from raytrain_ddp.training.optimizer.optimizer_shares import Shares, WholeState
 from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
 from raytrain_ddp.training.optimizer.weight_average import Average
-from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.state.checkpoint_parts import (
-    OPTIMIZER,
-    OPTIMIZER_STEMS,
-    Names,
-    divided,
-    stems_of,
-)
 from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 
 _PIECE = 500  # log records per chunk
@@ -46,31 +35,21 @@ _STORED = [
     *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite", "awaited"),
     BRANCHED_AT,
 ]
-_COMPRESSION, _TRAINED = "compression", "trained"  # stems of files, if they exist
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What a checkpoint has of all ranks' states; complete on rank 0 only."""
-
-    compression: Mapping[str, Tensor]
-    optimizer: WholeState
+_OPTIMIZER, _TRAINED = "optimizer", "trained"  # stems of files; the second one, if it exists
+# Earlier versions stored a large optimizer's state in up to eight files.
+_OPTIMIZER_FILES = [
+    f"{stem}.safetensors" for stem in (_OPTIMIZER, *(f"{_OPTIMIZER}-{n}" for n in range(8)))
+]
 
 
 @dataclass
 class TrainState:
-    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far.
-
-    Args:
-        shares: of the optimizer's state; None: it is not divided.
-    """
+    """Model, optimizer and scaler after `step` optimizer steps, and the best evaluation so far."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    compression: Compression = field(default_factory=Compression)
     average: Average | None = None
-    shares: Shares = None  # type: ignore[assignment]  # made at birth
     step: int = 0
     best: float | None = None
     best_step: int = 0
@@ -84,95 +63,43 @@ class TrainState:
     branched_at: int = 0  # the step that the run has from another one, see branching.py
     awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
-    _backup: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
-
-    def __post_init__(self) -> None:
-        self.shares = self.shares or Shares(self.optimizer)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether each rank keeps another state, so that none could continue without another."""
-        return self.compression.is_own or self.shares.is_divided
+    _spare: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
 
     @property
     def is_needed(self) -> bool:
         """Whether the evaluation of this state is the best so far, or is yet to be done."""
         return self.step in (self.best_step, *self.awaited)
 
-    def gather(self) -> Gathered:
-        """All ranks take part; see `snapshot`."""
-        return Gathered(self.compression.gather(), self.shares.whole(self.optimizer))
-
     def snapshot(
-        self,
-        manifest: Manifest,
-        log: Sequence[LogRecord],
-        gathered: Gathered | None = None,
-        files: Sequence[Names] = (),
-        is_backup: bool = False,
+        self, manifest: Manifest, log: Sequence[LogRecord], to_spare: bool = False
     ) -> Snapshot:
         """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
-            gathered: the result of `gather`; None only if no rank keeps another state.
-            files: of the optimizer, by the rank that writes them; empty: one.
-            is_backup: the copy is valid until the next backup.
+            to_spare: into other memory, as the last snapshot is still being committed.
         """
-        whole = (gathered or self.gather()).optimizer
-        own = files[0] if files else {OPTIMIZER: [*whole.tensors]}
-        here = {name for names in own.values() for name in names}
-        optimizer = {k: v for k, v in whole.tensors.items() if k in here}
-        named = self._named({k: v for k, v in optimizer.items() if k not in whole.received})
-        copies = (self._backup if is_backup else self._host).take(named)
+        optimizer, rest = flatten_state(self.optimizer.state_dict())
+        copies = (self._spare if to_spare else self._host).take(self._named(optimizer))
         progress = {name: getattr(self, name) for name in _STORED}
-        progress |= {"scaler": self.scaler.state_dict(), "optimizer": whole.rest}
-        optimizer |= _below(OPTIMIZER, copies)  # in their order
-        tensors: dict[str, Mapping[str, Tensor]] = {"model": _below("model", copies)}
-        tensors |= {stem: {n: optimizer[n] for n in names} for stem, names in own.items()}
-        if self.average is not None:
-            tensors[_TRAINED] = _below(_TRAINED, copies)
-        if gathered and gathered.compression:
-            tensors[_COMPRESSION] = dict(gathered.compression)
+        progress |= {"scaler": self.scaler.state_dict(), "optimizer": rest}
+        stems = ["model", _OPTIMIZER, *([_TRAINED] if self.average is not None else [])]
         return Snapshot(
             manifest=manifest,
-            tensors=tensors,
+            tensors={stem: _below(stem, copies) for stem in stems},
             documents={STATE_FILE: progress},
             log=list(log),
             awaited=tuple(self.awaited),
-            elsewhere=tuple(stem for each in files[1:] for stem in each),
         )
 
-    def part(self, gathered: Gathered, files: Names) -> dict[str, dict[str, Tensor]]:
-        """As `snapshot`, of some files of the optimizer's state: stem -> name -> tensor."""
-        copies = _below(OPTIMIZER, self._host.take(_above(_picked(gathered, files))))
-        return {stem: {n: copies[n] for n in names} for stem, names in files.items()}
-
-    def files(self, world: World, hosts: Sequence[str], gathered: Gathered) -> Sequence[Names]:
-        """By rank, the files of the optimizer's state that it writes; equal on all ranks."""
-        if self.shares.is_divided:
-            return [stems_of(gathered.optimizer.tensors), *([{}] * (world.size - 1))]
-        model = [*self.model.state_dict().values()] * (1 if self.average is None else 2)
-        return divided(gathered.optimizer.tensors, model, hosts, world.size)
-
-    def is_backed_up(self, files: Sequence[Names]) -> bool:
-        """Whether a second rank keeps a copy of the checkpoint of this step until the next one: it
-        is needed even if rank 0 dies before it is committed. A large state is not copied."""
-        return self.is_needed and not self.is_own and not any(files[1:])
-
-    def reserve(self, world: World, hosts: Sequence[str]) -> None:
-        """Allocates the memory for `snapshot` or `part` in the background; to be called once the
-        optimizer has a state. Further calls do nothing."""
-        if self._host.is_reserved:
-            return
-        optimizer: dict[str, Tensor] = {}
-        if not self.shares.is_divided:
-            gathered = Gathered({}, self.shares.whole(self.optimizer))
-            optimizer = _picked(gathered, self.files(world, hosts, gathered)[world.rank])
-        self._host.reserve(self._named(optimizer) if world.is_main else _above(optimizer))
+    def reserve(self) -> None:
+        """Allocates the memory for `snapshot` in the background, on the rank that takes them; to be
+        called once the optimizer has a state. Further calls do nothing."""
+        if not self._host.is_reserved:
+            self._host.reserve(self._named(flatten_state(self.optimizer.state_dict())[0]))
 
     def _named(self, optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a snapshot copies."""
-        states = {"model": self.model.state_dict(), "optimizer": optimizer}
+        states = {"model": self.model.state_dict(), _OPTIMIZER: optimizer}
         if self.average is not None:
             states = {**states, "model": self.average.state_dict(), _TRAINED: states["model"]}
         return {f"{stem}/{k}": v for stem, state in states.items() for k, v in state.items()}
@@ -181,7 +108,7 @@ class TrainState:
         """The memory that a checkpoint may be read into, by the names of its files."""
         optimizer, _ = flatten_state(self.optimizer.state_dict())
         found: dict[str, Mapping[str, Tensor]] = {"model.safetensors": self.model.state_dict()}
-        return found | {f"{stem}.safetensors": optimizer for stem in OPTIMIZER_STEMS}
+        return found | dict.fromkeys(_OPTIMIZER_FILES, optimizer)
 
     def load(self, checkpoint: Checkpoint) -> list[LogRecord]:
         """Loads the state in `checkpoint`; returns the log up to it."""
@@ -192,7 +119,7 @@ class TrainState:
             fill(self.model, checkpoint.tensors(f"{_TRAINED}.safetensors"))
         progress = json.loads(checkpoint.read(STATE_FILE))
         tensors: dict[str, Tensor] = {}
-        for filename in (f"{stem}.safetensors" for stem in OPTIMIZER_STEMS):
+        for filename in _OPTIMIZER_FILES:
             if checkpoint.has(filename):
                 tensors |= checkpoint.tensors(filename)
         saved = unflatten_state(tensors, progress["optimizer"])
@@ -202,11 +129,9 @@ class TrainState:
             for name in renewed:
                 group.pop(name, None)
         self.kept_options = kept_options(self.optimizer, saved["param_groups"])
-        load_optimizer(self.optimizer, self.shares.own(self.optimizer, saved))
+        load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
-        if checkpoint.has(f"{_COMPRESSION}.safetensors"):
-            self.compression.load(checkpoint.tensors(f"{_COMPRESSION}.safetensors"))
         # Older checkpoints lack these; there, a due evaluation preceded the checkpoint.
         older = {"nonfinite": 0, "evaluated_step": progress["step"], "awaited": [], BRANCHED_AT: 0}
         for name in _STORED:
@@ -219,25 +144,6 @@ class TrainState:
     def evaluated(self) -> AbstractContextManager[None]:
         """The model with the weights that are evaluated: their average, if there is one."""
         return nullcontext() if self.average is None else self.average.in_place()
-
-    def is_finite(self) -> bool:
-        """Whether weights are finite and buffers contain no nan; the host waits for the device.
-
-        The optimizer's state is finite, as no gradient with an overflowing norm is applied. Norms
-        read the weights once, several times as fast as `isfinite` on a CPU.
-        """
-        groups: dict[torch.dtype | None, list[Tensor]] = {}  # by the dtype of their norms
-        for weight in self.model.parameters():
-            if weight.dtype in REALS or weight.is_complex():  # frozen ones may be quantized
-                wide = torch.float32 if weight.dtype is torch.float16 else None  # up to 65,504
-                groups.setdefault(wide, []).append(weight.detach())
-        finite = [
-            norm.isfinite()
-            for dtype, weights in groups.items()
-            for norm in torch._foreach_norm(weights, dtype=dtype)
-        ]
-        finite += [~buffer.isnan().any() for buffer in self.model.buffers()]  # masks hold inf
-        return bool(torch.stack(finite).all())
 
     def improve(self, step: int, metrics: Mapping[str, float], monitor: str, goal: str) -> bool:
         """Records the evaluation after `step`; returns whether it is the best so far.
@@ -282,14 +188,6 @@ def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
         piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])
         yield (", " if start else "").encode() + piece[1:-1].encode()
     yield b"]"
-
-
-def _picked(gathered: Gathered, files: Names) -> dict[str, Tensor]:
-    return {n: gathered.optimizer.tensors[n] for names in files.values() for n in names}
-
-
-def _above(optimizer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{OPTIMIZER}/{name}": tensor for name, tensor in optimizer.items()}
 
 
 def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -27,6 +27,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
+from raytrain_ddp.training.gradients.reduction import require_used
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
 from raytrain_ddp.training.session import Session
@@ -49,6 +50,7 @@ class StepTrace:
         norms: of their gradients, shape (parameters,).
         norm: of the whole gradient, shape ().
         sentinel: name of the parameter whose gradient carries the non-finite losses and buffers.
+        unused: see `DdpReduction.unused`.
     """
 
     step: int
@@ -59,6 +61,7 @@ class StepTrace:
     norms: Tensor
     norm: Tensor
     sentinel: str
+    unused: Sequence[str]
 
 
 class NonfiniteGuard:
@@ -103,12 +106,15 @@ class NonfiniteGuard:
         finally:
             hook.remove()
 
-    def examine(self, lr: float, forward: Tensor) -> tuple[Tensor, Tensor]:
+    def examine(
+        self, lr: float, forward: Tensor, unused: Sequence[str] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Examines gradients that are equal on all ranks, and unscales those of fp16.
 
         Args:
             forward: equal on all ranks; non-finite if the result of the forward passes is. For
                 fp16 it includes the loss; otherwise the loss shows in the gradient anyway.
+            unused: see StepTrace.
 
         Returns:
             The norm of the whole gradient, and whether the step is refused; both of shape ().
@@ -128,7 +134,7 @@ class NonfiniteGuard:
             counted = refused & (small | ~forward.isfinite())
         names = [name for name, _ in there]
         step = self._state.step + 1
-        trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name)
+        trace = StepTrace(step, lr, self._losses, forward, names, norms, norm, self._name, unused)
         self._open.append((trace, self._fetch(counted)))
         self._losses = {}
         return norm, refused
@@ -186,9 +192,11 @@ def handle_nonfinite(
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
+        ConfigError: the loss of a rank did not depend on all parameters.
         DivergedError: no such step, or no further one, is allowed. It names step, slots and
             ranks, and the file in the run's folder with the details.
     """
+    require_used(trace.unused, session.world, trace.step)
     losses = _all_losses(trace, session.world)
     names = _names(trace, losses)
     what = _description(trace, losses, names)
@@ -204,9 +212,12 @@ def handle_nonfinite(
     broadcast(None, session.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
+    remedy = (
+        REMEDY if trace.step > 1 else "no update came before: check them, the model and the loss"
+    )
     raise DivergedError(
         f"{what}. Committed checkpoints are kept, and {file} in the run's folder names these "
-        f"samples; {REMEDY}, or skip such steps with --optim.nonfinite skip."
+        f"samples; {remedy}, or skip such steps with --optim.nonfinite skip."
     )
 
 

@@ -7,36 +7,26 @@ loss keeps falling, and the checkpoint has only rank 0's weights.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import DivergedError, first_names
-from raytrain_ddp.events import Note, Resync
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
-from raytrain_ddp.training.optimizer.optimizer_state import parameters_of
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.torch_compat import all_gather
-from raytrain_ddp.training.runtime.world import broadcast_tensor
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 
 class ReplicaCheck:
-    """Compares parameters and buffers of all workers; resynchronizes them or ends the run.
-
-    Attributes:
-        is_resyncing: the state is a mixture.
-    """
-
-    is_resyncing = False
+    """Compares parameters and buffers of all workers; ends the run if they differ."""
 
     def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
         self._every = scaling.check_every_steps if session.world.size > 1 else 0
-        self._mends = scaling.on_divergence == "resync"
         self._state, self._session, self._world = state, session, session.world
         self._buffers = buffers_of(state.model)
 
@@ -60,42 +50,19 @@ class ReplicaCheck:
         """Compares now, unless the check is off; all ranks take part.
 
         Raises:
-            DivergedError: they differ, and the config says to stop, or resynchronizing did not
-                help.
+            DivergedError: they differ.
         """
         failpoint("train.compare", self._world.rank, self._state.step)
         differing = self._differing() if self._every else None
-        if differing is None:
-            return
-        source, ranks, names = differing
-        found = self._problem(ranks, names)
-        if self._mends:
-            average = self._state.average
-            named = {} if average is None else average.values
-            tensors = (*self._named().values(), *named.values())
-            self.is_resyncing = True
-            for tensor in _all(tensors, self._state.optimizer):
-                broadcast_tensor(tensor, source)
-            self._session.confirm()
-            self.is_resyncing = False
-            self._state.compression.align(source)
-            step = self._state.step
-            of_run = self._world.of_run
-            who = [of_run(rank) for rank in ranks]
-            self._session.log(Resync(step, who, of_run(source), first=names[0]))
-            text = f"{found}. All adopt the weights and optimizer state of rank {of_run(source)}."
-            self._session.tell(Note(text))
-            differing = self._differing()
         if differing is not None:
             raise DivergedError(
-                f"{found}. A device, memory or kernel of that host computes wrong results, or the "
-                "task changes weights on its own. The last checkpoint, made earlier, is kept. "
-                "Exclude that host, or continue with the others': --scaling.on-divergence resync."
+                f"{self._problem(*differing)}. A device, memory or kernel of that host computes "
+                "wrong results, or the task changes weights on its own. The last checkpoint, made "
+                "earlier, is kept. Exclude that host, and start again."
             )
 
-    def _differing(self) -> tuple[int, list[int], list[str]] | None:
-        """(a rank of the majority, the ranks that differ, the tensors that differ), if any
-        differ."""
+    def _differing(self) -> tuple[list[int], list[str]] | None:
+        """(the ranks that differ from most, the tensors that differ), if any differ."""
         named = self._named()
         mine = fingerprints([*named.values()]).cpu()
         every = torch.empty(self._world.size * len(mine), dtype=torch.int64)
@@ -108,7 +75,7 @@ class ReplicaCheck:
         ranks = [rank for rank, row in enumerate(rows) if row != usual]
         columns = zip(named, zip(*rows, strict=True), strict=True)
         names = [name for name, column in columns if len(set(column)) > 1]
-        return rows.index(usual), ranks, names
+        return ranks, names
 
     def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
         hosts, of_run = self._session.hosts, self._world.of_run
@@ -120,11 +87,3 @@ class ReplicaCheck:
             f"{subject} different weights from {others} after step {self._state.step}: "
             f"in {first_names(names, 1)}"
         )
-
-
-def _all(tensors: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """These tensors and the optimizer's, in the same order on all ranks."""
-    yield from tensors
-    for parameter in parameters_of(optimizer):
-        state = optimizer.state.get(parameter, {})
-        yield from (state[key] for key in sorted(state) if isinstance(state[key], Tensor))

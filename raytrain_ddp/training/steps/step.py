@@ -118,8 +118,7 @@ class Stepper:
     def roll_back(self) -> bool:
         """Restores the state after the last complete step; returns whether it could: not after
         one of several updates, or an error in what follows an update."""
-        changing = self._is_changing or self.replica_check.is_resyncing
-        return not changing and all(turn.roll_back() for turn in self._turns.values())
+        return not self._is_changing and all(turn.roll_back() for turn in self._turns.values())
 
     def settle(self) -> None:
         """Waits until it is known whether the last step was finite; all ranks take part.
@@ -237,7 +236,7 @@ def make_stepper(
             net = model  # exact mode sums gradients itself and needs no DDP
             if not config.exact:
                 net = session.wrap(model, ddp_options(config))
-            state.compression = compress(net, config, state.scaler, world, clock)
+            compress(net, config, state.scaler, world)
             guard = make_guard(state, refuse, world.device)
             of_loss = name if isinstance(state.optimizer, Optimizers) else ""
             turns[name] = Turn(

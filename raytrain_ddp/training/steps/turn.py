@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -71,7 +72,7 @@ class Turn:
             bucket_mib = config.ddp.bucket_cap_mb
             self._reduction = ExactReduction(state.model, config.slots, world, bucket_mib, clock)
         else:
-            self._reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size))
+            self._reduction = DdpReduction(net, 1.0 if is_scaled else float(world.size), world)
         slots = config.slots if config.exact else 0
         self._make_buffers = partial(SlotBuffers, state.model, world, is_scaled, slots)
         self._buffers = self._make_buffers()
@@ -123,6 +124,8 @@ class Turn:
                 weighted = loss * (spoilt * weight * self._reduction.scale)
                 with self.guard.watching(slot.index, shown):
                     state.scaler.scale(weighted).backward()
+            if self._reduction.unused:
+                shown = shown * math.nan  # all ranks agree on it, also with fp16
             losses = torch.stack([shown, *beside]) if beside else shown
             self._buffers.add(slot.index, weight, losses)
         failpoint("train.after_backward", *place)
@@ -150,9 +153,8 @@ class Turn:
     def _update(self, lr: float, agreed: Tensor, first: int) -> Tensor:
         """Applies the gradients unless something is not finite, without waiting for the device."""
         state = self._state
-        norm, refused = self.guard.examine(lr, agreed)
+        norm, refused = self.guard.examine(lr, agreed, self._reduction.unused)
         self._buffers.finish(refused)
-        state.compression.finish(refused)
         if self._clip:
             nn.utils.clip_grads_with_norm_(state.model.parameters(), self._clip, norm)
         self._apply(refused, first)
@@ -171,7 +173,7 @@ class Turn:
     def _apply_on_device(self, refused: Tensor, first: int) -> None:
         """A fused optimizer skips a refused step without the host."""
         self._optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
-        self._state.shares.step(self._optimizer, self._clock.mark)
+        self._optimizer.step()
 
     def _apply_on_host(self, refused: Tensor, first: int) -> None:
         """The host waits for the device and decides. Random numbers of the optimizer and of
@@ -179,7 +181,7 @@ class Turn:
         config = self._config
         seed_slot(self._world.device, config.seed, self._state.step, first + config.slots)
         if not refused:
-            self._state.shares.step(self._optimizer, self._clock.mark)
+            self._optimizer.step()
 
     def warm_up(self, batch: Batch, samples: int, smallest: Batch, single: Batch | None) -> WarmUp:
         """See `warm_up`; all ranks take part."""
@@ -192,7 +194,6 @@ class Turn:
         self._state.scaler.scale(torch.zeros((), device=self._world.device))
         self.scalar_names, self._fewest = found.scalar_names, found.fewest
         self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
-        self._state.compression.forget()
 
     def _training(self, counts: bool) -> AbstractContextManager[None]:
         """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.nested import PLAIN, to_device
+from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
+from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
+from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
 from raytrain_ddp.training.session import WarmUp
+from raytrain_ddp.training.steps.hidden_state import (
+    attributes_of,
+    changed,
+    require_repeatable,
+)
 
+T = TypeVar("T")
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
@@ -84,20 +93,23 @@ def warm_up(
         ConfigError, TaskError: the model or the loss could not be trained.
     """
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
+    repeated = Repeated(run)
     try:
         with (
             counting_flops(run.config.compute.compile) as counter,
             naming_nondeterministic(run.model),
         ):
-            before = _attributes(run)
             collectives = _Collectives()
-            names, others = _pass(run, batch, require_gradients, collectives)
-        now = _attributes(run)
+            made = partial(_pass, run, require_gradients=require_gradients, watching=collectives)
+            names, others, loss = repeated.first(made, batch)
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
+        flipped = flags.changed()
+        buffers.restore()
+        flags.begin()
+        unsaved = repeated.second(batch, loss)
         again, _ = run(smallest, is_wrapped=False)
         require_own(run.task, others, others_of(run.model, again))
-        later = _attributes(run)
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
         remedy = _remedy_of(str(error))
@@ -106,16 +118,53 @@ def warm_up(
         raise ConfigError(remedy) from error
     flops, averaged = counter.get_total_flops() / samples, buffers.changed()
     stored = run.model.state_dict().keys()
-    unsaved = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
-    # An attribute that was None before, or that the second pass does not change, is a cache.
-    known = (name for name, value in before.items() if value is not None)
-    seen = {name: {repr(each.get(name)) for each in (before, now, later)} for name in known}
-    unsaved += [name for name, values in seen.items() if len(values) == 3]
+    lost = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
     averaged = [name for name in averaged if name in stored]
     calls = tuple(collectives.names)
-    found = WarmUp(names, fewest, flags.changed(), flops, averaged, unsaved, calls)
+    flipped = [*dict.fromkeys([*flipped, *flags.changed()])]
+    found = WarmUp(names, fewest, flipped, flops, averaged, [*lost, *unsaved], calls)
     buffers.restore()
     return found
+
+
+class Repeated:
+    """Two passes over the same batch, from the same buffers and seeds."""
+
+    def __init__(self, run: Forward) -> None:
+        self._run, compute = run, run.config.compute
+        # Other kernels, and compiled code after its first pass, may have other bits.
+        is_on_cpu = run.world.device.type == "cpu"
+        self._compares = not compute.compile and (is_on_cpu or compute.deterministic)
+        self._states = [attributes_of(run.task, run.model)]
+
+    def first(self, make: Callable[[Batch], T], batch: Batch) -> T:
+        """Makes the first pass, over a copy of the batch, which the loss may change."""
+        made = self._seeded(make, batch)
+        self._states.append(attributes_of(self._run.task, self._run.model))
+        return made
+
+    def second(self, batch: Batch, loss: Tensor) -> list[str]:
+        """Makes the second pass; returns the attributes that it has changed once more.
+
+        Raises:
+            TaskError: the loss is not that of the first one.
+        """
+        run = self._run
+        if not self._compares:
+            return []
+        again, _ = self._seeded(partial(run, is_wrapped=False), batch)
+        self._states.append(attributes_of(run.task, run.model))
+        names = changed(*self._states[:2])
+        require_repeatable(run.task, loss, again, names)
+        return changed(*self._states[1:])
+
+    def _seeded(self, make: Callable[[Batch], T], batch: Batch) -> T:
+        device = self._run.world.device
+        with suppress(Exception):  # what cannot be copied is used itself
+            batch = deepcopy(batch)
+        with keeping_generators(device):
+            seed_slot(device, self._run.config.seed, 0, 0)
+            return make(batch)
 
 
 def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
@@ -147,11 +196,11 @@ def _pass(
     batch: Batch,
     require_gradients: Callable[[], None],
     watching: AbstractContextManager[object],
-) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
-    """Returns the names of the scalars with the loss, which is computed in the context, and
-    parameters that the model lacks; see `others_of`."""
+) -> tuple[tuple[str, ...], dict[int, nn.Parameter], Tensor]:
+    """Returns the names of the scalars with the loss, which is computed in the context;
+    parameters that the model lacks, see `others_of`; and the loss."""
     run.model.zero_grad()
-    with _counting_calls(run.net) as calls, watching:
+    with counting_calls(run.net) as calls, watching:
         loss, scalars = run(batch)
     if any(each.grad is not None for each in run.model.parameters()):
         raise TaskError(
@@ -168,24 +217,10 @@ def _pass(
     if all(each.grad is None for each in run.model.parameters()):
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
-    require_gradients()
+    if not run.config.ddp.find_unused_parameters:
+        require_gradients()
     run.model.zero_grad()
-    return (*scalars,), others
-
-
-def _attributes(run: Forward) -> dict[str, object]:
-    """The Python attributes of the task and the modules: plain values, and the identity and version
-    of tensors that are neither parameters nor buffers."""
-    owners: dict[str, object] = {"task": run.task, "model": run.model}
-    owners |= {f"model.{name}": each for name, each in run.model.named_modules() if name}
-    found: dict[str, object] = {}
-    for owner, each in owners.items():
-        for key, value in getattr(each, "__dict__", {}).items():
-            if isinstance(value, PLAIN):
-                found[f"{owner}.{key}"] = value
-            elif isinstance(value, Tensor) and value.grad_fn is None:
-                found[f"{owner}.{key}"] = (id(value), value._version)
-    return found
+    return (*scalars,), others, loss.detach()
 
 
 class _Collectives(TorchDispatchMode):
@@ -262,26 +297,6 @@ def require_own(
             "not a Python list). If they are meant to stay fixed, call requires_grad_(False) on "
             "them."
         )
-
-
-@contextmanager
-def _counting_calls(net: nn.Module) -> Iterator[list[None]]:
-    """An entry for each call of a wrapped model. (One that is not wrapped may be compiled.)"""
-    calls: list[None] = []
-    if not isinstance(net, DistributedDataParallel):
-        yield calls
-        return
-    forward: Callable[..., Any] = net.forward
-
-    def counted(*args: object, **kwargs: object) -> object:
-        calls.append(None)
-        return forward(*args, **kwargs)
-
-    net.forward = counted  # type: ignore[method-assign]
-    try:
-        yield calls
-    finally:
-        del net.forward
 
 
 def _remedy_of(text: str) -> str | None:

@@ -242,7 +242,9 @@ def test_the_data_are_reported_with_their_classes_sizes_and_origin(tmp_path: Pat
     assert reported["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
     assert reported["class sizes"] == "1 (class c0) to 7 (class c6)"
     assert reported["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    assert "2 files are not used in the training set: no image extension" in reported["note"]
+    unused = "not used: 1 .txt, 1 .gif (no images), such as train/c0/notes.txt"
+    assert unused in reported["note"]
+    assert "not used: 1 .DS_Store (" in reported["note"]
 
 
 def test_equal_class_sizes_and_identical_subfolders_of_classes_are_reported(tmp_path: Path):
@@ -353,3 +355,64 @@ def test_parquet_written_by_datasets_has_the_classes_of_datasets(kind: str, tmp_
         theirs = theirs.class_encode_column("label")
     assert ours.class_names == theirs.features["label"].names
     assert labels_of(ours.train) == theirs["label"][:]
+
+
+CARD = """---
+dataset_info:
+- config_name: default
+  features:
+  - name: image
+    dtype: binary
+  - name: label
+    dtype:
+      class_label:
+        names:
+          '0': dog
+          '1': ape
+          '2': '10'
+- config_name: other
+  features:
+  - name: label
+    dtype:
+      class_label:
+        names: [x, y]
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: train.parquet
+  - split: test
+    path: test.parquet
+- config_name: other
+  data_files: other.parquet
+---
+"""
+CARD_OF_ONE = """---
+dataset_info:
+  features:
+  - name: image
+    dtype: binary
+  - name: label
+    dtype: {class_label: {names: {0: dog, 1: ape, 2: '10'}}}
+---
+"""
+
+
+@pytest.mark.parametrize("card", [CARD, CARD_OF_ONE])
+def test_the_class_names_of_a_readme_are_those_of_datasets(card: str, tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    for name in ("train", "test"):
+        written(tmp_path / f"set/{name}.parquet", [2, 0, 1, 1])
+    (tmp_path / "set/README.md").write_text(card)
+    theirs = datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
+    for names in (None, ["dog", "ape", "10"], ["dog", "ape"]):  # of the test split
+        if names is not None:
+            with_class_names(tmp_path / "set/test.parquet", names, [1, 0])
+        if names == ["dog", "ape"]:
+            with pytest.raises(DataError, match=r"test\.parquet: its class names .* differ from"):
+                splits_of(tmp_path / "set")
+            continue
+        ours = splits_of(tmp_path / "set")
+        assert ours.class_names == theirs["train"].features["label"].names == ["dog", "ape", "10"]
+        assert labels_of(ours.train) == theirs["train"]["label"][:] == [2, 0, 1, 1]
+        assert labels_of(ours.eval)[-2:] == ([1, 1] if names is None else [1, 0])

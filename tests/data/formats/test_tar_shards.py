@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -260,6 +261,82 @@ def test_one_of_several_images_is_named_by_a_flag(tmp_path: Path):
         splits_of(path, image_column="seg.png")
     source = splits_of(path, image_column="seg.png", label_column="kind.txt").train
     assert all_rows(source) == [(png(1), "a"), (png(2), "b")]
+
+
+def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def tar_of(path: Path, *members: Member | tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w") as file:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                file.addfile(member)
+            else:
+                info = tarfile.TarInfo(member[0])
+                info.size = len(member[1])
+                file.addfile(info, io.BytesIO(member[1]))
+    return path
+
+
+LINK, SYMLINK = tarfile.LNKTYPE, tarfile.SYMTYPE
+TWO = [("a.png", png(1)), ("a.cls", b"0"), ("b.png", png(2)), ("b.cls", b"1")]
+LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
+    "hard links": [*TWO, special("c.png", LINK, "a.png"), special("c.cls", LINK, "b.cls")],
+    "symlinks": [*TWO, special("d/c.png", SYMLINK, "../a.png"), special("d/c.cls", LINK, "b.cls")],
+    "symlinks to what follows": [special("c.png", SYMLINK, "./a.png"), ("c.cls", b"1"), *TWO],
+    "names that begin with a dot": [
+        *((f"./{name}", content) for name, content in TWO),
+        *(special("./c.png", LINK, "./a.png"), ("./c.cls", b"1")),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_links_in_a_tar_file_are_followed(kind: str, tmp_path: Path):
+    opened = splits_of(tar_of(tmp_path / "x.tar", *LINKS[kind]))
+    rows = {opened.train.where(n)[-5:]: row for n, row in enumerate(all_rows(opened.train))}
+    assert rows == {"a.png": (png(1), "0"), "b.png": (png(2), "1"), "c.png": (png(1), "1")}
+    assert not [note for note in opened.notes if "not used" in note]
+
+
+LEFT_OUT: Mapping[str, tuple[Any, int]] = {
+    "a link to nothing": (special("c.png", SYMLINK, "gone.png"), 1),
+    "a link to a folder": (special("c.png", SYMLINK, "."), 1),
+    "a link to itself": (special("c.png", SYMLINK, "c.png"), 1),
+    "a file packed twice": (special("b.png", LINK, "b.png"), 1),
+    "a device": (special("c.png", tarfile.CHRTYPE), 1),
+    "a pipe": (special("c.png", tarfile.FIFOTYPE), 1),
+    "a folder": (special("c.png", tarfile.DIRTYPE), 0),
+    "a volume label": (special("label.x", b"V"), 1),
+    "AppleDouble": (("._a.png", b"x"), 1),
+    "macOS": (("__MACOSX/a.png", b"x"), 1),
+    "a NAS": (("./@eaDir/a.png", b"x"), 1),
+    "no suffix": (("README", b"x"), 1),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_members_that_are_no_data_are_counted_in_one_note(kind: str, tmp_path: Path):
+    member, count = LEFT_OUT[kind]
+    opened = splits_of(tar_of(tmp_path / "x.tar", *TWO, member))
+    assert all_rows(opened.train) == [(png(1), "0"), (png(2), "1")]
+    name = member.name if isinstance(member, tarfile.TarInfo) else member[0]
+    notes = [note for note in splits_of(tmp_path / "x.tar").notes if "not used" in note]
+    assert [name in note for note in notes] == [True] * count
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_sparse_members_are_refused_with_a_remedy(form: str, tmp_path: Path):
+    with (tmp_path / "a.png").open("wb") as file:
+        file.truncate(2**20)
+    (tmp_path / "a.cls").write_text("0")
+    command = ["tar", "-S", f"--format={form}", "-cf", "x.tar", "a.cls", "a.png"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    with pytest.raises(DataError, match=r"x\.tar, a\.png: .*without tar -S"):
+        splits_of(tmp_path / "x.tar")
 
 
 def cut(path: Path, keep: int) -> None:

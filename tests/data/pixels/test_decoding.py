@@ -99,12 +99,46 @@ def test_a_pillow_image_and_its_encoding_give_the_same_pixels():
     )
 
 
-def test_a_16_bit_gray_image_is_reported_once(caplog: pytest.LogCaptureFixture):
+WIDE = np.asarray(GREY).astype(np.int64)
+BIG_ENDIAN = (WIDE * 200).astype(">u2").tobytes()
+DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
+    "16-bit pgm": (b"P5 67 45 65535\n" + (WIDE * 200).astype(">u2").tobytes(), True),
+    "10-bit pgm": (b"P5 67 45 1023\n" + (WIDE * 4).astype(">u2").tobytes(), True),
+    "8-bit pgm": (b"P5 67 45 255\n" + WIDE.astype(np.uint8).tobytes(), False),
+    "16-bit ppm": (b"P6 67 45 65535\n" + (smooth(45, 67) * 200).astype(">u2").tobytes(), False),
+    "pfm": (b"Pf 67 45 -1.0\n" + (WIDE / 255).astype("<f4").tobytes(), True),
+    "16-bit png": (FORMS["16-bit png"], True),
+    "16-bit png of small values": (encoded(Image.fromarray(WIDE.astype(np.uint16)), "png"), False),
+    "16-bit tiff": (encoded(DEEP, "tiff"), True),
+    "16-bit big-endian tiff": (
+        encoded(Image.frombytes("I;16B", (67, 45), BIG_ENDIAN), "tiff"),
+        True,
+    ),
+    "32-bit tiff": (encoded(Image.fromarray(WIDE.astype(np.int32) * 9), "tiff"), True),
+    "32-bit tiff below 0": (encoded(Image.fromarray(WIDE.astype(np.int32) - 99), "tiff"), True),
+    "32-bit tiff of small values": (encoded(Image.fromarray(WIDE.astype(np.int32)), "tiff"), False),
+    "float tiff to 1": (encoded(Image.fromarray((WIDE / 255).astype(np.float32)), "tiff"), True),
+    "float tiff to 255": (encoded(Image.fromarray(WIDE.astype(np.float32)), "tiff"), False),
+    "float tiff with nan": (encoded(Image.fromarray(np.full((45, 67), np.nan, "f")), "tiff"), True),
+    "two pages": (encoded(RGB, "tiff", save_all=True, append_images=[RGB]), False),
+    "animated gif": (encoded(PALETTE, "gif", save_all=True, append_images=[GREY]), False),
+    "animated webp": (encoded(RGB, "webp", save_all=True, append_images=[GREY]), False),
+    **{
+        f"{mode} tiff": (encoded(RGB.convert(mode), "tiff"), False)
+        for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEPTHS)
+def test_values_that_pillow_clips_are_reported_once(kind: str, caplog: pytest.LogCaptureFixture):
+    content, is_lossy = DEPTHS[kind]
     decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):
-            open_encoded_image(FORMS["16-bit png"]).pixels()
-    assert len([r for r in caplog.records if "16-bit" in r.getMessage()]) == 1
+            pixels = open_encoded_image(content).pixels()
+    assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert len(caplog.records) == is_lossy
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

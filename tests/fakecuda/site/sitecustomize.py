@@ -1,15 +1,10 @@
-"""On the path of processes: each that imports torch gets the emulated kernels, and at its end
-writes what was counted to EMULATED_REPORT, if that is set."""
+"""On the path of processes: each that imports torch gets the emulated kernels."""
 
 from __future__ import annotations
 
-import atexit
 import importlib.abc
 import importlib.machinery
-import json
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 
@@ -28,15 +23,6 @@ class _Loader(importlib.abc.Loader):
         import fake_nccl
 
         fake_nccl.install()
-        if "EMULATED_REPORT" in os.environ:
-            atexit.register(_write)
-
-
-def _write() -> None:
-    import emulated
-
-    path = Path(f"{os.environ['EMULATED_REPORT']}-{os.environ.get('RANK', 'alone')}")
-    path.write_text(json.dumps(emulated.report()))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -17,10 +17,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 
 NCCL = "cpu:gloo,cuda:nccl"
 NAN_ROW, NAN_STEP = 100, 16  # in the second epoch, that row is in this step
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -414,10 +414,6 @@ def test_the_built_in_task_is_unfrozen_at_the_unfreeze_epoch(tmp_path: Path):
             {"model": UNFREEZE, "ddp": DdpConfig(static_graph=True)},
             "ddp.static_graph = True: cannot be used with model.unfreeze_epoch",
         ),
-        (
-            {"model": UNFREEZE, "ddp": DdpConfig(compression="powersgd")},
-            "ddp.compression = 'powersgd': cannot be used with model.unfreeze_epoch",
-        ),
     ],
 )
 def test_an_unfreeze_epoch_without_effect_or_with_incompatible_settings_is_refused(

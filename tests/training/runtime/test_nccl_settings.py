@@ -97,8 +97,7 @@ def test_processes_of_torchrun_get_the_settings_with_gpus_only(
 ):
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(dist, "rendezvous", lambda *_: iter([(None, 1, 2)]))
-    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(local_session, "join_launched", lambda *given: given[2](None))
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend)
     )

@@ -27,8 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "ema": EmaConfig(decay=0.9),
         "optim": OptimConfig(name="adamw", lr=0.01),
     },
-    "powersgd": {"ddp": DdpConfig(compression="powersgd", powersgd_rank=1)},
-    "shard": {"ddp": DdpConfig(shard_optimizer=True)},
+    "bf16": {"ddp": DdpConfig(compression="bf16")},
 }
 
 

@@ -1,0 +1,104 @@
+"""The fields of a config that hold a path: made absolute when a run starts, found again if the run
+has moved. The metadata ``path`` of a field says what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.files import absolute
+
+S = TypeVar("S", bound=Section)
+Change = Callable[[str], str]
+
+
+@cache
+def path_fields(section: type[Section], prefix: str = "") -> Mapping[str, str]:
+    """Full name -> kind (folder, data, code, weights or options) of each field with a path."""
+    return dict(_path_fields(section, prefix))
+
+
+def _path_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
+    kinds = section.kinds()
+    for each in dataclasses.fields(section):  # type: ignore[arg-type]
+        if "path" in each.metadata:
+            yield prefix + each.name, each.metadata["path"]
+        elif dataclasses.is_dataclass(kinds[each.name]):
+            yield from _path_fields(kinds[each.name], f"{prefix}{each.name}.")
+
+
+def with_paths(section: S, change: Change) -> S:
+    """A copy in which each path and URI is replaced by what `change` returns for it."""
+    made: dict[str, Any] = {}
+    for each in dataclasses.fields(section):  # type: ignore[arg-type]
+        value = getattr(section, each.name)
+        if isinstance(value, Section):
+            new: Any = with_paths(value, change)
+        else:
+            new = changed_path(each.metadata.get("path", ""), value, change)
+        if new != value:
+            made[each.name] = new
+    return dataclasses.replace(section, **made) if made else section  # type: ignore[type-var]
+
+
+def changed_path(kind: str, value: Any, change: Change) -> Any:
+    """The value of a field of this kind, with its path replaced by what `change` returns."""
+    if isinstance(value, Mapping) and kind == "options":
+        return {name: changed_path("option", each, change) for name, each in value.items()}
+    if not isinstance(value, str):
+        return value
+    if kind == "code":
+        place, colon, name = value.rpartition(":")
+        return f"{change(place)}{colon}{name}" if place.endswith(".py") else value
+    return change(value) if _is_path(kind, value) else value
+
+
+def _is_path(kind: str, value: str) -> bool:
+    if kind == "data":
+        return value != "digits" and not value.startswith("torchvision:")
+    if kind == "weights":  # names of runs and files have become absolute: see check_weights
+        return os.path.isabs(value) or "://" in value
+    if kind == "option":  # the user's task decides what it means
+        looks_like_one = "/" in value or os.path.splitext(value)[1][1:].isalpha()
+        return os.path.isabs(value) or (looks_like_one and _exists(value))
+    return kind == "folder"
+
+
+def absolute_path(path: str) -> str:
+    """The path from the root, as `absolute`; a URI without a slash at its end."""
+    if "://" in path:
+        place, mark, query = path.partition("?")
+        return f"{place.rstrip('/') if place[-3:] != '://' else place}{mark}{query}"
+    is_pattern = glob.escape(path) != path and not os.path.lexists(path)
+    if is_pattern and not path.startswith(("/", "~")):
+        return absolute(os.path.join(glob.escape(os.getcwd()), path))
+    return absolute(path)
+
+
+def moved_with(before: str, now: str) -> Change:
+    """Finds the paths of a run whose folder was `before` and is `now`: what is gone from where it
+    was, and lies in the same place relative to the run's folder, is taken from there.
+
+    A relative path, of an earlier version, started in the folder that held the storage.
+    """
+    if "://" in now or not os.path.isabs(before):
+        return lambda path: path
+
+    def find(path: str) -> str:
+        if "://" in path or _exists(path):
+            return path
+        start = os.path.join(os.path.dirname(os.path.dirname(before)), os.path.expanduser(path))
+        beside = os.path.normpath(os.path.join(now, os.path.relpath(start, before)))
+        return beside if _exists(beside) else path
+
+    return find
+
+
+def _exists(path: str) -> bool:
+    path = os.path.expanduser(path)
+    return os.path.exists(path) or any(glob.iglob(path, recursive=True))

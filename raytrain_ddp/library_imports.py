@@ -1,0 +1,56 @@
+"""Keeps the user's files from taking the place of libraries in commands.
+
+The working folder is the first that Python searches, so a csv.py there would be what torch gets by
+``import csv``. Here, what a library imports is searched for elsewhere first. The user's own files
+import as always. Imports nothing that such a file could replace.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_LOADS_USERS = _PACKAGE + os.path.join("tasks", "task_loading.py")
+
+
+class _OfLibraries:
+    """Finds top-level modules that a library imports, in all folders but the user's."""
+
+    def __init__(self, folders: list[str]) -> None:
+        self._folders = folders
+
+    def find_spec(
+        self, name: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None or not _is_library(_importer()):
+            return None
+        return PathFinder.find_spec(name, self._folders)
+
+
+def protect() -> None:
+    """From now on in this process. The user's folders are the current one, and those that are
+    added to the search path later."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # deleted, as the command will say
+        return
+    places = [place for place in sys.path if place and os.path.realpath(place) != folder]
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), _OfLibraries(places))
+
+
+def _importer() -> str:
+    """The file whose code imports a module now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _is_library(file: str) -> bool:
+    is_ours = file.startswith((_PYTHON, _PACKAGE, "<frozen ")) and file != _LOADS_USERS
+    return is_ours or any(part in file for part in _INSTALLED)

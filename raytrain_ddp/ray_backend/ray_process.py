@@ -1,0 +1,169 @@
+"""Runs what is connected to Ray in a process of its own, forked from the caller's.
+
+Ray changes the process that it connects: environment, signal handlers, logging, hooks. And if its
+raylet dies, its C++ code ends that process, which no Python code in it can prevent or notice. So
+the caller's process is not the one: it shows the events, receives the signals, and reports the end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from raytrain_ddp.errors import RemoteTraceback, RetriesExhausted
+from raytrain_ddp.signals import STOP_SIGNALS, handling, heeded, relayed_by
+
+LOST = (
+    "the connection to Ray is lost; committed checkpoints are kept; run the same command again to "
+    "resume: "
+)
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_END_WITHIN_S = 60.0
+
+Show = Callable[[Any], None]
+_callers: list[int] = []  # in a process that is forked here, the one that it was forked from
+
+
+def caller() -> int:
+    """The pid of the process that called `fit`: this one, or the one this was forked from."""
+    return (_callers or [os.getpid()])[-1]
+
+
+def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
+    """Calls work(show) in a forked process; what is shown there arrives in this one, and what it
+    has printed is printed here when it has ended.
+
+    Without a fork if this process has loaded Ray, whose threads the fork would lack; and on other
+    systems than Linux.
+
+    Raises:
+        RetriesExhausted: the process has ended before its work, as Ray ends it if a part of Ray is
+            lost.
+        BaseException: what `work` has raised.
+    """
+    if "ray" in sys.modules or sys.platform != "linux":
+        work(show)
+        return
+    own, its = Pipe()
+    parent, output = os.getpid(), tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads stay behind
+        pid = os.fork()
+    if pid == 0:
+        try:
+            own.close()
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            _work(work, its, parent)
+        finally:
+            os._exit(0)
+    its.close()
+    sent: list[int] = []
+
+    def relay(number: int, _: object) -> None:
+        sent.append(number)
+        with suppress(OSError):
+            own.send(number)
+
+    with own, output, handling(heeded(), relay):
+        try:
+            while isinstance(event := _received(own), _Event):
+                show(event.event)
+        except BaseException:
+            _end(own, pid)
+            raise
+        finally:
+            with suppress(ChildProcessError):  # the user ignores SIGCHLD
+                os.waitpid(pid, 0)
+            output.seek(0)
+            if text := output.read():
+                print(text, end="")
+    if event is None:
+        raise RetriesExhausted(
+            f"{LOST}the process that was connected to it has ended (its raylet, or the process "
+            "itself, was killed, or has crashed)."
+        )
+    if event.error is not None:
+        if isinstance(event.error, KeyboardInterrupt) and sent:
+            event.error.args = (sent[-1],)
+        raise event.error from RemoteTraceback(event.text)
+
+
+@dataclass
+class _Event:
+    event: object
+
+
+class _End:
+    """The work is over; the exception that has ended it, and its traceback."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error, self.text = error, ""
+        if error is not None:
+            self.text = "".join(traceback.format_exception(error))
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                self.error = RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _received(own: Connection) -> _Event | _End | None:
+    """None: the process has ended."""
+    try:
+        received: _Event | _End = own.recv()
+        return received
+    except (EOFError, OSError):
+        return None
+
+
+def _end(own: Connection, pid: int) -> None:
+    """Asks the process to end, and waits until it has."""
+    timer = threading.Timer(_END_WITHIN_S, os.kill, (pid, signal.SIGKILL))
+    timer.start()
+    with suppress(EOFError, OSError):
+        for number in (signal.SIGTERM, signal.SIGINT):  # the second one: without a checkpoint
+            own.send(number)
+        while True:
+            own.recv()
+    timer.cancel()
+
+
+def _work(work: Callable[[Show], None], its: Connection, parent: int) -> None:
+    """In the forked process."""
+    _callers.append(parent)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    os.setsid()  # a terminal signals the caller only
+    # Another thread may have held the locks of these.
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "torch" in sys.modules:  # OpenMP's threads stay behind
+        sys.modules["torch"].set_num_threads(1)
+    relayed_by(its.recv)
+    lock, end = threading.Lock(), _End(None)
+
+    def show(event: object) -> None:
+        with lock:
+            its.send(_Event(event))
+
+    try:
+        work(show)
+    except BaseException as error:
+        end = _End(error)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    its.send(end)

@@ -1,0 +1,125 @@
+"""The process that is connected to Ray, with work that does without Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import warm_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, there is none")
+
+SCRIPT = """
+import os, signal, sys, time
+from raytrain_ddp.ray_backend.ray_process import caller, in_ray_process
+from raytrain_ddp.signals import STOP_SIGNALS, handling
+
+class Odd(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+def well(show):
+    print("printed")
+    os.environ["CHANGED"] = "1"
+    show(caller() == os.getppid())
+
+def fails(show):
+    show("before")
+    raise ZeroDivisionError("why")
+
+def odd(show):
+    raise Odd(1, 2)
+
+def killed(show):
+    show("before")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def ended(show):
+    os._exit(0)
+
+def handles(show):
+    numbers = []
+    with handling(STOP_SIGNALS, lambda number, _: numbers.append(number)):
+        os.kill(os.getpid(), signal.SIGTERM)  # as a scheduler: both processes
+        os.kill(os.getppid(), signal.SIGTERM)
+        while not numbers:
+            time.sleep(0.01)
+    show(numbers)
+
+def interrupted(show):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getppid(), signal.SIGTERM)
+    while True:
+        time.sleep(0.01)
+
+def refused(show):
+    try:
+        show("refuse")
+        while True:
+            time.sleep(0.01)
+    finally:
+        print("cleaned up")
+
+def orphaned(show):
+    show(os.getpid())
+    while True:
+        time.sleep(0.01)
+
+def shown(event):
+    print("shown", event, flush=True)
+    if event == "refuse":
+        raise LookupError(event)
+    if isinstance(event, int) and event > 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+try:
+    in_ray_process(globals()[sys.argv[1]], shown)
+    print("done")
+except BaseException as error:
+    print("raised", type(error).__name__, *error.args)
+print("changed" if "CHANGED" in os.environ else "unchanged")
+"""
+LOST = "raised RetriesExhausted the connection to Ray is lost"
+
+
+def output_of(work: str, folder: Path) -> list[str]:
+    done = warm_python.run(
+        [sys.executable, "-c", SCRIPT, work],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    return [str(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("work", "lines"),
+    [
+        ("well", ["shown True", "printed", "done"]),
+        ("fails", ["shown before", "raised ZeroDivisionError why"]),
+        ("odd", ["raised RuntimeError Odd: 1 and 2"]),
+        ("killed", ["shown before", LOST]),
+        ("ended", [LOST]),
+        ("handles", ["shown [15]", "done"]),
+        ("interrupted", ["raised KeyboardInterrupt 15"]),
+        ("refused", ["shown refuse", "cleaned up", "raised LookupError refuse"]),
+    ],
+)
+def test_work_in_another_process_ends_as_it_would_here(work: str, lines: list[str], tmp_path: Path):
+    *found, state = output_of(work, tmp_path)
+    assert len(found) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(found, lines, strict=True))
+    assert state == "unchanged"
+
+
+def test_the_process_ends_with_its_caller(tmp_path: Path):
+    [line] = output_of("orphaned", tmp_path)
+    pid = int(line.split()[1])
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=20)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -1,0 +1,137 @@
+"""What is tried again after an error: what may pass, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.formats import shard
+from raytrain_ddp.driver import preflight
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.ray_backend import ray_start
+from raytrain_ddp.training.state.async_checkpoint import with_backoff
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class Disconnected(Exception):
+    """As that of aiohttp, which is no OSError."""
+
+
+class HttpError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.response = SimpleNamespace(status_code=status)
+
+
+Disconnected.__name__ = "ServerDisconnectedError"
+PERMANENT = [
+    *map(os_error, (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)),
+    *map(os_error, (errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ELOOP)),
+    OSError("AWS Error ACCESS_DENIED during PutObject operation"),
+    OSError("AF_UNIX path length cannot exceed 107 bytes: /x"),
+]
+PASSING = [
+    *map(os_error, (errno.EIO, errno.ESTALE, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET)),
+    *map(os_error, (errno.ENETUNREACH, errno.EHOSTUNREACH)),
+    OSError("AWS Error SLOW_DOWN during PutObject operation"),
+    ConnectionResetError(),
+]
+NOT_OF_THE_SYSTEM = [ValueError("Parquet magic bytes not found"), KeyError("x"), HttpError(404)]
+
+
+def of_a_commit(ask: Callable[[], Any]) -> None:
+    with_backoff(lambda _: ask(), lambda seconds, error: True)
+
+
+def of_an_outage(ask: Callable[[], Any]) -> None:
+    with_backoff(lambda _: ask(), lambda seconds, error: True, 600.0)
+
+
+def of_a_preflight(ask: Callable[[], Any]) -> None:
+    preflight.answered(TrainConfig(), ask)
+
+
+def of_a_shard(ask: Callable[[], Any]) -> None:
+    answer = shard.with_retries(ask, is_local=False)
+    if isinstance(answer, Exception):
+        raise answer
+
+
+def of_ray(ask: Callable[[], Any]) -> None:
+    ray_start.start_with_retries(ask, lambda: None, "this machine", 300.0, lambda _: None)
+
+
+RETRIES = [of_a_commit, of_an_outage, of_a_preflight, of_a_shard, of_ray]
+
+
+def calls_until_the_end(
+    retry: Callable[[Callable[[], Any]], None], error: Exception, patch: pytest.MonkeyPatch
+) -> int:
+    """How often something was tried that fails twice."""
+    for module in (preflight, shard, ray_start):
+        fake = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0)
+        patch.setattr(module, "time", fake)
+    calls = 0
+
+    def ask() -> None:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise error
+
+    try:
+        retry(ask)
+    except (OSError, RaytrainError, type(error)):
+        assert calls < 3
+    return calls
+
+
+@pytest.mark.parametrize("retry", RETRIES, ids=lambda retry: retry.__name__)
+@pytest.mark.parametrize("error", PERMANENT, ids=str)
+def test_what_lasts_is_tried_once(retry: Any, error: Exception, monkeypatch: pytest.MonkeyPatch):
+    assert calls_until_the_end(retry, error, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("retry", RETRIES[:-1], ids=lambda retry: retry.__name__)
+@pytest.mark.parametrize("error", PASSING, ids=str)
+def test_what_may_pass_is_tried_again(retry: Any, error: Exception, monkeypatch: Any):
+    assert calls_until_the_end(retry, error, monkeypatch) == 3
+
+
+@pytest.mark.parametrize("error", NOT_OF_THE_SYSTEM, ids=repr)
+def test_a_damaged_or_missing_file_of_a_store_is_read_once(error: Exception, monkeypatch: Any):
+    assert calls_until_the_end(of_a_shard, error, monkeypatch) == 1
+
+
+@pytest.mark.parametrize("error", [Disconnected(), HttpError(503), HttpError(429)], ids=repr)
+def test_errors_of_other_clients_are_recognized(error: Exception, monkeypatch: Any):
+    assert calls_until_the_end(of_a_shard, error, monkeypatch) == 3
+
+
+def test_a_full_disk_is_waited_for_only_in_an_outage(monkeypatch: pytest.MonkeyPatch):
+    full = os_error(errno.ENOSPC)
+    assert calls_until_the_end(of_a_commit, full, monkeypatch) == 1
+    assert calls_until_the_end(of_an_outage, full, monkeypatch) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Ray reads TMPDIR on Linux only")
+@pytest.mark.parametrize("length", [20, 90, 200])
+def test_a_long_temporary_folder_leaves_room_for_the_sockets_of_ray(
+    length: int, monkeypatch: pytest.MonkeyPatch
+):
+    from raytrain_ddp.ray_backend.ray_settings import short_folder
+
+    monkeypatch.setenv("TMPDIR", "/tmp/".ljust(length, "x"))
+    folder = short_folder().get("RAY_TMPDIR", os.environ["TMPDIR"])
+    session = "session_2026-11-27_09-30-00_123456_4194304"
+    assert len(f"{folder}/ray/{session}/sockets/plasma_store") < 107

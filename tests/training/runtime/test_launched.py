@@ -1,0 +1,111 @@
+"""Waiting for the processes of a launcher, also if its variables are left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ENVIRONMENT
+from warm_python import WarmPython
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.training.runtime import launched
+from raytrain_ddp.training.runtime.launched import join_launched
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number: int = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setattr(launched, "LIMIT_S", 3.0)
+    monkeypatch.setattr(launched, "_FIRST_NOTE_S", 0.2)
+    return number
+
+
+def joined(rank: int, size: int, ends: dict[str, Any], name: str = "") -> threading.Thread:
+    """Joins in a thread; `ends` gets its end by name, and "told" what it told."""
+
+    def join() -> None:
+        tell: Callable[[str], None] = ends.setdefault("told", []).append
+        stores: list[object] = ends.setdefault("stores", [])  # rank 0's serves the others
+        try:
+            ends[name or str(rank)] = join_launched(rank, size, stores.append, tell)
+        except PreflightError as error:
+            ends[name or str(rank)] = str(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    return thread
+
+
+def test_all_processes_connect_in_any_order_and_say_whom_they_wait_for(port: int) -> None:
+    ends: dict[str, Any] = {}
+    first = joined(1, 3, ends)
+    while not ends.get("told"):
+        first.join(0.01)
+    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}" in ends["told"][0]
+    second = joined(0, 3, ends)
+    while not any(text.startswith("rank 0 waits for 1 of 3 processes") for text in ends["told"]):
+        second.join(0.01)
+    for thread in (first, second, joined(2, 3, ends)):
+        thread.join()
+    assert {name: ends[name] for name in "012"} == dict.fromkeys("012")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_wait_for_a_process_that_does_not_come_ends(port: int, rank: int) -> None:
+    ends: dict[str, Any] = {}
+    joined(rank, 2, ends).join()
+    assert "unset RANK" in ends[str(rank)]
+    assert str(port) in ends[str(rank)]
+
+
+def test_a_rank_that_exists_twice_is_refused(port: int) -> None:
+    ends: dict[str, Any] = {}
+    threads = [joined(0, 3, ends), joined(1, 3, ends, "one"), joined(1, 3, ends, "other")]
+    for thread in threads:
+        thread.join()
+    assert sum("has RANK = 1, too" in str(ends[name]) for name in ("one", "other")) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_at_which_something_else_listens_is_refused(port: int, rank: int) -> None:
+    ends: dict[str, Any] = {}
+    with socket.create_server(("127.0.0.1", port)):
+        joined(rank, 2, ends).join()
+    assert f"127.0.0.1:{port}" in ends[str(rank)]
+    assert "unset RANK" in ends[str(rank)]
+
+
+def test_a_wait_for_other_processes_ends_on_signals(tmp_path: Path, port: int) -> None:
+    processes = []
+    for rank, number in ((0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGTERM)):
+        folder = tmp_path / f"{rank}-{number}"
+        folder.mkdir()
+        given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port + len(processes))}
+        process = WarmPython(
+            [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--epochs", "1"],
+            cwd=folder,
+            env={**os.environ, **ENVIRONMENT, **given},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append((process, number))
+    for process, number in processes:
+        for line in process.stdout:
+            if "waits for" in line:
+                break
+        process.send_signal(number)
+        process.communicate(timeout=20)
+        assert abs(process.returncode) in (number, 128 + number)
