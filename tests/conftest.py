@@ -6,6 +6,7 @@ import atexit
 import gc
 import json
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -92,6 +93,24 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     )
 
 
+_PROCESSES = 3  # one more than cores: many tests wait, for a process or a time limit
+
+
+@pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """All tests, unless some are named, run in three processes."""
+    has_xdist = config.pluginmanager.hasplugin("xdist")
+    is_all = config.args_source is not config.ArgsSource.ARGS and not config.option.usepdb
+    if has_xdist and is_all and config.option.numprocesses is None and _is_default(config):
+        config.option.numprocesses, config.option.dist = _PROCESSES, "loadgroup"
+        config.option.loadscopereorder = False
+
+
+def _is_default(config: pytest.Config) -> bool:
+    """Whether no mark is asked for on the command line: others need their own machine."""
+    return bool(config.getoption("markexpr").startswith("not slow"))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout: of pytest-timeout, which is not installed")
@@ -149,8 +168,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--save-times")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         file = Path(path)
+        took = {re.sub(r"@\w+$", "", name): seconds for name, seconds in _took.items()}
         before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, **_took}, indent=0))
+        file.write_text(json.dumps({**before, **took}, indent=0))
 
 
 def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -171,13 +191,21 @@ def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist (``-n 2 --dist loadfile --no-loadscope-reorder``), one process runs all tests of
-    a file, and the longest files come first."""
+    """With xdist, one process runs all tests of a file, and one runs all that start a Ray; these
+    and the longest files come first."""
     _leave_out_long(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+        groups = {item: _group_of(item) for item in items}
+        places = {name: place for place, name in enumerate(("ray", *LONGEST))}
+        items.sort(key=lambda item: places.get(groups[item], len(places)))
+        for item, group in groups.items():
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group_of(item: pytest.Item) -> str:
+    return "ray" if item.get_closest_marker("ray") else item.path.stem
 
 
 def pytest_collection_finish() -> None:
