@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
-import re
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 from processes import Group
@@ -63,7 +64,14 @@ def unchanged_process() -> Iterator[None]:
 
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
-    *("test_generations", "test_chaos", "test_hang_diagnosis", "test_emulated_gpu", "test_exact"),
+    *(
+        "test_fit_on_ray",
+        "test_generations",
+        "test_chaos",
+        "test_hang_diagnosis",
+        "test_emulated_gpu",
+        "test_exact",
+    ),
     *("test_training", "test_convert", "test_slurm", "test_run_local", "test_own_datasets"),
     *("test_loader_processes", "test_distributions", "test_recipes"),
     *("test_nonfinite", "test_config", "test_broken_inputs", "test_replaced_gpu_workers"),
@@ -98,17 +106,14 @@ _PROCESSES = 3  # one more than cores: many tests wait, for a process or a time 
 
 @pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """All tests, unless some are named, run in three processes."""
+    """All tests, unless some are named, run in three processes, if pytest-xdist is there."""
     has_xdist = config.pluginmanager.hasplugin("xdist")
     is_all = config.args_source is not config.ArgsSource.ARGS and not config.option.usepdb
-    if has_xdist and is_all and config.option.numprocesses is None and _is_default(config):
-        config.option.numprocesses, config.option.dist = _PROCESSES, "loadgroup"
+    is_all &= config.getoption("markexpr").startswith("not slow")  # as in pyproject.toml
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if has_xdist and is_all and not is_worker and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = _PROCESSES, "loadfile"
         config.option.loadscopereorder = False
-
-
-def _is_default(config: pytest.Config) -> bool:
-    """Whether no mark is asked for on the command line: others need their own machine."""
-    return bool(config.getoption("markexpr").startswith("not slow"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -168,9 +173,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--save-times")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         file = Path(path)
-        took = {re.sub(r"@\w+$", "", name): seconds for name, seconds in _took.items()}
         before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, **took}, indent=0))
+        file.write_text(json.dumps({**before, **_took}, indent=0))
 
 
 def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -191,21 +195,22 @@ def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist, which reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist, one process runs all tests of a file, and one runs all that start a Ray; these
-    and the longest files come first."""
+    """With xdist, one process runs all tests of a file, and the longest files come first."""
     _leave_out_long(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        groups = {item: _group_of(item) for item in items}
-        places = {name: place for place, name in enumerate(("ray", *LONGEST))}
-        items.sort(key=lambda item: places.get(groups[item], len(places)))
-        for item, group in groups.items():
-            item.add_marker(pytest.mark.xdist_group(group))
+        places = {name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
-def _group_of(item: pytest.Item) -> str:
-    return "ray" if item.get_closest_marker("ray") else item.path.stem
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the wait is not part of the test's time limit
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """One test with Ray at a time: each starts dozens of processes."""
+    if not item.get_closest_marker("ray"):
+        return (yield)
+    with open(Path(gettempdir()) / f"raytrain_ddp-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_finish() -> None:
