@@ -210,7 +210,7 @@ class FailurePolicy:
 
     def _resume_text(self, others_stay: bool = False) -> str:
         place = f"step {self._committed}" if self._committed else "the start"
-        then = "it is replaced, the others stay" if others_stay else f"resuming from {place}"
+        then = "only its process is replaced" if others_stay else f"resuming from {place}"
         return f"{then} (failure {self._in_a_row} of at most {self._most} in a row)"
 
 

@@ -291,7 +291,7 @@ def test_surviving_workers_keep_running_unless_none_is_left():
     shown = scenario.died(1)
     assert shown is not None
     assert shown["message"].endswith(
-        "; it is replaced, the others stay (failure 1 of at most 3 in a row)"
+        "; only its process is replaced (failure 1 of at most 3 in a row)"
     )
     shown = scenario.start(at=33, new=[1]).died(0, 1, 2)
     assert shown is not None

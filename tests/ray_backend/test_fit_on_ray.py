@@ -228,7 +228,7 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
     # Step 33, or the step of the last event.
     assert re.search(r"at step 3[0-3];", reported)
-    for words in ("crashed, or was killed", "it is replaced, the others stay", "1 of at most 3"):
+    for words in ("crashed, or was killed", "only its process is replaced", "1 of at most 3"):
         assert words in reported
     assert "rank 1 replaced; continuing after step 32 of 69" in text.getvalue()
     assert "restarted" not in text.getvalue()
@@ -355,7 +355,7 @@ def test_fault_33_a_stopped_worker_is_named_and_replaced_with_the_same_bits(
     fit(hung, display=display)
     assert "rank 2" in text.getvalue()
     assert "did not enter the all-reduce of step 40" in text.getvalue()
-    assert "it is replaced, the others stay (failure 1 of at most 3" in text.getvalue()
+    assert "only its process is replaced (failure 1 of at most 3" in text.getvalue()
     assert "rank 2 replaced; continuing after step 39 of 69" in text.getvalue()
     assert weights(hung) == weights(whole)
 
