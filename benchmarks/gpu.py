@@ -112,8 +112,10 @@ def main() -> int:
     report = Report(args.out)
     with tempfile.TemporaryDirectory(prefix="raytrain-gpu-") as folder:
         machine, _, output = call(work("", "machine", {"tiny": args.tiny}, 60).command, 60)
-        report.head(machine.split("; ") if machine else [f"no GPU was found: {output[-300:]}"])
-        gpus = int(re.search(r"GPUs: (\d+)", machine)[1]) if machine else 0  # type: ignore[index]
+        if not machine:
+            sys.exit(f"there is no GPU that works:\n{output[-2000:]}")
+        report.head(machine.split("; "))
+        gpus = int(machine.removeprefix("GPUs: ").split()[0])
         images = {"images": images_of(args)}
         call(work("", "images", images, 0).command, 120)
         chosen = []

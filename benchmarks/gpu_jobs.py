@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -56,7 +57,10 @@ def say(result: str) -> None:
 def machine(options: Options) -> None:
     """The GPU, the versions, and what the GPU reaches."""
     tool = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(tool, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    driver = "unknown"
+    with suppress(FileNotFoundError):
+        done = subprocess.run(tool, capture_output=True, text=True, check=False)
+        driver = done.stdout.split("\n")[0]
     cpus = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     versions = []
     for name in PACKAGES:
