@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -52,7 +53,8 @@ class Job:
     """A measurement.
 
     Args:
-        command: after `python`; its last line that begins with "= " is the result.
+        command: after `python`; its last line that begins with "= " is the result, or its `log`
+            has it, after `warm_up` steps.
         plan: the shortest one, in minutes, that has it.
         together: with others at the same time; no figure of it is a speed.
         lacks: why it cannot be measured here.
@@ -64,6 +66,8 @@ class Job:
     plan: int = 4
     together: bool = False
     lacks: str = ""
+    log: Path | None = None
+    warm_up: int = 0
 
 
 class Report:
@@ -107,9 +111,13 @@ def main() -> int:
     until = time.monotonic() + (float("inf") if args.tiny else 60 * args.minutes)
     report = Report(args.out)
     with tempfile.TemporaryDirectory(prefix="raytrain-gpu-") as folder:
-        machine, _, output = call(job("", "machine", {"tiny": args.tiny}, 60).command, 60)
-        report.head(machine.split("; ") if machine else [f"no GPU was found: {output[-300:]}"])
-        gpus = int(re.search(r"GPUs: (\d+)", machine)[1]) if machine else 0  # type: ignore[index]
+        machine, _, output = call(work("", "machine", {"tiny": args.tiny}, 60).command, 60)
+        if not machine:
+            sys.exit(f"there is no GPU that works:\n{output[-2000:]}")
+        report.head(machine.split("; "))
+        gpus = int(machine.removeprefix("GPUs: ").split()[0])
+        images = {"images": images_of(args)}
+        call(work("", "images", images, 0).command, 120)
         chosen = []
         for each in jobs(args, Path(folder), gpus):
             if why := left_out(each, args):
@@ -151,42 +159,45 @@ def parse() -> argparse.Namespace:
 
 def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
     """What is worth most first."""
-    base, models = (TINY, TINY_MODELS) if args.tiny else (FULL, MODELS)
-    images = str(HERE.parent / "build" / "bench-gpu" / str(60 if args.tiny else args.images))
-    base |= {"storage": str(storage), "tiny": args.tiny, "images": images, "precision": "bf16"}
-    resnet, vit = ({**base, "model": models[name]} for name in ("ResNet-50", "ViT-S"))
+    models = TINY_MODELS if args.tiny else MODELS
+    base: dict[str, Any] = {**(TINY if args.tiny else FULL)}
+    base |= {"storage": str(storage), "tiny": args.tiny, "images": images_of(args)}
     base |= {"rounds": 2 if args.tiny else 50, "millions": 1 if args.tiny else 85}
-    base |= {"wheels": str(args.ray_wheels or "")}
-    forks = {"forks": 2 if args.tiny else 8 if args.minutes < 8 else 20}
-    disk, exact = {"from_disk": True}, {"changes": {"exact": True}}
-    fast = {"changes": {"compute": {"deterministic": False}}}
-    compiled = {"changes": {"compute": {"deterministic": False, "compile": True}}}
+    resnet, vit = ({**base, "model": models[name]} for name in ("ResNet-50", "ViT-S"))
+    forks = 2 if args.tiny else 8 if args.minutes < 8 else 20
+    one_step = {"argv": flags_of({**resnet, "warm_up": 0, "steps": 1, "every": 1}), "forks": forks}
+    disk = {**resnet, "from_disk": True}
+    exact, loose = ["--exact", "true"], ["--compute.no-deterministic"]
+    compiled = [*loose, "--compute.compile"]
     has_ray = find_spec("ray") or args.ray_wheels
     no_ray = "" if has_ray else "Ray is not installed; give its wheels by --ray-wheels"
     no_triton = "its kernels cannot be emulated" if args.tiny else ""
     longest, *others = tests(args, storage)
     found = [
         longest,
-        job("ranks that share a GPU, over gloo", "ranks", resnet, 180, together=True),
+        work("ranks that share a GPU, over gloo", "ranks", resnet, 180, together=True),
         *others,
-        job("NCCL aborted and made again", "nccl", base, 90),
-        job("forks of a warm process", "forks", {**resnet, **forks}, 120),
-        job("fit on Ray, one GPU", "on_ray", base, 120, plan=8, lacks=no_ray),
-        job("ResNet-50", "ours", resnet, 60),
-        job("ResNet-50, hand-written loop", "plain", resnet, 60),
-        job("ResNet-50, not deterministic", "ours", {**resnet, **fast}, 60, 8),
-        job("ResNet-50, JPEGs from disk", "ours", {**resnet, **disk}, 90, 8),
-        job("ViT-S", "ours", vit, 60, 8),
-        job("ViT-S, hand-written loop", "plain", vit, 60, 8),
-        job("ResNet-50, exact", "ours", {**resnet, **exact}, 60, 8),
-        job("host waits in the loop", "waits", resnet, 60, 8),
-        job("checkpoint of 1 GB", "checkpoint", {**base, "way": "ours"}, 90, 8),
-        job("checkpoint of 1 GB, DCP", "checkpoint", {**base, "way": "dcp-async"}, 90, 8),
-        job("the loader alone", "loader", {**resnet, **disk}, 60, 12),
-        job("ViT-S, JPEGs from disk", "ours", {**vit, **disk}, 90, 12),
-        job("ResNet-50, ImageFolder + DataLoader", "plain", {**resnet, **disk}, 90, 12),
-        job("ResNet-50, compiled", "ours", {**resnet, **compiled}, 150, 12, lacks=no_triton),
-        job("ViT-S, compiled", "ours", {**vit, **compiled}, 150, 12, lacks=no_triton),
+        work("NCCL aborted and made again", "nccl", base, 90),
+        work("forks of a warm process", "forks", {**base, **one_step}, 150),
+        work(
+            *("fit on Ray, one GPU", "on_ray", {**base, "wheels": str(args.ray_wheels or "")}),
+            *(120, 8),
+            lacks=no_ray,
+        ),
+        fit("ResNet-50", resnet),
+        work("ResNet-50, hand-written loop", "plain", resnet, 60),
+        fit("ResNet-50, not deterministic", resnet, loose, plan=8),
+        fit("ResNet-50, JPEGs from disk", disk, plan=8),
+        fit("ViT-S", vit, plan=8),
+        work("ViT-S, hand-written loop", "plain", vit, 60, 8),
+        fit("ResNet-50, exact", resnet, exact, plan=8),
+        work("host waits in a run", "waits", {**base, "argv": flags_of(resnet)}, 60, 8),
+        work("checkpoint of 1 GB", "checkpoint", {**base, "way": "ours"}, 90, 8),
+        work("checkpoint of 1 GB, DCP", "checkpoint", {**base, "way": "dcp-async"}, 90, 8),
+        fit("ViT-S, JPEGs from disk", {**vit, "from_disk": True}, plan=12),
+        work("ResNet-50, ImageFolder + DataLoader", "plain", disk, 90, 12),
+        fit("ResNet-50, compiled", resnet, compiled, plan=12, lacks=no_triton),
+        fit("ViT-S, compiled", vit, compiled, plan=12, lacks=no_triton),
         peer("timm", args.timm_train, storage, resnet),
         peer("torchvision", args.torchvision_train, storage, resnet),
     ]
@@ -194,14 +205,55 @@ def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
         if several <= gpus:
             name = f"ResNet-50, {several} GPUs"
             found += [
-                job(name, "ours", resnet, 90, gpus=several),
-                job(f"{name}, hand-written loop", "plain", resnet, 90, gpus=several),
-                job(f"{name}, exact", "ours", {**resnet, **exact}, 90, gpus=several),
+                fit(name, resnet, gpus=several),
+                work(f"{name}, hand-written loop", "plain", resnet, 90, gpus=several),
+                fit(f"{name}, exact", resnet, exact, gpus=several),
             ]
     return found
 
 
-def job(
+def images_of(args: argparse.Namespace) -> str:
+    """The folder of the JPEGs, made once."""
+    return str(HERE.parent / "build" / "bench-gpu" / str(60 if args.tiny else args.images))
+
+
+def fit(
+    name: str, options: Mapping[str, Any], flags: Sequence[str] = (), gpus: int = 1, **more: Any
+) -> Job:
+    """`raytrain fit`, whose log has the figures."""
+    slug = re.sub(r"\W+", "-", name)
+    argv = [*flags_of(options, gpus), *flags, "--name", slug]
+    command = [*by_torchrun(gpus), "-m", "raytrain_ddp.fit", *argv]
+    log = Path(options["storage"]) / slug / "metrics.jsonl"
+    return Job(name, command, 150, log=log, warm_up=options["warm_up"], **more)
+
+
+def flags_of(of: Mapping[str, Any], gpus: int = 1) -> list[str]:
+    """Of a run on images in memory, or on JPEGs."""
+    data = ["--task", f"{HERE / 'gpu_jobs.py'}:InMemory"]
+    if of.get("from_disk"):
+        data = ["--data.source", of["images"], "--data.holdout", "0.02", "--augment.crop", "random"]
+        data += ["--eval.every-epochs", "0", "--limit-eval-batches", "1"]
+    numbers = {
+        "steps": of["warm_up"] + of["steps"],
+        "batch-size": of["batch"] * gpus,
+        "micro-batch": of["batch"],
+        "data.image-size": of["image_size"],
+        "log.every-steps": of["every"],
+        "checkpoint.every-epochs": 0,
+        "checkpoint.every-s": 0,
+    }
+    flags = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
+    if of["model"].startswith("timm:"):
+        flags += ["--model.args", f"img_size={of['image_size']}", "--compute.no-channels-last"]
+    else:
+        flags += ["--compute.channels-last"]
+    flags += ["--log.no-tensorboard", "--augment.flip", "--compute.precision", "bf16"]
+    flags += ["--model.name", of["model"]]
+    return ["--storage", of["storage"], *([] if gpus > 1 else ["--local"]), *data, *flags]
+
+
+def work(
     name: str,
     kind: str,
     options: Mapping[str, Any],
@@ -211,12 +263,16 @@ def job(
     lacks: str = "",
     gpus: int = 1,
 ) -> Job:
-    """A measurement of gpu_jobs.py or gpu_forks.py; on several GPUs by torchrun."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    """A measurement of gpu_jobs.py or gpu_forks.py."""
     file = ["gpu_forks.py"] if kind == "forks" else ["gpu_jobs.py", kind]
-    work = [str(HERE / file[0]), *file[1:]]
     given = json.dumps({**options, "name": re.sub(r"\W+", "-", name)})
-    return Job(name, [*(start if gpus > 1 else []), *work, given], limit_s, plan, together, lacks)
+    command = [*by_torchrun(gpus), str(HERE / file[0]), *file[1:], given]
+    return Job(name, command, limit_s, plan, together, lacks)
+
+
+def by_torchrun(gpus: int) -> list[str]:
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    return start if gpus > 1 else []
 
 
 def peer(name: str, script: Path | None, storage: Path, of: Mapping[str, Any]) -> Job:
@@ -270,12 +326,15 @@ def measure(job: Job, until: float) -> tuple[str, float, str] | None:
     result, status, output = call(job.command, limit_s)
     if "pytest" in job.command:
         result = of_tests(output)
+    elif job.log and job.log.exists():
+        result = of_log(job.log, job.warm_up)
     failed = ""
     if status is None:
         failed = output[-20_000:]
         result = f"CUT after {limit_s:.0f} s. {result}"
     elif status and (status != NO_TESTS or "pytest" not in job.command):
-        errors = re.findall(r"^(?:\[rank\d+\]: |E +)?(\w*[\w.]*Error\b.*)", output, re.MULTILINE)
+        lines = r"^(?:\[rank\d+\]: |E +)?([\w.]*Error\b.*|error: .*)"
+        errors = re.findall(lines, output, re.MULTILINE)
         why = errors[-1][:300].replace("|", "/") if errors else "no error was printed"
         result = f"FAILED ({status}): {why}. {result}"
         failed = output[-20_000:]
@@ -334,6 +393,24 @@ def of_tests(output: str) -> str:
     reasons = {*re.findall(r"^SKIPPED \[\d+\] [^:]+:\d+: (.*)", output, re.MULTILINE)}
     skipped = f", {count['SKIPPED']} skipped: {'; '.join(reasons)}" if reasons else ""
     return f"{count['PASSED']} passed{skipped}" + (f", FAILED: {', '.join(bad)}" if bad else "")
+
+
+def of_log(log: Path, warm_up: int) -> str:
+    """images/s, MFU, memory, and the parts of a step."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    begun, *lines = [r for r in records if r["kind"] == "train" and r["step"] >= warm_up]
+    if not lines:
+        return f"{begun['step']} steps"
+    spent_s = sum(line["timing"]["step_s"] for line in lines)
+    rate = sum(line["samples_per_s"] * line["timing"]["step_s"] for line in lines) / spent_s
+    timing, split = lines[-1]["timing"], Counter[str]()
+    for line in lines:
+        split.update({k: 1e3 * s / len(lines) for k, s in line["timing"]["split_s"].items()})
+    mfu = f", MFU {timing['mfu']:.1%}" if timing.get("mfu") else ""
+    parts = ", ".join(f"{phase} {ms:.1f}" for phase, ms in split.most_common() if ms >= 0.05)
+    return (
+        f"**{rate:.0f} images/s**{mfu}, {timing['peak_memory_bytes'] / 2**30:.1f} GiB; ms: {parts}"
+    )
 
 
 def tell(report: Report, job: Job, measured: tuple[str, float, str] | None) -> None:

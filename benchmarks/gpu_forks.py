@@ -1,6 +1,7 @@
 """First steps in forks of a warm server, and in fresh processes: ``gpu_forks.py OPTIONS``.
 
-Started by gpu.py. It imports nothing of this package but the server, which must load the modules.
+Started by gpu.py; "argv" of the options is a command line of `raytrain fit`, for one step. Imports
+nothing of this package but the server, which must load the modules.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FRESH, LIMIT_S = 3, 60.0
 
 
 def main() -> None:
-    options = {**json.loads(sys.argv[1]), "steps": 1, "warm_up": 0, "every": 1}
+    options = json.loads(sys.argv[1])
     sys.path.insert(0, str(HERE.parent / "raytrain_ddp" / "warm"))
     import fork_server
 
@@ -35,13 +35,18 @@ def main() -> None:
     losses = set()
     for number in range(options["forks"] + FRESH):
         kind = "fork" if number < options["forks"] else "fresh process"
-        given = {**options, "name": f"first-{number}"}
+        name = f"first-{number}"
+        argv = [*options["argv"], "--name", name]
         began = time.monotonic()
-        at, loss = json.loads(in_fork(given) if kind == "fork" else in_fresh(given))
-        took[kind].append(at - began)
-        losses.add(loss)
+        if kind == "fork":
+            in_fork(argv)
+        else:
+            subprocess.run([sys.executable, "-m", "raytrain_ddp.fit", *argv], check=True)
+        took[kind].append(time.monotonic() - began)
+        log = Path(options["storage"]) / name / "metrics.jsonl"
+        losses.add(json.loads(log.read_text().splitlines()[0])["loss"])
         parts = [
-            f"{len(each)} x {name}: {min(each):.1f} .. {max(each):.1f} s to the first step"
+            f"{len(each)} x {name}: {min(each):.1f} .. {max(each):.1f} s for a run of one step"
             for name, each in took.items()
             if each
         ]
@@ -51,35 +56,24 @@ def main() -> None:
         raise RuntimeError("a fork computes something else")
 
 
-def in_fork(options: dict[str, Any]) -> bytes:
-    """What `first` of gpu_jobs.py prints."""
-    reading, writing = os.pipe()
+def in_fork(argv: list[str]) -> None:
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
-            os.dup2(writing, 1)
-            sys.path.insert(0, str(HERE))
-            import gpu_jobs
+            from raytrain_ddp.fit import main as fit
 
-            gpu_jobs.first(options)
+            status = fit(argv)
         except BaseException:
             traceback.print_exc()
-        os._exit(0)
-    os.close(writing)
-    is_done = bool(select.select([reading], [], [], LIMIT_S)[0])
-    answer = os.read(reading, 1 << 10) if is_done else b""
-    os.close(reading)
+        os._exit(status)
+    end = os.pidfd_open(pid)
+    is_done = bool(select.select([end], [], [], LIMIT_S)[0])
+    os.close(end)
     if not is_done:
         os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if not answer:
+    if os.waitpid(pid, 0)[1]:
         raise RuntimeError("a fork failed on the GPU" if is_done else "a fork hangs on the GPU")
-    return answer
-
-
-def in_fresh(options: dict[str, Any]) -> bytes:
-    command = [sys.executable, str(HERE / "gpu_jobs.py"), "first", json.dumps(options)]
-    return subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
 
 
 if __name__ == "__main__":

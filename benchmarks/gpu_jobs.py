@@ -21,29 +21,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 import torch.distributed as dist
+import torchvision
 from data_images import make_images, once
 from torch import Tensor, nn
 
-from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.events import Train
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import LocalSession, join_world
-from raytrain_ddp.training.recording.recorder import Best
-from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
 
 KEPT = 64  # different images in memory
 ROWS = 2**20
@@ -61,7 +57,10 @@ def say(result: str) -> None:
 def machine(options: Options) -> None:
     """The GPU, the versions, and what the GPU reaches."""
     tool = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(tool, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    driver = "unknown"
+    with suppress(FileNotFoundError):
+        done = subprocess.run(tool, capture_output=True, text=True, check=False)
+        driver = done.stdout.split("\n")[0]
     cpus = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     versions = []
     for name in PACKAGES:
@@ -100,7 +99,6 @@ def images(options: Options) -> None:
 def ranks(options: Options) -> None:
     """Fits of the bundled digits on 1, 2 and 3 processes that share the GPU, over gloo, and of
     `options`' model on JPEGs on one: exact, killed, resumed."""
-    images(options)
     steps = options["warm_up"] + options["steps"]
     exact, kill = ["--exact", "true"], f"train.after_backward:kill@rank={{}},step={2 * steps // 3}"
     bf16 = ["--compute.precision", "bf16"]
@@ -139,7 +137,7 @@ def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault:
     """A hash of the weights after `raytrain fit` of `size` processes on the first GPU.
 
     Args:
-        fault: the point at which a process is killed; nothing is returned then.
+        fault: the point at which a process is killed.
     """
     command = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--storage", storage]
     command += ["--name", name, "--steps", str(steps), "--limit-eval-batches", "2"]
@@ -218,18 +216,6 @@ def _used() -> tuple[int, ...]:
     return threads, len(os.listdir("/proc/self/fd")), resident >> 10, (whole - free) >> 20
 
 
-def first(options: Options) -> None:
-    """When the first step was done, by the monotonic clock, and its loss."""
-    done: list[float] = []
-
-    def hear(event: Any) -> None:
-        if isinstance(event, Train):
-            done.extend([time.monotonic(), event.loss])
-
-    trained(options, hear)
-    print(json.dumps(done[:2]), flush=True)
-
-
 def on_ray(options: Options) -> None:
     """`raytrain fit` on a Ray of its own, beside one without."""
     storage, wheels = options["storage"], options["wheels"]
@@ -280,125 +266,47 @@ class _Repeated:
         return f"{KEPT} images"
 
 
-def config_of(options: Options, world_size: int = 1) -> TrainConfig:
-    """The run that the options describe.
-
-    Args:
-        options: model, image_size, batch (of a GPU), steps, warm_up, every (steps between log
-            lines), precision, storage, name; optionally from_disk, and changes (of the config).
-    """
-    disk = options.get("from_disk")
-    evaluated = {"eval": {"every_epochs": 0}, "limit_eval_batches": 1} if disk else {}
-    source = {"source": options["images"], "holdout": 0.02} if disk else {}
-    made: dict[str, Any] = {
-        "name": options["name"],
-        "storage": options["storage"],
-        "epochs": 1000,
-        "steps": options["warm_up"] + options["steps"],
-        "batch_size": options["batch"] * world_size,
-        "micro_batch": options["batch"],
-        "data": {"image_size": options["image_size"], "workers": threads(world_size), **source},
-        "augment": {"crop": "random", "flip": True},
-        "model": {"name": options["model"]},
-        "compute": {
-            "precision": options["precision"],
-            "channels_last": options["model"].startswith("resnet"),
-        },
-        **evaluated,
-        "checkpoint": {"every_epochs": 0, "every_s": 0.0},
-        "log": {"every_steps": options["every"], "tensorboard": False},
-    }
-    if options["model"].startswith("timm:"):
-        made["model"]["args"] = {"img_size": options["image_size"]}
-    for section, changes in options.get("changes", {}).items():
-        old = made.get(section, {})
-        made[section] = {**old, **changes} if isinstance(changes, dict) else changes
-    return from_dict(made)
-
-
-def threads(world_size: int) -> int:
-    """CPUs of this machine for each of its workers."""
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
-
-
-def trained(options: Options, hear: Callable[[Any], None]) -> tuple[TrainConfig, World]:
-    """Trains; `hear` gets the events."""
-    config = config_of(options, int(os.environ.get("WORLD_SIZE", "1")))
-    world = join_world(config.scaling)
-    task = ImageClassification(config) if options.get("from_disk") else InMemory(config)
-    with LocalSession(config, world, Best("loss", "min"), hear) as session:
-        train(config, task, session)
-    return config, world
-
-
-def ours(options: Options) -> None:
-    """`train`: images/s, MFU, the split of a step, peak memory."""
-    events: list[Any] = []
-    config, world = trained(options, events.append)
-    if not world.is_main:
-        return
-    lines = [event for event in events if isinstance(event, Train)]
-    begun, *measured = lines[next(n for n, e in enumerate(lines) if e.step >= options["warm_up"]) :]
-    steps, took_s = measured[-1].step - begun.step, measured[-1].seconds - begun.seconds
-    split = Counter[str]()
-    for line in measured:
-        split.update({phase: s / len(measured) for phase, s in line.timing.split_s.items()})
-    timing = measured[-1].timing
-    parts = [
-        _rate(steps * config.batch_size / took_s, world.size),
-        f"MFU {timing.mfu:.1%}" if timing.mfu and timing.mfu == timing.mfu else "",
-        f"{timing.peak_memory_bytes / 2**30:.1f} GiB",
-        "ms a step: "
-        + ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in split.most_common() if s >= 5e-5),
-    ]
-    say("; ".join(part for part in parts if part))
-
-
-def _rate(images_per_s: float, gpus: int = 1) -> str:
-    share = f" ({images_per_s / gpus:.0f} per GPU)" if gpus > 1 else ""
-    return f"**{images_per_s:.0f} images/s**{share}"
-
-
 def plain(options: Options) -> None:
     """A hand-written loop, with DDP under torchrun: autocast, fused SGD, kernels as torch chooses
     them. Its batch is in pinned memory, or comes from a DataLoader."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = config_of(options, size)
-    world = join_world(config.scaling)
+    rank, size = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    layout = torch.channels_last if config.compute.channels_last else torch.contiguous_format
-    model = InMemory(config).model().to(world.device, memory_format=layout).train()
-    net: nn.Module = model
+    kind, _, name = options["model"].rpartition(":")
+    make = timm.create_model if kind else torchvision.models.get_model
+    layout = torch.contiguous_format if kind else torch.channels_last
+    shape = {"img_size": options["image_size"]} if kind else {}
+    model = make(name, num_classes=10, **shape).to(device, memory_format=layout).train()
     if size > 1:
-        net = nn.parallel.DistributedDataParallel(model, device_ids=[world.local_rank])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+        dist.init_process_group("nccl")
+        model = nn.parallel.DistributedDataParallel(model, device_ids=[device.index])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     batches = _loaded(options, size) if options.get("from_disk") else _pinned(options)
 
     def step() -> None:
-        pixels, labels = (each.to(world.device, non_blocking=True) for each in next(batches))
-        with torch.autocast(world.device.type, torch.bfloat16):
+        pixels, labels = (each.to(device, non_blocking=True) for each in next(batches))
+        with torch.autocast("cuda", torch.bfloat16):
             pixels = pixels.to(memory_format=layout).float().div(255).sub(0.45).div(0.225)
-            loss = nn.functional.cross_entropy(net(pixels), labels)
+            loss = nn.functional.cross_entropy(model(pixels), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
     took_s = _timed(step, options["warm_up"], options["steps"])
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    if world.is_main:
-        rate = _rate(options["steps"] * config.batch_size / took_s, size)
-        say(f"{rate}; {peak:.1f} GiB")
+    images_per_s = options["steps"] * options["batch"] * size / took_s
+    if rank == 0:
+        say(f"**{images_per_s:.0f} images/s**, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
 
-def _timed(step: Callable[[], Any], warm_up: int, steps: int, on_gpu: bool = True) -> float:
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
+def _timed(step: Callable[[], Any], warm_up: int, steps: int) -> float:
     for _ in range(warm_up):
         step()
-    wait()
+    torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(steps):
         step()
-    wait()
+    torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
@@ -423,7 +331,7 @@ def _loaded(options: Options, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         ImageFolder(options["images"], transform),
         options["batch"],
         shuffle=True,
-        num_workers=threads(size),
+        num_workers=len(os.sched_getaffinity(0)) // size,
         pin_memory=True,
         drop_last=True,
         persistent_workers=True,
@@ -432,43 +340,24 @@ def _loaded(options: Options, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from loader
 
 
-def loader(options: Options) -> None:
-    """This loader alone, on all CPUs, without a GPU."""
-    config = config_of(options)
-    data = ImageClassification(config).train_data()
-    world = World(0, 1, 0, torch.device("cpu"), threads(1))
-    warm_up, count = options["warm_up"], options["steps"]
-    steps = train_loader(config, data, plan_of(config, data), world).steps(0, warm_up + count)
-    spent_s = -time.process_time()
-    took_s = _timed(partial(next, steps), warm_up, count, on_gpu=False)
-    spent_s += time.process_time()
-    steps.close()
-    per_core = (warm_up + count) * config.batch_size / spent_s
-    rate = _rate(count * config.batch_size / took_s)
-    say(f"{rate} on {threads(1)} CPUs; {per_core:.0f} a CPU second")
-
-
 def waits(options: Options) -> None:
-    """Where the host waits for the GPU between the warm-up and the end, as torch says."""
-    found: Counter[str] = Counter()
-    seen = [0]
+    """Where the host waits for the GPU in a run, as torch's own debug mode says."""
+    from raytrain_ddp.fit import main
 
-    def hear(event: Any) -> None:
-        seen[0] = max(seen[0], getattr(event, "step", 0) or 0)
+    found: Counter[str] = Counter()
 
     def note(message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
-        if seen[0] >= options["warm_up"] and "synchronizing" in str(message):
+        if "synchronizing" in str(message):
             own = [f for f in traceback.extract_stack()[:-1] if "raytrain_ddp" in f.filename]
             found[f"{Path(own[-1].filename).name} {own[-1].name}" if own else filename] += 1
 
     warnings.simplefilter("always")
     warnings.showwarning = note
     torch.cuda.set_sync_debug_mode("warn")
-    trained(options, hear)
+    status = main(options["argv"])
     torch.cuda.set_sync_debug_mode("default")
-    lines = options["steps"] // options["every"]
-    places = ", ".join(f"{place} {count} x" for place, count in found.most_common()) or "none"
-    say(f"in {options['steps']} steps with {lines} log lines: {places}")
+    assert status == 0
+    say(", ".join(f"{place} {count} x" for place, count in found.most_common()) or "none")
 
 
 def checkpoint(options: Options) -> None:
@@ -486,9 +375,7 @@ def checkpoint(options: Options) -> None:
     )
 
 
-JOBS: tuple[Callable[[Options], None], ...] = (
-    *(machine, ranks, nccl, first, on_ray, ours, plain, loader, waits, checkpoint),
-)
+JOBS = (machine, images, ranks, nccl, on_ray, plain, waits, checkpoint)
 
 if __name__ == "__main__":
     {job.__name__: job for job in JOBS}[sys.argv[1]](json.loads(sys.argv[2]))

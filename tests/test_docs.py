@@ -59,7 +59,7 @@ FOREIGN = {
     *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
     *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
     *("quick", "only", "out", "working-dir", "minutes", "ray-wheels"),
-    *("timm-train", "torchvision-train"),
+    *("timm-train", "torchvision-train", "parts"),
     *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
     *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
     *("seconds", "batch"),  # of spot/__main__.py, and of scancel

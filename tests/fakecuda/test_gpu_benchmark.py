@@ -4,7 +4,6 @@ machines with GPUs may lack."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,8 @@ from typing import Any
 import building
 import pytest
 import warm_python
+
+from raytrain_ddp.command_line import parse_fit
 
 ROOT = building.HERE.parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -36,23 +37,17 @@ sys.exit(pytest.main(["-m", "gpu", "-rs", "--collect-only", "-p", "no:cacheprovi
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu
-    import gpu_jobs
 
-    yield gpu, gpu_jobs
-    for name in ("gpu", "gpu_jobs", "data_images"):
-        sys.modules.pop(name, None)
+    yield gpu
+    del sys.modules["gpu"]
 
 
 def asked(**changes: Any) -> argparse.Namespace:
     given = {"tiny": False, "images": 60, "minutes": 12.0, "ray_wheels": None, "only": []}
     return argparse.Namespace(**given | {"timm_train": None, "torchvision_train": None} | changes)
-
-
-def options_of(job: Any) -> dict[str, Any]:
-    return dict(json.loads(job.command[-1])) if "pytest" not in job.command else {}
 
 
 def test_gpu_tests_are_collected_without_packages_that_they_do_not_need():
@@ -70,17 +65,15 @@ def test_gpu_tests_are_collected_without_packages_that_they_do_not_need():
 
 
 @pytest.mark.parametrize("tiny", [False, True])
-def test_each_measurement_has_a_valid_config(
-    modules: tuple[ModuleType, ModuleType], tiny: bool, tmp_path: Path
-):
-    gpu, gpu_jobs = modules
+def test_each_fit_has_a_valid_config(gpu: ModuleType, tiny: bool, tmp_path: Path):
     jobs = gpu.jobs(asked(tiny=tiny), tmp_path, 4)
     assert len({job.name for job in jobs}) == len(jobs)
-    trained = [job for job in jobs if {"ours", "plain", "loader", "waits"} & {*job.command}]
-    assert len(trained) > 12
-    for job in trained:
+    fits = [job for job in jobs if job.log]
+    assert len(fits) == 12
+    for job in fits:
+        config = parse_fit(job.command[job.command.index("raytrain_ddp.fit") + 1 :]).config
+        assert config.name == job.log.parent.name
         gpus = int(job.name.partition(" GPUs")[0][-1]) if " GPUs" in job.name else 1
-        config = gpu_jobs.config_of(options_of(job), gpus)
         assert config.slots == gpus
         assert config.exact == ("exact" in job.name)
         loose = "not deterministic" in job.name or "compiled" in job.name
@@ -89,9 +82,8 @@ def test_each_measurement_has_a_valid_config(
 
 
 def test_a_shorter_plan_has_a_part_of_the_longer_one_and_names_what_it_lacks(
-    modules: tuple[ModuleType, ModuleType], tmp_path: Path
+    gpu: ModuleType, tmp_path: Path
 ):
-    gpu, _ = modules
     kept = {}
     for minutes in gpu.PLANS:
         args = asked(minutes=minutes, torchvision_train=Path("train.py"))
@@ -104,9 +96,8 @@ def test_a_shorter_plan_has_a_part_of_the_longer_one_and_names_what_it_lacks(
 
 
 def test_the_report_keeps_what_was_measured_before_a_measurement_fails(
-    modules: tuple[ModuleType, ModuleType], tmp_path: Path
+    gpu: ModuleType, tmp_path: Path
 ):
-    gpu, _ = modules
     report = gpu.Report(tmp_path / "gpu.md")
     report.head(["GPUs: 1 x made up"])
     programs = {
