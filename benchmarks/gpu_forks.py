@@ -1,6 +1,6 @@
-"""First steps in forks of a warm server, and in fresh processes: ``gpu_forks.py OPTIONS``.
+"""Times the first step in forks of a warm server, and in fresh processes: ``gpu_forks.py OPTIONS``.
 
-Started by gpu.py. It imports nothing of this package but the server, which must load the modules.
+gpu.py starts it. It imports only the server from this package, as the server must load the modules.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def main() -> None:
             for name, each in took.items()
             if each
         ]
-        same = "the same loss" if len(losses) == 1 else f"OTHER LOSSES: {losses}"
+        same = "the same loss" if len(losses) == 1 else f"DIFFERENT LOSSES: {losses}"
         print(f"= {'; '.join(parts)}; {same}", flush=True)
     if len(losses) > 1:
-        raise RuntimeError("a fork computes something else")
+        raise RuntimeError("forks and fresh processes have different losses")
 
 
 def in_fork(options: dict[str, Any]) -> bytes:
-    """What `first` of gpu_jobs.py prints."""
+    """Runs `first` of gpu_jobs.py in a fork; returns what it prints."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -55,11 +55,11 @@ def say(result: str) -> None:
     print(f"= {result}", flush=True)
 
 
-# ------------------------------------------------------------------ what is here
+# ------------------------------------------------------------------ the machine
 
 
 def machine(options: Options) -> None:
-    """The GPU, the versions, and what the GPU reaches."""
+    """Reports the GPU, the versions, and the peak rates that the GPU reaches."""
     tool = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(tool, capture_output=True, text=True, check=False).stdout.split("\n")[0]
     cpus = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
@@ -98,8 +98,8 @@ def images(options: Options) -> None:
 
 
 def ranks(options: Options) -> None:
-    """Fits of the bundled digits on 1, 2 and 3 processes that share the GPU, over gloo, and of
-    `options`' model on JPEGs on one: exact, killed, resumed."""
+    """Fits the bundled digits in 1, 2 and 3 processes that share the GPU over gloo, and the model
+    of `options` on JPEGs in one: exact, killed, resumed."""
     images(options)
     steps = options["warm_up"] + options["steps"]
     exact, kill = ["--exact", "true"], f"train.after_backward:kill@rank={{}},step={2 * steps // 3}"
@@ -130,16 +130,20 @@ def ranks(options: Options) -> None:
         f"{options['model']} killed and resumed": ("large", "killed-large"),
     }
     other = {name: len({found[each] for each in these}) > 1 for name, these in alike.items()}
-    say("; ".join(f"{name}: {'OTHER' if wrong else 'same'} bits" for name, wrong in other.items()))
+    say(
+        "; ".join(
+            f"{name}: {'DIFFERENT' if wrong else 'same'} bits" for name, wrong in other.items()
+        )
+    )
     if any(other.values()):
         raise RuntimeError(f"the weights differ: {found}")
 
 
 def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault: str = "") -> str:
-    """A hash of the weights after `raytrain fit` of `size` processes on the first GPU.
+    """Runs `raytrain fit` in `size` processes on the first GPU; returns a hash of the weights.
 
     Args:
-        fault: the point at which a process is killed; nothing is returned then.
+        fault: the point at which a process is killed; "" for none.
     """
     command = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--storage", storage]
     command += ["--name", name, "--steps", str(steps), "--limit-eval-batches", "2"]
@@ -163,13 +167,13 @@ def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault:
 
 
 def weights(run: Path) -> str:
-    """A hash of those of the newest checkpoint."""
+    """Returns a hash of the weights in the newest checkpoint."""
     newest = max(run.rglob("model.safetensors"), key=lambda file: file.stat().st_mtime)
     return hashlib.sha256(newest.read_bytes()).hexdigest()[:12]
 
 
 def nccl(options: Options) -> None:
-    """Groups of one rank that are aborted, as a worker does whose peer has died."""
+    """Aborts and re-creates groups of one rank, like a worker whose peer has died."""
     from raytrain_ddp.training.runtime.connections import Connections, let_go
     from raytrain_ddp.training.runtime.nccl_settings import set_for_replacing
     from raytrain_ddp.training.runtime.torch_compat import end_group
@@ -219,7 +223,7 @@ def _used() -> tuple[int, ...]:
 
 
 def first(options: Options) -> None:
-    """When the first step was done, by the monotonic clock, and its loss."""
+    """Prints when the first step was done, by the monotonic clock, and its loss."""
     done: list[float] = []
 
     def hear(event: Any) -> None:
@@ -231,7 +235,7 @@ def first(options: Options) -> None:
 
 
 def on_ray(options: Options) -> None:
-    """`raytrain fit` on a Ray of its own, beside one without."""
+    """Compares `raytrain fit` on a new Ray with a run without Ray."""
     storage, wheels = options["storage"], options["wheels"]
     if wheels:
         target = f"{storage}/site"
@@ -246,7 +250,7 @@ def on_ray(options: Options) -> None:
         subprocess.run([*command, "--epochs", "2", "--scaling.use-gpu", "true", *flags], check=True)
         found.append((weights(Path(storage) / name), time.monotonic() - began))
     (on_ray, ray_s), (alone, alone_s) = found
-    same = "same bits" if on_ray == alone else "OTHER BITS"
+    same = "same bits" if on_ray == alone else "DIFFERENT BITS"
     say(f"two epochs of digits in {ray_s:.1f} s, --local {alone_s:.1f} s: {same}")
     if on_ray != alone:
         raise RuntimeError("the weights differ")
@@ -322,7 +326,7 @@ def threads(world_size: int) -> int:
 
 
 def trained(options: Options, hear: Callable[[Any], None]) -> tuple[TrainConfig, World]:
-    """Trains; `hear` gets the events."""
+    """Trains, and passes the events to `hear`."""
     config = config_of(options, int(os.environ.get("WORLD_SIZE", "1")))
     world = join_world(config.scaling)
     task = ImageClassification(config) if options.get("from_disk") else InMemory(config)
@@ -332,7 +336,7 @@ def trained(options: Options, hear: Callable[[Any], None]) -> tuple[TrainConfig,
 
 
 def ours(options: Options) -> None:
-    """`train`: images/s, MFU, the split of a step, peak memory."""
+    """Measures `train`: images/s, MFU, the split of a step, peak memory."""
     events: list[Any] = []
     config, world = trained(options, events.append)
     if not world.is_main:
@@ -348,7 +352,7 @@ def ours(options: Options) -> None:
         _rate(steps * config.batch_size / took_s, world.size),
         f"MFU {timing.mfu:.1%}" if timing.mfu and timing.mfu == timing.mfu else "",
         f"{timing.peak_memory_bytes / 2**30:.1f} GiB",
-        "ms a step: "
+        "ms per step: "
         + ", ".join(f"{phase} {1e3 * s:.1f}" for phase, s in split.most_common() if s >= 5e-5),
     ]
     say("; ".join(part for part in parts if part))
@@ -445,11 +449,11 @@ def loader(options: Options) -> None:
     steps.close()
     per_core = (warm_up + count) * config.batch_size / spent_s
     rate = _rate(count * config.batch_size / took_s)
-    say(f"{rate} on {threads(1)} CPUs; {per_core:.0f} a CPU second")
+    say(f"{rate} on {threads(1)} CPUs; {per_core:.0f} per CPU second")
 
 
 def waits(options: Options) -> None:
-    """Where the host waits for the GPU between the warm-up and the end, as torch says."""
+    """Reports where the host waits for the GPU after the warm-up, according to torch."""
     found: Counter[str] = Counter()
     seen = [0]
 
@@ -472,7 +476,7 @@ def waits(options: Options) -> None:
 
 
 def checkpoint(options: Options) -> None:
-    """See checkpoint_ways.py; AdamW's state is twice the weights."""
+    """Measures a checkpoint as checkpoint_ways.py does; AdamW's state is twice the weights."""
     from checkpoint_ways import measure
 
     folder = Path(options["storage"]) / options["name"]
