@@ -1,4 +1,4 @@
-"""Classes of the rows of a table, from its columns of numbers, with a multilayer perceptron.
+"""Classifies the rows of a table by its numeric columns, with a multilayer perceptron.
 
     python -m raytrain_ddp.fit examples/tabular.toml --data.source table.csv --data.label-column y
 
@@ -27,13 +27,15 @@ from raytrain_ddp.errors import ConfigError, DataError
 
 
 class Standardized(nn.Module):
-    """Columns with mean 0 and variance 1 in the training rows, (n, columns) -> the same. Part of
-    the model, so that its weights are all that is needed to use it."""
+    """Standardizes columns to mean 0 and variance 1 over the training rows.
+
+    The shape stays (n, columns). As it is part of the model, the weights suffice to use it.
+    """
 
     def __init__(self, rows: np.ndarray) -> None:
         super().__init__()
         mean, spread = rows.mean(0), rows.std(0)
-        # The bound of scikit-learn's StandardScaler: a smaller variance is the rounding of a sum.
+        # The bound of scikit-learn's StandardScaler: a smaller variance is rounding error.
         rounding = len(rows) * np.finfo(np.float64).eps
         self.is_constant = spread**2 <= rounding * spread**2 + (rounding * mean) ** 2
         self.register_buffer("mean", torch.from_numpy(mean))
@@ -44,7 +46,8 @@ class Standardized(nn.Module):
 
 
 class Tabular(Task):
-    """
+    """Predicts the class of each row.
+
     Args:
         hidden: units of each hidden layer, such as "100" or "64,64".
     """
@@ -149,7 +152,7 @@ def read(source: str) -> pa.Table:
         return csv.read_csv(source, parse_options=csv.ParseOptions(delimiter=tab))
     except (OSError, pa.ArrowInvalid) as error:
         why = str(error).partition("\n")[0]
-        raise DataError(f"{source}: not a table that can be read: {why}") from None
+        raise DataError(f"{source}: cannot be read as a table: {why}") from None
 
 
 def numbers(column: pa.ChunkedArray) -> bool:
@@ -189,6 +192,6 @@ def columns(
             raise DataError(f"{source}, row {row}: column {name!r} is {values[row]!r}.")
         found.append(values)
     labels = found.pop()
-    if labels.dtype == object:  # the same text may be composed of other code points
+    if labels.dtype == object:  # the same text may have different code points
         labels = np.array([normalize("NFC", text) for text in labels])
     return np.stack([values.astype(np.float64) for values in found], 1), labels

@@ -236,7 +236,7 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
     column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
-    # As in earlier versions: whole numbers without quotes if all labels are.
+    # As in earlier versions: no quotes if all labels are whole numbers.
     bare = all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels)
     digest = sha256()
     for *place, label in zip(*rows.values(), labels, strict=True):
@@ -250,8 +250,8 @@ def _made(at: Opened, columns: Columns) -> Any:
 
 
 def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
-    """(key, members) of each sample. Links to other members are followed; members that belong to
-    no sample are added to `left_out`."""
+    """Yields (key, members) of each sample. Follows links to other members; adds members that
+    belong to no sample to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
     files: dict[str, tarfile.TarInfo] | None = None  # by name, if there are links
     with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -272,7 +272,8 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
                 continue
             if found.issparse():
                 raise DataError(
-                    f"{name}, {member.name}: is stored as a sparse file: make it without tar -S."
+                    f"{name}, {member.name}: is stored as a sparse file: make the "
+                    "archive without tar -S."
                 )
             suffix = parts[2].lower()
             if members and parts[1] != key:
