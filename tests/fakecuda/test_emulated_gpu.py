@@ -178,6 +178,7 @@ MAY_WAIT = {
     "tasks/model_parts.py nonfinite": "a checkpoint",
     "checkpoint/snapshot.py take": "a checkpoint",
     "training/steps/replica_check.py _differing": "the check of weights, with a checkpoint",
+    "training/gradients/reduction.py counted": "DDP's own forward pass, which times its buckets",
     "training/metrics/metric_states.py _to_cpu": "the end of an evaluation",
     "training/metrics/metric_states.py values": "the end of an evaluation",
 }
