@@ -712,7 +712,9 @@ LEFTOVERS = [
     *(".DS_Store", "._0.png", ".AppleDouble/", ".Spotlight-V100/", ".fseventsd/", "__MACOSX/"),
     *("Thumbs.db", "desktop.ini", "$RECYCLE.BIN/", "System Volume Information/", "~$x.png"),
     *("@eaDir/", "@tmp/", "#recycle/", ".Trash-1000/", "lost+found/", ".nfs00000000000a1b2c.png"),
-    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/"),
+    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/", ".svn/", "CVS/", "_gsdata_/"),
+    *("@Recently-Snapshot/", "~snapshot/", ".snapshot/", "@SynoResource/", "found.000/"),
+    *("RECYCLER/", "Network Trash Folder/", "Temporary Items/"),
 ]
 
 

@@ -21,9 +21,12 @@ from raytrain_ddp.errors import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
-_LEFTOVER = re.compile(  # hidden; of macOS, Python, Windows, ext4; of Synology and QNAP
-    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN"
-    r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
+_OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control; network drives
+    r"\._.*|\.DS_Store|\.AppleDouble|\.Spotlight-V100|\.fseventsd|\.Trash.*|__MACOSX"
+    r"|Network Trash Folder|Temporary Items|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|~\$.*"
+    r"|\$RECYCLE\.BIN|RECYCLER|System Volume Information|found\.\d{3}|lost\+found|\.nfs\w+"
+    r"|__pycache__|\.ipynb_checkpoints|\.git|\.svn|CVS|[@#.](?:tmp|__thumb|recycle|snapshot)"
+    r"|@eaDir|@SynoResource|@Recently-Snapshot|~snapshot|_gsdata_",
     re.IGNORECASE,
 )
 LEFT_OUT = "hidden or left by a system"
@@ -34,16 +37,23 @@ _READ_BYTES = 2**16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
+def is_of_a_system(path: str) -> bool:
+    """Whether a part of the path was left by an operating system, a file manager or a network
+    drive."""
+    return any(map(_OF_A_SYSTEM.fullmatch, path.split("/")))
+
+
 def leftover_in(path: str, kept: Collection[str] = ()) -> str:
-    """The path down to its first file or folder that is hidden or was left by an operating system,
-    a file manager or a network drive; "" if there is none.
+    """The path down to its first file or folder that is hidden or `is_of_a_system`; "" if there is
+    none.
 
     Args:
         kept: names that are data nevertheless, such as those of ``data.classes``.
     """
     parts = path.split("/")
     for place, name in enumerate(parts):
-        if _LEFTOVER.match(name) and name not in (*kept, ".", ".."):
+        is_leftover = name.startswith(".") or is_of_a_system(name)
+        if is_leftover and name not in (*kept, ".", ".."):
             return "/".join(parts[: place + 1])
     return ""
 

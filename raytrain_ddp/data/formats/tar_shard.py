@@ -26,7 +26,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_of_a_system
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -41,12 +41,12 @@ from raytrain_ddp.files import replace_with
 _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
 _GROUP_BYTES = 8 * 2**20
-_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and suffix
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")  # key and suffix
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
 _NAMES = "__name__"  # the column of the members' names
-_VERSION = 2  # of the index
+_VERSION = 3  # of the index
 
 Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
@@ -236,12 +236,11 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
     column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
-    # As in earlier versions: whole numbers without quotes if all labels are.
-    bare = all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels)
+    if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
+        labels = [*map(int, labels)]  # in the digest only, as in earlier versions
     digest = sha256()
-    for *place, label in zip(*rows.values(), labels, strict=True):
-        shown = label if bare else repr(label)
-        digest.update(f"({', '.join(map(repr, place))}, {shown})\n".encode())
+    for row in zip(*rows.values(), labels, strict=True):
+        digest.update(f"{row}\n".encode())
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
     columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
     table = pa.table({**columns_of, "label": column})
@@ -267,7 +266,7 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
                 found = files.get(normpath(join(folder, member.linkname)))
             if found and found is not member and normpath(found.name) == normpath(member.name):
                 found = None  # packed twice, which makes the second one a link to the first
-            if _META.match(member.name) or leftover_in(member.name) or not (parts and found):
+            if _META.match(member.name) or is_of_a_system(member.name) or not (parts and found):
                 left_out += [] if member.isdir() else [member.name]
                 continue
             if found.issparse():
@@ -324,7 +323,7 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
     try:
         if suffix not in members:
             return json.loads(content)[columns.label]
-        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        return content.decode("utf-8-sig").strip()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(

@@ -189,6 +189,9 @@ def test_text_is_the_same_class_in_each_format(spelling: str, reader: str, tmp_p
     labels, classes = TEXTS[spelling]
     folder, fields = written(tmp_path, reader, labels)
     found = splits(folder, **fields)
+    if reader.startswith("tar .") and reader != "tar .json":  # lines of their own
+        labels = [label.strip() for label in labels]
+        classes = [name for name in classes if name == name.strip()]
     if reader == "folders":  # in the order of torchvision's ImageFolder
         classes = sorted(classes)
     assert found.class_names == classes

@@ -8,6 +8,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,8 @@ LEFT_OUT: Mapping[str, tuple[Any, int]] = {
     "AppleDouble": (("._a.png", b"x"), 1),
     "macOS": (("__MACOSX/a.png", b"x"), 1),
     "a NAS": (("./@eaDir/a.png", b"x"), 1),
+    "a hidden file": (("x/.000.png", b"x"), 1),
+    "version control": (("CVS/a.png", b"x"), 1),
     "no suffix": (("README", b"x"), 1),
 }
 
@@ -326,6 +329,47 @@ def test_members_that_are_no_data_are_counted_in_one_note(kind: str, tmp_path: P
     name = member.name if isinstance(member, tarfile.TarInfo) else member[0]
     notes = [note for note in splits_of(tmp_path / "x.tar").notes if "not used" in note]
     assert [name in note for note in notes] == [True] * count
+
+
+@pytest.mark.parametrize("folder", [".NET", ".data", "x/.cache/y", "."])
+def test_members_in_hidden_folders_are_data(folder: str, tmp_path: Path):
+    opened = splits_of(tar(tmp_path / "x.tar", [(f"{folder}/{name}", c) for name, c in TWO]))
+    assert all_rows(opened.train) == [(png(1), "0"), (png(2), "1")]
+    assert not [note for note in opened.notes if "not used" in note]
+    path = tar(tmp_path / "y.tar", [(f"#recycle/{name}", c) for name, c in TWO])
+    with pytest.raises(DataError, match=r"0 rows\. Not used: #recycle/a\.png"):
+        splits_of(path)
+
+
+LABELS: Mapping[str, tuple[list[bytes], list[str], list[Any]]] = {
+    # name: (members, labels, as the digest of the index has had them from the first version on)
+    "white space": ([b"7", b"7 ", b" 8", b"8\n\n"], ["7", "7", "8", "8"], [7, 7, 8, 8]),
+    "zeros": ([b"000", b"+1\r\n", b"-0"], ["000", "+1", "-0"], [0, 1, 0]),
+    "text": ([b" cat\t", b"1", b"dog\n"], ["cat", "1", "dog"], ["cat", "1", "dog"]),
+    "floats": ([b"1.0", b"2"], ["1.0", "2"], ["1.0", "2"]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_and_fingerprints_of_tar_files_are_those_of_earlier_versions(
+    kind: str, tmp_path: Path
+):
+    contents, labels, recorded = LABELS[kind]
+    members = [
+        member
+        for row, content in enumerate(contents)
+        for member in ((f"{row}.png", png(row)), (f"{row}.cls", content))
+    ]
+    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    assert [label for _, label in all_rows(source)] == labels
+    with tarfile.open(tmp_path / "x.tar") as file:
+        images = [member for member in file if member.name.endswith("png")]
+        size = (tmp_path / "x.tar").stat().st_size
+    index = sha256()
+    for member, label in zip(images, recorded, strict=True):
+        index.update(f"{(member.name, member.offset_data, member.size, label)}\n".encode())
+    expected = sha256(f"x.tar {size} {index.hexdigest()}\n".encode())
+    assert source.fingerprint() == expected.hexdigest()
 
 
 @pytest.mark.parametrize("form", ["gnu", "posix"])
