@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.data.formats.labels import some_names
+from raytrain_ddp.data.formats.labels import some_names, were_numbers
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.runtime.world import World, broadcast
@@ -88,16 +88,27 @@ class RunIdentity:
             return ""
         if kept["eval"] != self.eval:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
-        if kept["classes"] and kept["classes"] != list(self.classes):
+        names, mine = kept["classes"], list(self.classes)
+        if names and names != mine and not were_numbers(names, mine):
+            is_spelling = {*names} != {*mine} and {*map(_value, names)} == {*map(_value, mine)}
+            why = "The data are the same, but this version reads these labels as text: "
             raise DataError(
-                f"the training data have {some_names(self.classes)}; {checkpoint.name} has "
-                f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
-                "--name."
+                f"the training data have {some_names(mine)}; {checkpoint.name} has "
+                f"{some_names(names)}. {why if is_spelling else 'Restore them, or '}start a new "
+                "run with another --name."
             )
         changed = user_code.changed(document.get(_CODE, {}), self.code)
         new = "The run continues with the new code."
         since = f"has changed since {checkpoint.name} was saved"
         return f"the code of {changed} {since}. {new}" if changed else ""
+
+
+def _value(name: str) -> float | str:
+    """What earlier versions read from a CSV or tar file."""
+    try:
+        return float(name)
+    except ValueError:
+        return name.casefold()
 
 
 def _names(given: Any) -> tuple[str, ...]:

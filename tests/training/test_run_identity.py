@@ -75,6 +75,36 @@ def test_fault_29_the_data_set_that_differs_is_named(now: RunIdentity, reported:
     assert "another --name" in str(caught.value)
 
 
+NUMBERS = ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reported"),
+    [
+        (NUMBERS, ("zebra", "ant"), ""),
+        (NUMBERS, ("10", "ant"), ""),
+        (NUMBERS, ("1", "0"), "Restore them"),
+        (NUMBERS, ("0.0", "1.0"), "this version reads these labels as text"),
+        (("0", "1", "2"), ("zebra", "ant"), "Restore them"),
+        (("1", "2"), ("1.0", "2.0"), "this version reads these labels as text"),
+        (("0", "1"), ("000", "1"), "this version reads these labels as text"),
+        (("1",), ("01", "1"), "this version reads these labels as text"),
+        (("False", "True"), ("false", "true"), "this version reads these labels as text"),
+    ],
+)
+def test_runs_of_versions_that_read_numbers_from_the_same_data(
+    before: tuple[str, ...], now: tuple[str, ...], reported: str
+):
+    checkpoint = checkpoint_of(replace(BEFORE, classes=before))
+    if not reported:
+        replace(BEFORE, classes=now).require_same(checkpoint)
+        return
+    with pytest.raises(DataError) as caught:
+        replace(BEFORE, classes=now).require_same(checkpoint)
+    assert reported in str(caught.value)
+    assert ("Restore" in str(caught.value)) == ("Restore" in reported)
+
+
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():
     before = RunIdentity.of(TRAIN, None, TaskWithClasses())
     with pytest.raises(DataError, match=r"evaluation data .* differ from .* made without"):
