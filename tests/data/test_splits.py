@@ -744,6 +744,22 @@ def test_leftovers_of_systems_are_noted_and_are_no_data(name: str, tmp_path: Pat
     assert len(found_at(files / "sub" / rows, train_split="train").train.paths) == 1
 
 
+def test_a_glob_of_hidden_files_matches_them(tmp_path: Path):
+    files = (".v1.parquet", ".v2.parquet", ".x/a.parquet", "v.parquet", "@eaDir/a.parquet")
+    write(tmp_path / "files", *files)
+    for name in files:
+        fsspec.filesystem("memory").pipe(f"/dots/{name}", b"")
+    for source in (str(tmp_path / "files"), "memory://dots"):
+        for pattern, expected in (
+            (".v*.parquet", 2),
+            (".x/*", 1),
+            (".*/*", 1),
+            ("*", 1),
+            ("**", 1),
+        ):
+            assert len(found_at(f"{source}/{pattern}").train.paths) == expected, pattern
+
+
 def test_each_unused_file_is_in_one_note(tmp_path: Path):
     files = [f"{split}/{name}/0.png" for split in ("train", "val") for name in ("cat", "dog")]
     extra = ("train/metadata.csv", "notes.txt", "train/cat/notes.txt", "train/0.png", "val/0.png")

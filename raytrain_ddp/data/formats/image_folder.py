@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from stat import S_ISDIR, S_ISREG
 
@@ -48,12 +49,15 @@ def leftover_in(path: str, kept: Collection[str] = ()) -> str:
     none.
 
     Args:
-        kept: names that are data nevertheless, such as those of ``data.classes``.
+        kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
+            hidden ones.
     """
     parts = path.split("/")
     for place, name in enumerate(parts):
         is_leftover = name.startswith(".") or is_of_a_system(name)
-        if is_leftover and name not in (*kept, ".", ".."):
+        globs = [each for each in kept if each.startswith(".")]
+        is_kept = name in (*kept, ".", "..") or any(fnmatchcase(name, each) for each in globs)
+        if is_leftover and not is_kept:
             return "/".join(parts[: place + 1])
     return ""
 

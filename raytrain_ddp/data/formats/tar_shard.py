@@ -45,10 +45,11 @@ _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")  # key and suffix
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
+_MOST_LINKS = 40  # in a row, as in Linux
 _NAMES = "__name__"  # the column of the members' names
 _VERSION = 3  # of the index
 
-Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
+Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix; or of a file, by name
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class TarShard(Shard):
         return list(json.loads(self._index.schema.metadata[b"left_out"]))
 
     def where_in(self, group: int, place: int) -> str:
-        return f"{self.name}, {self._rows(group)['name'][place].as_py()}"
+        name = self._rows(group)["name"][place].as_py()
+        links = (each for each in self.left_out if each.startswith(f"{name}.") and "->" in each)
+        return f"{self.name}, {next(links, name)}"
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         return pa.concat_tables([self._read_group(group, columns) for group in groups])
@@ -252,7 +255,8 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
     """(key, members) of each sample. Links to other members are followed; members that belong to
     no sample are added to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
-    files: dict[str, tarfile.TarInfo] | None = None  # by name, if there are links
+    files: Members | None = None  # by name, if there are links
+    followed = set[str]()  # what they lead to
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
@@ -260,14 +264,16 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
             found: tarfile.TarInfo | None = member if member.isreg() else None
-            if member.islnk() or member.issym():
-                files = _files_in(at.path) if files is None else files
-                folder = dirname(member.name) if member.issym() else ""
-                found = files.get(normpath(join(folder, member.linkname)))
-            if found and found is not member and normpath(found.name) == normpath(member.name):
-                found = None  # packed twice, which makes the second one a link to the first
+            lost = "" if member.isdir() else member.name
+            if member.linkname:
+                files = _members_of(at.path) if files is None else files
+                found = _target(member, files)
+                if found and normpath(found.name) == normpath(member.name):
+                    found = None  # packed twice, which makes the second one a link to the first
+                lost = "" if found else f"{lost} -> {member.linkname}"
+                followed.add(normpath(found.name if found else ""))
             if _META.match(member.name) or is_of_a_system(member.name) or not (parts and found):
-                left_out += [] if member.isdir() else [member.name]
+                left_out += [lost] if lost else []
                 continue
             if found.issparse():
                 raise DataError(
@@ -287,13 +293,26 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             raise DataError(
                 f"{name}: truncated or damaged at byte {tar.offset}, after {key or 'its start'}."
             )
+    left_out[:] = [each for each in left_out if normpath(each) not in followed]
     if members:
         yield key, members
 
 
-def _files_in(path: str) -> dict[str, tarfile.TarInfo]:
+def _members_of(path: str) -> Members:
+    """By name; a file rather than a link of the same name."""
     with tarfile.open(path, "r:") as tar:
-        return {normpath(member.name): member for member in tar if member.isreg()}
+        return {normpath(m.name): m for m in sorted(tar, key=tarfile.TarInfo.isreg)}
+
+
+def _target(member: tarfile.TarInfo, of: Members) -> tarfile.TarInfo | None:
+    """The file that a link leads to, maybe by others; None: there is none."""
+    found: tarfile.TarInfo | None = member
+    for _ in range(_MOST_LINKS):
+        if found is None or not found.linkname:
+            return found if found and found.isreg() else None
+        folder = dirname(found.name) if found.issym() else ""
+        found = of.get(normpath(join(folder, found.linkname)))
+    return None
 
 
 def _image_suffix(where: str, members: Members, columns: Columns) -> str:

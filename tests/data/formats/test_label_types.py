@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -289,8 +290,9 @@ def test_a_quotation_mark_that_is_not_closed_is_refused(tmp_path: Path):
     write_list(tmp_path / "lists/train.csv", ["a", "b", "c", '"a', "b", "a"])
     with pytest.raises(DataError, match=r"train\.csv, row 3: a quotation mark is not closed"):
         splits(tmp_path / "lists")
-    write_list(tmp_path / "lists/train.csv", ['5" disk', "b"])
-    assert named(splits(tmp_path / "lists"))[0] == ['5" disk', "b"]
+    write_list(tmp_path / "lists/train.csv", ['5" disk', '"a" big', '"x" "y"', "b"])
+    texts = pd.read_csv(tmp_path / "lists/train.csv")["label"].tolist()
+    assert named(splits(tmp_path / "lists"))[0] == texts == ['5" disk', "a big", 'x "y"', "b"]
 
 
 @pytest.mark.parametrize("reader", ["json", "tar .json"])
@@ -341,6 +343,21 @@ def test_lists_of_named_labels_are_mapped_by_name(notation: str, tmp_path: Path)
     assert found.train.labels().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert found.eval is not None
     assert found.eval.labels().tolist() == [[0, 1, 0], [1, 0, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "row"),
+    [
+        ([["a", 1], ["a"], ["a", "b"], []], 0),
+        ([["a"], ["b"], [], ["a", "b"], [1]], 4),
+        ([["a"], ["b"], "c"], 2),
+        ([["a"], None, 1, ["b"]], 2),
+    ],
+)
+def test_the_odd_one_of_lists_of_labels_is_named(labels: list[Any], row: int, tmp_path: Path):
+    folder, _ = written(tmp_path, "json", labels)
+    with pytest.raises(DataError, match=f"row {row}: label .* has another type"):
+        splits(folder, target_columns=("label",))
 
 
 def test_null_in_a_list_is_not_the_class_none(tmp_path: Path):

@@ -288,6 +288,18 @@ LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
     "hard links": [*TWO, special("c.png", LINK, "a.png"), special("c.cls", LINK, "b.cls")],
     "symlinks": [*TWO, special("d/c.png", SYMLINK, "../a.png"), special("d/c.cls", LINK, "b.cls")],
     "symlinks to what follows": [special("c.png", SYMLINK, "./a.png"), ("c.cls", b"1"), *TWO],
+    "a hard link to a symlink": [
+        *TWO,
+        *(special("s", SYMLINK, "a.png"), special("c.png", LINK, "s"), ("c.cls", b"1")),
+    ],
+    "a symlink to a symlink": [
+        *(special("d/c.png", SYMLINK, "s"), ("d/c.cls", b"1")),
+        *(special("d/s", SYMLINK, "../a.png"), *TWO),
+    ],
+    "files without a suffix": [
+        *(("blobs/12", png(1)), special("a.png", SYMLINK, "blobs/12"), *TWO[1:]),
+        *(special("c.png", SYMLINK, "blobs/12"), ("c.cls", b"1")),
+    ],
     "names that begin with a dot": [
         *((f"./{name}", content) for name, content in TWO),
         *(special("./c.png", LINK, "./a.png"), ("./c.cls", b"1")),
@@ -319,6 +331,17 @@ LEFT_OUT: Mapping[str, tuple[Any, int]] = {
     "version control": (("CVS/a.png", b"x"), 1),
     "no suffix": (("README", b"x"), 1),
 }
+
+
+@pytest.mark.parametrize("targets", [["gone.png"], ["e.x", "c.png"], ["c.png"], ["/a.png"], ["."]])
+def test_a_link_that_leads_to_no_file_is_named_with_its_target(targets: list[str], tmp_path: Path):
+    links = [special(*each) for each in zip(("c.png", "e.x"), [SYMLINK] * 2, targets, strict=False)]
+    path = tar_of(tmp_path / "x.tar", *TWO, ("c.cls", b"1"), *links)
+    with pytest.raises(DataError, match=rf"x\.tar, c\.png -> {targets[0]}: not a readable image"):
+        splits_of(path)
+    opened = splits_of(path, bad_records="skip")
+    assert [note for note in opened.notes if f"c.png -> {targets[0]}" in note]
+    assert isinstance(opened.train.read(np.array([2]))[0][0], BadRecord)
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)
