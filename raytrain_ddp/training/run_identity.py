@@ -90,25 +90,15 @@ class RunIdentity:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
         names, mine = kept["classes"], list(self.classes)
         if names and names != mine and not were_numbers(names, mine):
-            is_spelling = {*names} != {*mine} and {*map(_value, names)} == {*map(_value, mine)}
-            why = "The data are the same, but this version reads these labels as text: "
             raise DataError(
-                f"the training data have {some_names(mine)}; {checkpoint.name} has "
-                f"{some_names(names)}. {why if is_spelling else 'Restore them, or '}start a new "
-                "run with another --name."
+                f"the training data are the same, but have {some_names(mine)}; {checkpoint.name} "
+                f"has {some_names(names)}. Restore data.classes or README.md; or, if this version "
+                "reads as text what was read as numbers, start a new run with another --name."
             )
         changed = user_code.changed(document.get(_CODE, {}), self.code)
         new = "The run continues with the new code."
         since = f"has changed since {checkpoint.name} was saved"
         return f"the code of {changed} {since}. {new}" if changed else ""
-
-
-def _value(name: str) -> float | str:
-    """What earlier versions read from a CSV or tar file."""
-    try:
-        return float(name)
-    except ValueError:
-        return name.casefold()
 
 
 def _names(given: Any) -> tuple[str, ...]:

@@ -79,30 +79,28 @@ NUMBERS = ("0", "1")
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "reported"),
+    ("before", "now", "are_same"),
     [
-        (NUMBERS, ("zebra", "ant"), ""),
-        (NUMBERS, ("10", "ant"), ""),
-        (NUMBERS, ("1", "0"), "Restore them"),
-        (NUMBERS, ("0.0", "1.0"), "this version reads these labels as text"),
-        (("0", "1", "2"), ("zebra", "ant"), "Restore them"),
-        (("1", "2"), ("1.0", "2.0"), "this version reads these labels as text"),
-        (("0", "1"), ("000", "1"), "this version reads these labels as text"),
-        (("1",), ("01", "1"), "this version reads these labels as text"),
-        (("False", "True"), ("false", "true"), "this version reads these labels as text"),
+        (NUMBERS, ("zebra", "ant"), True),
+        (NUMBERS, ("10", "ant"), True),
+        (NUMBERS, ("1", "0"), False),
+        (NUMBERS, ("0.0", "1.0"), False),
+        (("0", "1", "2"), ("zebra", "ant"), False),
+        (("1", "2"), ("1.0", "2.0"), False),
+        (NUMBERS, ("000", "1"), False),
+        (("1",), ("01", "1"), False),
+        (("False", "True"), ("false", "true"), False),
     ],
 )
 def test_runs_of_versions_that_read_numbers_from_the_same_data(
-    before: tuple[str, ...], now: tuple[str, ...], reported: str
+    before: tuple[str, ...], now: tuple[str, ...], are_same: bool
 ):
     checkpoint = checkpoint_of(replace(BEFORE, classes=before))
-    if not reported:
+    if are_same:
         replace(BEFORE, classes=now).require_same(checkpoint)
         return
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="data are the same, but have .*reads as text"):
         replace(BEFORE, classes=now).require_same(checkpoint)
-    assert reported in str(caught.value)
-    assert ("Restore" in str(caught.value)) == ("Restore" in reported)
 
 
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():

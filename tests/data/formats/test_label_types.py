@@ -76,6 +76,7 @@ TEXTS: Mapping[str, tuple[list[str], list[str]]] = {
     "decimals": (["1.0", "1", "1.1"], ["1", "1.0", "1.1"]),
     "exponents": (["1e3", "1000", "1E3"], ["1000", "1E3", "1e3"]),
     "signs": (["+1", "-1", "1"], ["+1", "-1", "1"]),
+    "a negative number among words": (["-1", "cat", "dog"], ["-1", "cat", "dog"]),
     "minus zero": (["-0", "0"], ["-0", "0"]),
     "booleans": (["true", "True", "FALSE"], ["FALSE", "True", "true"]),
     "words for nothing": (["NA", "null", "None", "nan"], ["NA", "None", "nan", "null"]),
