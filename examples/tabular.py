@@ -8,6 +8,7 @@ those of `--data.eval-source`. Columns that only number the rows are left out, w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import compress, pairwise
 from pathlib import Path
@@ -24,6 +25,10 @@ from torch.nn.functional import cross_entropy
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig
 from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.errors import ConfigError, DataError
+
+NUMBER = re.compile(r"[+-]?\d*\.?\d+(?:e[+-]?\d+)?", re.ASCII)
+UNNAMED = re.compile(r"|Unnamed: .*|__index_level_\d+__")  # an index that pandas has stored
+OF_ROWS = re.compile(r"index|level_\d+|row|(?:.*[_ ])?id", re.IGNORECASE)
 
 
 class Standardized(nn.Module):
@@ -60,25 +65,28 @@ class Tabular(Task):
             rule = "must be numbers above 0, separated by commas"
             raise ConfigError(f"task_options.hidden = {hidden!r}: {rule}.")
         data, self.notes = config.data, list[str]()
-        table = read(data.source)
+        table = read(data.source, data.label_column)
         names = self._features(table, data.source, data.label_column)
         x, labels = columns(table, data.source, names, data.label_column)
-        self.class_names = sorted({*labels.tolist()})
-        if labels.dtype.kind == "f" and len(self.class_names) > len(labels) / 2:
+        are_numbers = all(map(NUMBER.fullmatch, labels))
+        self.class_names = sorted({*labels}, key=lambda n: (float(n) if are_numbers else 0, n))
+        is_float = are_numbers and re.search("[.e]", "".join(labels))
+        if is_float and len(self.class_names) > len(labels) / 2:
             raise DataError(
                 f"{data.source}: column {data.label_column!r} has {len(self.class_names)} "
                 f"different numbers in {len(labels)} rows: classes are expected."
             )
         if len(self.class_names) < 2:
             raise DataError(f"{data.source}: all rows have the label {self.class_names[0]!r}.")
-        y = np.searchsorted(self.class_names, labels)
+        place = {name: number for number, name in enumerate(self.class_names)}.__getitem__
+        y = np.array([*map(place, labels)])
         if data.eval_source is not None:
-            other = read(data.eval_source)
+            other = read(data.eval_source, data.label_column)
             other_x, labels = columns(other, data.eval_source, names, data.label_column)
-            if unknown := {*labels.tolist()} - {*self.class_names}:
+            if unknown := {*labels} - {*self.class_names}:
                 known = f"the classes of the training data are {self.class_names}"
                 raise DataError(f"{data.eval_source}: labels {sorted(unknown)}; {known}.")
-            other_y = np.searchsorted(self.class_names, labels)
+            other_y = np.array([*map(place, labels)])
         elif data.holdout:
             kept = held_out(y, data.holdout, data.holdout_seed)
             other_x, other_y = x[kept], y[kept]
@@ -94,12 +102,11 @@ class Tabular(Task):
 
     def _features(self, table: pa.Table, source: str, label: str) -> list[str]:
         """The columns to learn from: not the label, nor those that number the rows."""
-        index = (table.schema.pandas_metadata or {}).get("index_columns", [])
         left_out = [
             name
             for name, column in zip(table.column_names, table.columns, strict=True)
             if name != label
-            and (name in index or not name or name.startswith("Unnamed: ") or numbers(column))
+            and (UNNAMED.fullmatch(name) or numbers(column, bool(OF_ROWS.fullmatch(name))))
         ]
         if left_out:
             shown = ", ".join(map(repr, left_out))
@@ -143,29 +150,33 @@ class Tabular(Task):
         return {"probability": logits.softmax(1), "logit": logits}
 
 
-def read(source: str) -> pa.Table:
+def read(source: str, label: str) -> pa.Table:
     suffix = Path(source).suffix.lower()
     try:
         if suffix == ".parquet":
             return parquet.read_table(source)
         tab = "\t" if suffix == ".tsv" else ","
-        return csv.read_csv(source, parse_options=csv.ParseOptions(delimiter=tab))
+        text = csv.ConvertOptions(column_types={label: pa.string()})
+        return csv.read_csv(source, None, csv.ParseOptions(delimiter=tab), text)
     except (OSError, pa.ArrowInvalid) as error:
         why = str(error).partition("\n")[0]
         raise DataError(f"{source}: cannot be read as a table: {why}") from None
 
 
-def numbers(column: pa.ChunkedArray) -> bool:
-    """Whether the values are consecutive whole numbers, in any order: one for each row."""
+def numbers(column: pa.ChunkedArray, is_of_rows: bool) -> bool:
+    """Whether the values are whole numbers, one for each row: consecutive in any order, at equal
+    steps in this order, or, if the name `is_of_rows`, just different ones."""
     if not pa.types.is_integer(column.type) or column.null_count or len(column) < 3:
         return False
-    return bool((np.diff(np.sort(column.to_numpy())) == 1).all())
+    steps, sorted_steps = (np.diff(each) for each in (column.to_numpy(), np.sort(column)))
+    are_equal = steps[0] != 0 and (steps == steps[0]).all()
+    return bool((sorted_steps == 1).all() or are_equal or (is_of_rows and sorted_steps.all()))
 
 
 def columns(
     table: pa.Table, source: str, names: list[str], label: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """The values, float64 (rows, columns), and the labels, (rows,)."""
+) -> tuple[np.ndarray, list[str]]:
+    """The values, float64 (rows, columns), and the texts of the labels, (rows,)."""
     for name in (label, *names):
         if table.column_names.count(name) != 1:
             there = f"the columns are {', '.join(table.column_names)}"
@@ -178,9 +189,8 @@ def columns(
         if column.null_count:
             raise DataError(f"{source}: column {name!r} has {column.null_count} nulls: fill them.")
         kind = column.type
-        is_number = any(
-            of(kind) for of in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-        )
+        checks = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+        is_number = any(check(kind) for check in checks)
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if not is_number and (name != label or not is_text):
             wanted = "one label in each row" if name == label else "numbers: encode or remove it"
@@ -191,7 +201,6 @@ def columns(
             row = int(bad.argmax())
             raise DataError(f"{source}, row {row}: column {name!r} is {values[row]!r}.")
         found.append(values)
-    labels = found.pop()
-    if labels.dtype == object:  # the same text may have different code points
-        labels = np.array([normalize("NFC", text) for text in labels])
+    # The same text may have different code points.
+    labels = [normalize("NFC", str(value)) for value in found.pop().tolist()]
     return np.stack([values.astype(np.float64) for values in found], 1), labels

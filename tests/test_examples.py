@@ -42,7 +42,7 @@ def trained(folder: Path, task: str, *flags: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_is_short(path: Path) -> None:
     """Without empty lines. Those with a recipe are complete tasks for a kind of data."""
-    most = 170 if path.stem in ("char_lm", "tabular") else 80
+    most = 175 if path.stem in ("char_lm", "tabular") else 80
     assert sum(1 for line in path.read_text().splitlines() if line.strip()) <= most
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from raytrain_ddp.data.discovery.file_listing import counted
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, files_below, is_image
+from raytrain_ddp.data.formats.labels import were_numbers
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
@@ -142,7 +143,8 @@ def _evaluation(model: LoadedModel) -> ImageSource:
     splits = open_splits(config, binary=binary)
     if splits.eval is None:
         raise ConfigError("the run has no evaluation data: give INPUT.")
-    if splits.class_names != model.class_names:
+    names = splits.class_names
+    if names != model.class_names and not were_numbers(model.class_names, names):
         raise DataError("the data of the run have other classes now: give INPUT.")
     return splits.eval
 

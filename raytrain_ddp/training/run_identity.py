@@ -9,7 +9,7 @@ from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.data.formats.labels import some_names
+from raytrain_ddp.data.formats.labels import some_names, were_numbers
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.runtime.world import World, broadcast
@@ -88,11 +88,12 @@ class RunIdentity:
             return ""
         if kept["eval"] != self.eval:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
-        if kept["classes"] and kept["classes"] != list(self.classes):
+        names, mine = kept["classes"], list(self.classes)
+        if names and names != mine and not were_numbers(names, mine):
             raise DataError(
-                f"the training data have {some_names(self.classes)}; {checkpoint.name} has "
-                f"{some_names(kept['classes'])}. Restore them, or start a new run with another "
-                "--name."
+                f"the training data are the same, but have {some_names(mine)}; {checkpoint.name} "
+                f"has {some_names(names)}. Restore data.classes or README.md; or, if this version "
+                "reads as text what was read as numbers, start a new run with another --name."
             )
         changed = user_code.changed(document.get(_CODE, {}), self.code)
         new = "The run continues with the new code."

@@ -109,6 +109,16 @@ SAME = {
     "train alone": ("train.parquet",),
     "one file of any name": ("photos.parquet",),
     "Hive's folders of other columns": ("year=2020/0.parquet", "year=2021/label=cat/0.parquet"),
+    "Hive's folders of classes": ("name=train/0.parquet", "name=car/0.parquet"),
+    "Hive's folders of labels": ("label=train/0.parquet", "label=apple/0.parquet"),
+    "Hive's folders of runs": ("run=test-3/0.parquet", "class=dev/0.parquet"),
+    "Hive's folders of a flag": ("test=1/0.parquet", "test=0/0.parquet"),
+    "Hive's folders of folds": ("fold=1/0.parquet", "fold=2/0.parquet"),
+    "a number after a keyword": ("train=0.parquet", "test=0.parquet"),
+    "an equals sign after a keyword": ("train_size=224.parquet", "val_size=224.parquet"),
+    "an equals sign in a folder": ("train_res=64/0.parquet", "val_res=64/0.parquet"),
+    "an equals sign and a dot": ("train-lr=0.1.parquet", "val-lr=0.1.parquet"),
+    "an equals sign in brackets": ("train (n=4).parquet", "test (n=4).parquet"),
     "files without names of splits": ("a.parquet", "b.parquet", "deep/er/c.parquet"),
     "one set of shards of any name": ("part-00000-of-00002.parquet", "part-00001-of-00002.parquet"),
     "plain": ("train.parquet", "test.parquet"),
@@ -244,11 +254,6 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
         ("subset=train/0.parquet", "subset=dev/0.parquet"),
         "they are merged",
         {"train": {"subset=train/0.parquet"}, "validation": {"subset=dev/0.parquet"}},
-    ),
-    "Hive's folders of a flag": (
-        ("test=1/0.parquet", "test=0/0.parquet"),
-        "they are merged",
-        {"test": {"test=1/0.parquet"}, "test=0": {"test=0/0.parquet"}},
     ),
     "Hive's folders of splits of any name": (
         ("split=a/0.parquet", "split=b/0.parquet"),
@@ -599,6 +604,12 @@ FOLDERS = {
         "split=train",
         "split=val",
     ),
+    "Hive's classes": (["label=apple/0.png", "label=train/0.png", "label=truck/0.png"], ".", None),
+    "an equals sign": (
+        ["train_size=64/a/0.png", "val_size=64/a/0.png"],
+        "train_size=64",
+        "val_size=64",
+    ),
     "train2017": (["train2017/a/0.png", "val2017/a/0.png"], "train2017", "val2017"),
     "before test": (["train/a/0.png", "val/a/0.png", "test/a/0.png"], "train", "val"),
     "nested": (["train/train/a/0.png", "train/val/a/0.png"], "train/train", "train/val"),
@@ -701,7 +712,9 @@ LEFTOVERS = [
     *(".DS_Store", "._0.png", ".AppleDouble/", ".Spotlight-V100/", ".fseventsd/", "__MACOSX/"),
     *("Thumbs.db", "desktop.ini", "$RECYCLE.BIN/", "System Volume Information/", "~$x.png"),
     *("@eaDir/", "@tmp/", "#recycle/", ".Trash-1000/", "lost+found/", ".nfs00000000000a1b2c.png"),
-    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/"),
+    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/", ".svn/", "CVS/", "_gsdata_/"),
+    *("@Recently-Snapshot/", "~snapshot/", ".snapshot/", "@SynoResource/", "found.000/"),
+    *("RECYCLER/", "Network Trash Folder/", "Temporary Items/"),
 ]
 
 
@@ -729,6 +742,22 @@ def test_leftovers_of_systems_are_noted_and_are_no_data(name: str, tmp_path: Pat
         assert [note for note in found.notes if "left by a system" in note]
     assert len(found_at(f"{files}/**").train.paths) == 1
     assert len(found_at(files / "sub" / rows, train_split="train").train.paths) == 1
+
+
+def test_a_glob_of_hidden_files_matches_them(tmp_path: Path):
+    files = (".v1.parquet", ".v2.parquet", ".x/a.parquet", "v.parquet", "@eaDir/a.parquet")
+    write(tmp_path / "files", *files)
+    for name in files:
+        fsspec.filesystem("memory").pipe(f"/dots/{name}", b"")
+    for source in (str(tmp_path / "files"), "memory://dots"):
+        for pattern, expected in (
+            (".v*.parquet", 2),
+            (".x/*", 1),
+            (".*/*", 1),
+            ("*", 1),
+            ("**", 1),
+        ):
+            assert len(found_at(f"{source}/{pattern}").train.paths) == expected, pattern
 
 
 def test_each_unused_file_is_in_one_note(tmp_path: Path):

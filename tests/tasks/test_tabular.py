@@ -52,7 +52,8 @@ def test_a_table_is_read_as_by_pandas(suffix: str, kind: str, tmp_path: Path):
     if kind != "text":
         table["label"] = (table["label"] == "yes").astype(bool if kind == "boolean" else int)
     task = Tabular(config_of(written(tmp_path / f"t{suffix}", table)))
-    assert task.class_names == sorted(table["label"].unique().tolist())
+    table["label"] = table["label"].map(str)
+    assert task.class_names == sorted(table["label"].unique())
     train, rest = (
         data.source.read(np.arange(data.rows)) for data in (task.train_data(), task.eval_data())
     )
@@ -136,6 +137,10 @@ def shuffled(rows: int) -> pd.DataFrame:
         (lambda t, path: t.to_csv(f"{path}.csv", index_label="Unnamed: 0"), "'Unnamed: 0'"),
         (lambda t, path: t.to_csv(f"{path}.csv", index_label="row"), "'row'"),
         (lambda t, path: t.assign(row=t.index + 1).to_parquet(f"{path}.parquet"), "'row'"),
+        (lambda t, path: t[t.b > 0].to_csv(f"{path}.csv", index_label="index"), "'index'"),
+        (lambda t, path: t[t.b > 0].to_csv(f"{path}.csv", index_label="level_0"), "'level_0'"),
+        (lambda t, path: t.assign(user_id=t.index**2).to_csv(f"{path}.tsv", sep="\t"), "'user_id'"),
+        (lambda t, path: t.assign(n=range(9, 369, 3)).to_csv(f"{path}.csv", index=False), "'n'"),
         (lambda t, path: t.to_csv(f"{path}.csv", index=False), ""),
         (lambda t, path: t.reset_index(drop=True).to_parquet(f"{path}.parquet"), ""),
     ],
@@ -160,6 +165,37 @@ def test_a_column_that_is_constant_in_the_training_rows_is_not_scaled_by_roundin
     assert task.model()[0](x)[:, 2].abs().max() < 1
     (note,) = task.notes
     assert "'c'" in note
+
+
+@pytest.mark.parametrize("name", ["age", "id"])
+def test_an_index_of_pandas_that_is_a_column_of_the_data_is_learned_from(name: str, tmp_path: Path):
+    table = frame().assign(**{name: [20, 30, 20, 41] * 30}).set_index(name)
+    table.to_parquet(tmp_path / "t.parquet")
+    task = Tabular(config_of(tmp_path / "t.parquet"))
+    assert task.train_data().source.read(np.arange(5))["x"].shape == (5, 4)
+    assert not [note for note in task.notes if "left out" in note]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["07", "7", "8"], ["07", "7", "8"]),
+        (["1.0", "1", "2"], ["1", "1.0", "2"]),
+        (["true", "True", "false"], ["True", "false", "true"]),
+        (["10", "9", "-1"], ["-1", "9", "10"]),
+        (["nan", "1", "NA"], ["1", "NA", "nan"]),
+        (["0.5", "10.5", "2.5"], ["0.5", "2.5", "10.5"]),
+    ],
+)
+def test_labels_in_text_files_are_texts(labels: list[str], classes: list[str], tmp_path: Path):
+    table = frame().assign(label=labels * 40)
+    source = written(tmp_path / "t.csv", table)
+    rest = written(tmp_path / "e.tsv", table[table["label"] == labels[1]])
+    task = Tabular(config_of(source, holdout=0.0, eval_source=str(rest)))
+    assert task.class_names == classes
+    codes = task.train_data().source.read(np.arange(120))["y"]
+    assert [classes[code] for code in codes] == labels * 40
+    assert set(task.eval_data().source.read(np.arange(40))["y"]) == {classes.index(labels[1])}
 
 
 def test_a_missing_label_is_not_a_class(tmp_path: Path):

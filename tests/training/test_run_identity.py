@@ -75,6 +75,34 @@ def test_fault_29_the_data_set_that_differs_is_named(now: RunIdentity, reported:
     assert "another --name" in str(caught.value)
 
 
+NUMBERS = ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "are_same"),
+    [
+        (NUMBERS, ("zebra", "ant"), True),
+        (NUMBERS, ("10", "ant"), True),
+        (NUMBERS, ("1", "0"), False),
+        (NUMBERS, ("0.0", "1.0"), False),
+        (("0", "1", "2"), ("zebra", "ant"), False),
+        (("1", "2"), ("1.0", "2.0"), False),
+        (NUMBERS, ("000", "1"), False),
+        (("1",), ("01", "1"), False),
+        (("False", "True"), ("false", "true"), False),
+    ],
+)
+def test_runs_of_versions_that_read_numbers_from_the_same_data(
+    before: tuple[str, ...], now: tuple[str, ...], are_same: bool
+):
+    checkpoint = checkpoint_of(replace(BEFORE, classes=before))
+    if are_same:
+        replace(BEFORE, classes=now).require_same(checkpoint)
+        return
+    with pytest.raises(DataError, match="data are the same, but have .*reads as text"):
+        replace(BEFORE, classes=now).require_same(checkpoint)
+
+
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():
     before = RunIdentity.of(TRAIN, None, TaskWithClasses())
     with pytest.raises(DataError, match=r"evaluation data .* differ from .* made without"):

@@ -32,7 +32,8 @@ _SHARD = re.compile(
     r"(?P<rest>(?!\d).*)",
     re.IGNORECASE,
 )
-_HIVE, _TRUE = "split=", ("1", "true")
+_HIVE = re.compile(r"^(?:splits?|subsets?|set|partition|fold)=", re.IGNORECASE)
+_NAMED = re.compile(r"(?:^|/)splits?=", re.IGNORECASE)  # its value is a split, whatever it is
 _IN_DATA = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*", re.IGNORECASE)
 
 
@@ -64,10 +65,8 @@ class SplitName:
 
 def split_name(name: str) -> SplitName | None:
     """Parses the name of a folder, or of a file without its extension; None: no keyword, or
-    keywords of several splits. In Hive's ``split=train``, the value counts; in ``test=true``, the
-    key."""
-    key, _, value = _stem(name).lower().rpartition("=")
-    words = [word for word in _SEPARATORS.split(key if value in _TRUE else value) if word]
+    keywords of several splits. In Hive's ``split=train``, the value counts."""
+    words = [word for word in _SEPARATORS.split(_HIVE.sub("", _stem(name).lower())) if word]
     known = [n for n, word in enumerate(words) if word in ROLE_OF]
     if len({ROLE_OF[words[n]] for n in known}) != 1:
         return None
@@ -171,7 +170,7 @@ def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence
     """Files by split, including files without a keyword."""
     others = [name for name in names if name not in labels]
     own = {name: _own_label(name, tops) for name in others}
-    are_splits = all(is_shard(name) or f"/{name}".count(f"/{_HIVE}") for name in others)
+    are_splits = all(is_shard(name) or _NAMED.search(name) for name in others)
     if not labels and (len(set(own.values())) < 2 or not are_splits):
         return {"": others}
     taken = set(labels.values())
@@ -190,7 +189,7 @@ def _own_label(name: str, tops: Sequence[str]) -> str:
     folder, inside, _ = rest.partition("/")
     stem = PurePosixPath(rest).stem
     label = folder if inside else _stem(stem).rstrip("-._ 0123456789") or stem
-    return label.removeprefix(_HIVE)
+    return _NAMED.sub("", label)
 
 
 def _is_below(name: str, config: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from hashlib import sha256
 from stat import S_ISDIR, S_ISREG
 
@@ -21,9 +22,12 @@ from raytrain_ddp.errors import DataError
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 LOST_LINK = "a broken link"
 NO_FILE = "a named pipe, socket or device, not a file"
-_LEFTOVER = re.compile(  # hidden; macOS, Python, Windows, ext4; Synology, QNAP
-    r"\.|(?:__MACOSX|__pycache__|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|\$RECYCLE\.BIN"
-    r"|System Volume Information|lost\+found|~\$.*|@eaDir|@tmp|@__thumb|[#@]recycle|#snapshot)$",
+_OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control; network drives
+    r"\._.*|\.DS_Store|\.AppleDouble|\.Spotlight-V100|\.fseventsd|\.Trash.*|__MACOSX"
+    r"|Network Trash Folder|Temporary Items|Thumbs\.db|ehthumbs\w*\.db|desktop\.ini|~\$.*"
+    r"|\$RECYCLE\.BIN|RECYCLER|System Volume Information|found\.\d{3}|lost\+found|\.nfs\w+"
+    r"|__pycache__|\.ipynb_checkpoints|\.git|\.svn|CVS|[@#.](?:tmp|__thumb|recycle|snapshot)"
+    r"|@eaDir|@SynoResource|@Recently-Snapshot|~snapshot|_gsdata_",
     re.IGNORECASE,
 )
 LEFT_OUT = "hidden or left by a system"
@@ -34,16 +38,26 @@ _READ_BYTES = 2**16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
+def is_of_a_system(path: str) -> bool:
+    """Whether a part of the path was left by an operating system, a file manager or a network
+    drive."""
+    return any(map(_OF_A_SYSTEM.fullmatch, path.split("/")))
+
+
 def leftover_in(path: str, kept: Collection[str] = ()) -> str:
-    """Returns the path up to its first file or folder that is hidden or was left by an operating
-    system, a file manager or a network drive; "" if there is none.
+    """Returns the path up to its first file or folder that is hidden or `is_of_a_system`; "" if
+    there is none.
 
     Args:
-        kept: names that are data nevertheless, such as those of ``data.classes``.
+        kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
+            hidden ones.
     """
     parts = path.split("/")
     for place, name in enumerate(parts):
-        if _LEFTOVER.match(name) and name not in (*kept, ".", ".."):
+        is_leftover = name.startswith(".") or is_of_a_system(name)
+        globs = [each for each in kept if each.startswith(".")]
+        is_kept = name in (*kept, ".", "..") or any(fnmatchcase(name, each) for each in globs)
+        if is_leftover and not is_kept:
             return "/".join(parts[: place + 1])
     return ""
 

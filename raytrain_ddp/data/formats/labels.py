@@ -18,6 +18,7 @@ Kind = Literal["integer", "number", "boolean", "string", "list", "none"]
 
 _WHOLE = re.compile("0|-?[1-9][0-9]*")  # in its shortest form
 _DIGITS = re.compile("[0-9]+")
+_NUMBER = re.compile(r"[+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?")
 _EXACT = 2**53  # floats below have all their digits
 _CLASSES_SHOWN = 5
 
@@ -122,6 +123,17 @@ def is_negative(name: str) -> bool:
     return name.startswith("-") and _WHOLE.fullmatch(name) is not None
 
 
+def is_range(names: Sequence[str]) -> bool:
+    """Whether the names are 0, 1, ..."""
+    return [*names] == [str(number) for number in range(len(names))]
+
+
+def were_numbers(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Whether the classes 0, 1, ... have names now, such as from a README.md."""
+    has_names = not all(map(_NUMBER.fullmatch, now))
+    return has_names and is_range(before) and len(before) == len(now)
+
+
 def names_of(labels: Iterable[Any]) -> list[str]:
     """Returns the classes of a data set's labels: ordered by value, without negative ones, if all
     are whole numbers in their shortest form; otherwise sorted as text."""
@@ -148,8 +160,7 @@ class Labels:
         digits = [name for name in classes if _DIGITS.fullmatch(name)]
         self._are_names = named is None and bool(digits)
         places = classes if named is None else named
-        is_range = not self._are_names or [*classes] == [str(n) for n in range(len(classes))]
-        self._last = len(places) - 1 if is_range else None
+        self._last = len(places) - 1 if not self._are_names or is_range(classes) else None
         self._meant: dict[str, int]  # the class of an integer
         if self._are_names:  # 1 is the class 01 if no other has this value
             values = [name.lstrip("0") or "0" for name in digits]
@@ -194,8 +205,7 @@ class Labels:
 
 def how_mapped(names: Sequence[str]) -> str:
     """Describes the mapping of numeric labels that differ from their class numbers; else ""."""
-    are_numbers = all(map(_WHOLE.fullmatch, names))
-    if not are_numbers or names == [str(number) for number in range(len(names))]:
+    if not all(map(_WHOLE.fullmatch, names)) or is_range(names):
         return ""
     first, last = in_one_line(names[0]), in_one_line(names[-1])
     return f"{first} to {last}, mapped to classes 0 to {len(names) - 1}"

@@ -272,17 +272,25 @@ def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> 
     Raises:
         DataError: they have no common type, such as numbers and text.
     """
-    rows = {type(value): row for row, value in enumerate(values) if value is not None}
-    if len(rows) < 2 or rows.keys() == {int, float}:
+    types = {type(value) for value in values if value is not None}
+    if len(types) < 2 or types == {int, float}:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
             return pa.array(values)
-    if rows.keys() == {int}:
+    if types == {int}:
         return pa.array([None if value is None else str(value) for value in values])
-    row = min(rows.values())
+    kinds = [*map(_kind, values)]
+    row = kinds.index(min(dict.fromkeys(filter(None, kinds)), key=kinds.count))  # the rarest
     raise DataError(
         f"{where(row)}: {name} {quoted(values[row])} has a different type than other rows: write "
         "all as text, or all as numbers."
     )
+
+
+def _kind(value: Any) -> str:
+    """The type of a value of JSON, and those in a list; "" for null and an empty list."""
+    if isinstance(value, list) and value:
+        return f"[{sorted({*map(_kind, value)})}]"
+    return "" if value in (None, []) else type(value).__name__
 
 
 def is_binary(kind: Any) -> bool:

@@ -24,7 +24,7 @@ from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_n
 from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.errors import DataError, in_one_line
+from raytrain_ddp.errors import DataError, first_names, in_one_line
 from raytrain_ddp.uri import uri_beside
 
 _MIB = 2**20
@@ -80,7 +80,9 @@ class ShardImages:
         ]
         groups = [shard.groups[group] for shard, group in self._blocks]
         if not groups:
-            raise DataError(f"{join_some([shard.name for shard in self._shards])}: 0 rows.")
+            names, left = join_some([shard.name for shard in self._shards]), self.left_out
+            unused = f" Not used: {first_names(left)}." if left else ""
+            raise DataError(f"{names}: 0 rows.{unused}")
         self.blocks: Rows = np.array([group.rows for group in groups], np.int64)
         self.block_bytes: Rows = np.array([group.size_bytes for group in groups], np.int64)
         self._starts = np.cumsum(self.blocks) - self.blocks

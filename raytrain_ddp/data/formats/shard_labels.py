@@ -18,6 +18,7 @@ from raytrain_ddp.data.formats.labels import (
     name_of,
     names_of,
     numbers_in,
+    were_numbers,
 )
 from raytrain_ddp.data.formats.shard import Columns, Shard, join_some
 from raytrain_ddp.data.formats.targets import Targets
@@ -60,6 +61,7 @@ def labels_of(
         for shard in named:
             with_names(shard, own or (), named[0].name)
         if classes is not None:
+            own = None if were_numbers(classes, own or ()) else own
             numbers_in(classes, own or (), files)
         known = own if classes is None else list(classes)
         if columns.targets:

@@ -156,19 +156,23 @@ def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
 
 
 def _require_closed(content: bytes, mark: str, name: str) -> None:
-    """Raises DataError if an unclosed quotation mark would merge several rows into one value."""
+    """Raises DataError if an unclosed quotation mark would merge several rows into one value.
+    Within a line, text may follow a quotation mark, as in ``"a" big``."""
     import csv
 
     text = io.StringIO(content.decode("utf-8-sig"), newline="")
-    row = -1  # the header
-    try:
-        for values in csv.reader(text, delimiter=mark, strict=True):
-            row += bool(values)
-    except csv.Error as error:
-        where = f"row {row}" if row >= 0 else "the header"
-        raise DataError(
-            f"{name}, {where}: a quotation mark is not closed: close it ({error})."
-        ) from None
+    reader, row, values = csv.reader(text, delimiter=mark, strict=True), -1, [""]  # the header
+    while values is not None:
+        line = reader.line_num + 1
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            if reader.line_num > line or "end of data" in str(error):
+                where = f"row {row}" if row >= 0 else "the header"
+                raise DataError(
+                    f"{name}, {where}: a quotation mark is not closed: close it ({error})."
+                ) from None
+        row += bool(values)
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:

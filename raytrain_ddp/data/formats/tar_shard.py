@@ -26,7 +26,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_of_a_system
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -41,14 +41,15 @@ from raytrain_ddp.files import replace_with
 _log = logging.getLogger("raytrain_ddp")
 _GROUP_ROWS = 256
 _GROUP_BYTES = 8 * 2**20
-_NAME = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")  # key and suffix
+_NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")  # key and suffix
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
+_MOST_LINKS = 40  # in a row, as in Linux
 _NAMES = "__name__"  # the column of the members' names
-_VERSION = 2  # of the index
+_VERSION = 3  # of the index
 
-Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
+Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix; or of a file, by name
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class TarShard(Shard):
         return list(json.loads(self._index.schema.metadata[b"left_out"]))
 
     def where_in(self, group: int, place: int) -> str:
-        return f"{self.name}, {self._rows(group)['name'][place].as_py()}"
+        name = self._rows(group)["name"][place].as_py()
+        links = (each for each in self.left_out if each.startswith(f"{name}.") and "->" in each)
+        return f"{self.name}, {next(links, name)}"
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         return pa.concat_tables([self._read_group(group, columns) for group in groups])
@@ -236,12 +239,11 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
     column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
-    # As in earlier versions: no quotes if all labels are whole numbers.
-    bare = all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels)
+    if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
+        labels = [*map(int, labels)]  # in the digest only, as in earlier versions
     digest = sha256()
-    for *place, label in zip(*rows.values(), labels, strict=True):
-        shown = label if bare else repr(label)
-        digest.update(f"({', '.join(map(repr, place))}, {shown})\n".encode())
+    for row in zip(*rows.values(), labels, strict=True):
+        digest.update(f"{row}\n".encode())
     types = {"name": pa.string(), "offset": pa.int64(), "size": pa.int64()}
     columns_of = {name: pa.array(rows[name], kind) for name, kind in types.items()}
     table = pa.table({**columns_of, "label": column})
@@ -253,7 +255,8 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
     """Yields (key, members) of each sample. Follows links to other members; adds members that
     belong to no sample to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
-    files: dict[str, tarfile.TarInfo] | None = None  # by name, if there are links
+    files: Members | None = None  # by name, if there are links
+    followed = set[str]()  # what they lead to
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
@@ -261,14 +264,16 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
             found: tarfile.TarInfo | None = member if member.isreg() else None
-            if member.islnk() or member.issym():
-                files = _files_in(at.path) if files is None else files
-                folder = dirname(member.name) if member.issym() else ""
-                found = files.get(normpath(join(folder, member.linkname)))
-            if found and found is not member and normpath(found.name) == normpath(member.name):
-                found = None  # packed twice, which makes the second one a link to the first
-            if _META.match(member.name) or leftover_in(member.name) or not (parts and found):
-                left_out += [] if member.isdir() else [member.name]
+            lost = "" if member.isdir() else member.name
+            if member.linkname:
+                files = _members_of(at.path) if files is None else files
+                found = _target(member, files)
+                if found and normpath(found.name) == normpath(member.name):
+                    found = None  # packed twice, which makes the second one a link to the first
+                lost = "" if found else f"{lost} -> {member.linkname}"
+                followed.add(normpath(found.name if found else ""))
+            if _META.match(member.name) or is_of_a_system(member.name) or not (parts and found):
+                left_out += [lost] if lost else []
                 continue
             if found.issparse():
                 raise DataError(
@@ -289,13 +294,26 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             raise DataError(
                 f"{name}: truncated or damaged at byte {tar.offset}, after {key or 'its start'}."
             )
+    left_out[:] = [each for each in left_out if normpath(each) not in followed]
     if members:
         yield key, members
 
 
-def _files_in(path: str) -> dict[str, tarfile.TarInfo]:
+def _members_of(path: str) -> Members:
+    """By name; a file rather than a link of the same name."""
     with tarfile.open(path, "r:") as tar:
-        return {normpath(member.name): member for member in tar if member.isreg()}
+        return {normpath(m.name): m for m in sorted(tar, key=tarfile.TarInfo.isreg)}
+
+
+def _target(member: tarfile.TarInfo, of: Members) -> tarfile.TarInfo | None:
+    """The file that a link leads to, maybe by others; None: there is none."""
+    found: tarfile.TarInfo | None = member
+    for _ in range(_MOST_LINKS):
+        if found is None or not found.linkname:
+            return found if found and found.isreg() else None
+        folder = dirname(found.name) if found.issym() else ""
+        found = of.get(normpath(join(folder, found.linkname)))
+    return None
 
 
 def _image_suffix(where: str, members: Members, columns: Columns) -> str:
@@ -325,7 +343,7 @@ def _label(where: str, members: Members, columns: Columns, descriptor: int) -> A
     try:
         if suffix not in members:
             return json.loads(content)[columns.label]
-        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        return content.decode("utf-8-sig").strip()
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         kind = "no value" if isinstance(error, KeyError) else "not a label"
         raise DataError(

@@ -181,7 +181,7 @@ def _rgb(image: Any, shrink: int) -> Pixels:
     if image.mode.startswith("I") or image.mode == "F":  # of 16 or 32 bits
         values = np.asarray(image)
         low, high = values.min(), values.max()
-        if not 0 <= low <= high <= _WHITE or (image.mode == "F" and 0 < high <= 1):
+        if not 0 <= low <= high <= _WHITE or (image.mode == "F" and 0 < high < 10):
             _tell_once(
                 "images of 16 or 32 bits per pixel: values below 0 become black, values above 255 "
                 "white, and fractions are truncated, as in Pillow; convert them to 8 bits."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -75,6 +76,7 @@ TEXTS: Mapping[str, tuple[list[str], list[str]]] = {
     "decimals": (["1.0", "1", "1.1"], ["1", "1.0", "1.1"]),
     "exponents": (["1e3", "1000", "1E3"], ["1000", "1E3", "1e3"]),
     "signs": (["+1", "-1", "1"], ["+1", "-1", "1"]),
+    "a negative number among words": (["-1", "cat", "dog"], ["-1", "cat", "dog"]),
     "minus zero": (["-0", "0"], ["-0", "0"]),
     "booleans": (["true", "True", "FALSE"], ["FALSE", "True", "true"]),
     "words for nothing": (["NA", "null", "None", "nan"], ["NA", "None", "nan", "null"]),
@@ -189,6 +191,9 @@ def test_text_is_the_same_class_in_each_format(spelling: str, reader: str, tmp_p
     labels, classes = TEXTS[spelling]
     folder, fields = written(tmp_path, reader, labels)
     found = splits(folder, **fields)
+    if reader.startswith("tar .") and reader != "tar .json":  # lines of their own
+        labels = [label.strip() for label in labels]
+        classes = [name for name in classes if name == name.strip()]
     if reader == "folders":  # in the order of torchvision's ImageFolder
         classes = sorted(classes)
     assert found.class_names == classes
@@ -286,8 +291,9 @@ def test_a_quotation_mark_that_is_not_closed_is_refused(tmp_path: Path):
     write_list(tmp_path / "lists/train.csv", ["a", "b", "c", '"a', "b", "a"])
     with pytest.raises(DataError, match=r"train\.csv, row 3: a quotation mark is not closed"):
         splits(tmp_path / "lists")
-    write_list(tmp_path / "lists/train.csv", ['5" disk', "b"])
-    assert named(splits(tmp_path / "lists"))[0] == ['5" disk', "b"]
+    write_list(tmp_path / "lists/train.csv", ['5" disk', '"a" big', '"x" "y"', "b"])
+    texts = pd.read_csv(tmp_path / "lists/train.csv")["label"].tolist()
+    assert named(splits(tmp_path / "lists"))[0] == texts == ['5" disk', "a big", 'x "y"', "b"]
 
 
 @pytest.mark.parametrize("reader", ["json", "tar .json"])
@@ -338,6 +344,21 @@ def test_lists_of_named_labels_are_mapped_by_name(notation: str, tmp_path: Path)
     assert found.train.labels().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert found.eval is not None
     assert found.eval.labels().tolist() == [[0, 1, 0], [1, 0, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "row"),
+    [
+        ([["a", 1], ["a"], ["a", "b"], []], 0),
+        ([["a"], ["b"], [], ["a", "b"], [1]], 4),
+        ([["a"], ["b"], "c"], 2),
+        ([["a"], None, 1, ["b"]], 2),
+    ],
+)
+def test_the_odd_one_of_lists_of_labels_is_named(labels: list[Any], row: int, tmp_path: Path):
+    folder, _ = written(tmp_path, "json", labels)
+    with pytest.raises(DataError, match=f"row {row}: label .* has another type"):
+        splits(folder, target_columns=("label",))
 
 
 def test_null_in_a_list_is_not_the_class_none(tmp_path: Path):

@@ -405,6 +405,8 @@ def test_the_class_names_of_a_readme_are_those_of_datasets(card: str, tmp_path: 
         written(tmp_path / f"set/{name}.parquet", [2, 0, 1, 1])
     (tmp_path / "set/README.md").write_text(card)
     theirs = datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
+    numbers = splits_of(tmp_path / "set", classes=("0", "1", "2"))  # those of an earlier run
+    assert (numbers.class_names, labels_of(numbers.train)) == (["0", "1", "2"], [2, 0, 1, 1])
     for names in (None, ["dog", "ape", "10"], ["dog", "ape"]):  # of the test split
         if names is not None:
             with_class_names(tmp_path / "set/test.parquet", names, [1, 0])

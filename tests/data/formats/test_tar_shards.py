@@ -8,6 +8,7 @@ import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,18 @@ LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
     "hard links": [*TWO, special("c.png", LINK, "a.png"), special("c.cls", LINK, "b.cls")],
     "symlinks": [*TWO, special("d/c.png", SYMLINK, "../a.png"), special("d/c.cls", LINK, "b.cls")],
     "symlinks to what follows": [special("c.png", SYMLINK, "./a.png"), ("c.cls", b"1"), *TWO],
+    "a hard link to a symlink": [
+        *TWO,
+        *(special("s", SYMLINK, "a.png"), special("c.png", LINK, "s"), ("c.cls", b"1")),
+    ],
+    "a symlink to a symlink": [
+        *(special("d/c.png", SYMLINK, "s"), ("d/c.cls", b"1")),
+        *(special("d/s", SYMLINK, "../a.png"), *TWO),
+    ],
+    "files without a suffix": [
+        *(("blobs/12", png(1)), special("a.png", SYMLINK, "blobs/12"), *TWO[1:]),
+        *(special("c.png", SYMLINK, "blobs/12"), ("c.cls", b"1")),
+    ],
     "names that begin with a dot": [
         *((f"./{name}", content) for name, content in TWO),
         *(special("./c.png", LINK, "./a.png"), ("./c.cls", b"1")),
@@ -314,8 +327,21 @@ LEFT_OUT: Mapping[str, tuple[Any, int]] = {
     "AppleDouble": (("._a.png", b"x"), 1),
     "macOS": (("__MACOSX/a.png", b"x"), 1),
     "a NAS": (("./@eaDir/a.png", b"x"), 1),
+    "a hidden file": (("x/.000.png", b"x"), 1),
+    "version control": (("CVS/a.png", b"x"), 1),
     "no suffix": (("README", b"x"), 1),
 }
+
+
+@pytest.mark.parametrize("targets", [["gone.png"], ["e.x", "c.png"], ["c.png"], ["/a.png"], ["."]])
+def test_a_link_that_leads_to_no_file_is_named_with_its_target(targets: list[str], tmp_path: Path):
+    links = [special(*each) for each in zip(("c.png", "e.x"), [SYMLINK] * 2, targets, strict=False)]
+    path = tar_of(tmp_path / "x.tar", *TWO, ("c.cls", b"1"), *links)
+    with pytest.raises(DataError, match=rf"x\.tar, c\.png -> {targets[0]}: not a readable image"):
+        splits_of(path)
+    opened = splits_of(path, bad_records="skip")
+    assert [note for note in opened.notes if f"c.png -> {targets[0]}" in note]
+    assert isinstance(opened.train.read(np.array([2]))[0][0], BadRecord)
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)
@@ -326,6 +352,47 @@ def test_members_that_are_no_data_are_counted_in_one_note(kind: str, tmp_path: P
     name = member.name if isinstance(member, tarfile.TarInfo) else member[0]
     notes = [note for note in splits_of(tmp_path / "x.tar").notes if "not used" in note]
     assert [name in note for note in notes] == [True] * count
+
+
+@pytest.mark.parametrize("folder", [".NET", ".data", "x/.cache/y", "."])
+def test_members_in_hidden_folders_are_data(folder: str, tmp_path: Path):
+    opened = splits_of(tar(tmp_path / "x.tar", [(f"{folder}/{name}", c) for name, c in TWO]))
+    assert all_rows(opened.train) == [(png(1), "0"), (png(2), "1")]
+    assert not [note for note in opened.notes if "not used" in note]
+    path = tar(tmp_path / "y.tar", [(f"#recycle/{name}", c) for name, c in TWO])
+    with pytest.raises(DataError, match=r"0 rows\. Not used: #recycle/a\.png"):
+        splits_of(path)
+
+
+LABELS: Mapping[str, tuple[list[bytes], list[str], list[Any]]] = {
+    # name: (members, labels, as the digest of the index has had them from the first version on)
+    "white space": ([b"7", b"7 ", b" 8", b"8\n\n"], ["7", "7", "8", "8"], [7, 7, 8, 8]),
+    "zeros": ([b"000", b"+1\r\n", b"-0"], ["000", "+1", "-0"], [0, 1, 0]),
+    "text": ([b" cat\t", b"1", b"dog\n"], ["cat", "1", "dog"], ["cat", "1", "dog"]),
+    "floats": ([b"1.0", b"2"], ["1.0", "2"], ["1.0", "2"]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_and_fingerprints_of_tar_files_are_those_of_earlier_versions(
+    kind: str, tmp_path: Path
+):
+    contents, labels, recorded = LABELS[kind]
+    members = [
+        member
+        for row, content in enumerate(contents)
+        for member in ((f"{row}.png", png(row)), (f"{row}.cls", content))
+    ]
+    source = splits_of(tar(tmp_path / "x.tar", members)).train
+    assert [label for _, label in all_rows(source)] == labels
+    with tarfile.open(tmp_path / "x.tar") as file:
+        images = [member for member in file if member.name.endswith("png")]
+        size = (tmp_path / "x.tar").stat().st_size
+    index = sha256()
+    for member, label in zip(images, recorded, strict=True):
+        index.update(f"{(member.name, member.offset_data, member.size, label)}\n".encode())
+    expected = sha256(f"x.tar {size} {index.hexdigest()}\n".encode())
+    assert source.fingerprint() == expected.hexdigest()
 
 
 @pytest.mark.parametrize("form", ["gnu", "posix"])

@@ -118,6 +118,7 @@ DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
     "32-bit tiff below 0": (encoded(Image.fromarray(WIDE.astype(np.int32) - 99), "tiff"), True),
     "32-bit tiff of small values": (encoded(Image.fromarray(WIDE.astype(np.int32)), "tiff"), False),
     "float tiff to 1": (encoded(Image.fromarray((WIDE / 255).astype(np.float32)), "tiff"), True),
+    "float tiff to 2": (encoded(Image.fromarray((WIDE / 128).astype(np.float32)), "tiff"), True),
     "float tiff to 255": (encoded(Image.fromarray(WIDE.astype(np.float32)), "tiff"), False),
     "float tiff with nan": (encoded(Image.fromarray(np.full((45, 67), np.nan, "f")), "tiff"), True),
     "two pages": (encoded(RGB, "tiff", save_all=True, append_images=[RGB]), False),
