@@ -99,7 +99,7 @@ def test_runs_of_versions_that_read_numbers_from_the_same_data(
     if are_same:
         replace(BEFORE, classes=now).require_same(checkpoint)
         return
-    with pytest.raises(DataError, match="data are the same, but have .*reads as text"):
+    with pytest.raises(DataError, match=r"data are the same, but have .*reads as text"):
         replace(BEFORE, classes=now).require_same(checkpoint)
 
 
