@@ -9,9 +9,8 @@ this machine, a thread each. Each round runs every way once, each time beginning
 - restart: until all ranks have loaded model and optimizer; with the look for the newest checkpoint
 
 raytrain_ddp: rank 0 writes. Each byte is hashed when it is written, and verified when it is read.
-The memory for the copy on the host, during which alone training would wait, is there already: `fit`
-reserves it at the first line of the log. Files are written past the page cache, and read from the
-disk.
+Training would wait only for the copy to host memory, which is allocated in advance: `fit` reserves
+it at the first line of the log. Files are written past the page cache, and read from the disk.
 
 DCP: torch.distributed.checkpoint, `save` and `load`, with the replicated state divided among the
 ranks; training would wait for all of it. Files are in the page cache when they are read. Both load

@@ -134,14 +134,14 @@ def main() -> int:
 
 
 def loads(size: Size, job: str) -> dict[str, float]:
-    """Of a loader, once it runs."""
+    """Measures a loader after its warm-up."""
     from data_probe import CONTENDERS
 
     return rate_of(CONTENDERS[job].open(Path(size.folder), size.needed), size)
 
 
 def scales(size: Size, job: str) -> dict[str, float]:
-    """Of this loader, which leaves mirroring to the device."""
+    """Measures this loader, which leaves mirroring to the device."""
     import torch
 
     torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def scales(size: Size, job: str) -> dict[str, float]:
 
 
 def rate_of(batches: Any, size: Size) -> dict[str, float]:
-    """CPU s per 1,000 images, and images/s."""
+    """Returns CPU seconds per 1,000 images, and images/s."""
     for _ in range(size.warm):
         next(batches)
     found = speed(batches, size, size.images)
@@ -293,9 +293,9 @@ class Asleep:
 
 
 def beside(folder: Path, job: str) -> dict[str, float]:
-    """A loop of small torch operations, like one that launches kernels: us of each round on a CPU,
-    ready but without one, and blocked (which is waiting for the GIL); and us of Python in the
-    loader's threads for each image."""
+    """Times a loop of small torch operations, like one that launches kernels: us of each round on a
+    CPU, ready but without one, and blocked (waiting for the GIL); and us of Python in the loader's
+    threads for each image."""
     import torch
 
     torch.set_num_threads(1)
@@ -391,8 +391,8 @@ def report(command: str, series: Series[Run]) -> list[str]:
     sections = {
         "scaling": [
             "## Cores",
-            "By CPU time, so as if the cores had nothing else to do. The last column is what this"
-            " machine gave, as busy as it was.",
+            "Computed from CPU time, as if the cores had no other work. The last column was"
+            " measured on this machine under its actual load.",
             table(["", "images/s of a core", f"cores for {TARGET:,} images/s", "images/s"], cores),
         ],
         "split": [
@@ -410,9 +410,10 @@ def report(command: str, series: Series[Run]) -> list[str]:
             "## Beside a loop of small torch operations",
             "us for one round of the loop (two operations), by the scheduler's clocks: on a CPU;"
             " ready, but the CPU had other work; blocked, which is waiting for the GIL. Decoding"
-            " and resizing an image is replaced by 1 ms of sleep, so that the workers need no CPU"
-            " but for their Python, as where there are enough. Slower: on a CPU or blocked, against"
-            " no loader. Python: us an image in the loader's threads, most of it with the GIL.",
+            " and resizing an image is replaced by 1 ms of sleep, so that the workers use a CPU"
+            " only for Python, as on a machine with enough cores. Slower: on a CPU or blocked,"
+            " compared with no loader. Python: us per image in the loader's threads, most of it"
+            " with the GIL.",
             table(["", "time", "on a CPU", "ready", "blocked", "slower", *RATES.values()], loops),
         ],
     }

@@ -1,16 +1,16 @@
-"""What a machine with GPUs must show: are the promises kept there, and how fast is it?
+"""Checks the promises on a machine with GPUs, and measures its speed.
 
     python benchmarks/gpu.py [--minutes 4|8|12] [--out gpu.md]
-    python benchmarks/gpu.py --tiny          # does all of it run? The figures mean nothing
+    python benchmarks/gpu.py --tiny          # a smoke test; the figures mean nothing
 
 The first checks share the GPU: the tests marked gpu, and fits of several ranks that are killed and
-resumed. Then, one after another: NCCL groups that are aborted and made again; forks of a warm
+resumed. Then, one after another: NCCL groups that are aborted and re-created; forks of a warm
 process; a fit on Ray, if it is installed or its wheels are given; ResNet-50 and ViT-S in bf16,
-beside a hand-written loop; a checkpoint of 1 GB, beside DCP; where the host waits. With several
-GPUs also NCCL scaling.
+compared with a hand-written loop; a checkpoint of 1 GB, compared with DCP; where the host waits.
+With several GPUs, NCCL scaling, too.
 
-Each measurement is a process with a time limit. The report is written anew after each, and lists
-what failed and what was left out; the output of what failed is beside it, in FILE.log.
+Each measurement is a process with a time limit. The report is rewritten after each one, and lists
+what failed and what was left out. The output of failed measurements is next to it, in FILE.log.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Job:
 
 
 class Report:
-    """The Markdown file, written anew after each measurement."""
+    """The Markdown file, rewritten after each measurement."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._head = path, f"# On GPUs\n\n- date: {datetime.date.today()}\n"
@@ -85,7 +85,7 @@ class Report:
         self._write("\n".join(lines))
 
     def add(self, job: Job, result: str, took_s: float, output: str) -> None:
-        """`output` is that of a measurement that failed."""
+        """Adds a row; `output` is "" unless the measurement failed."""
         self._rows.append(f"| {job.name} | {result} | {took_s:.0f} |\n")
         if output:
             self.failed += 1
@@ -139,16 +139,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=12, help="that all may take [12]")
+    parser.add_argument("--minutes", type=float, default=12, help="time limit for all [12]")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"), help="the report [gpu.md]")
     parser.add_argument("--only", nargs="+", default=[], help="words in names of measurements")
     parser.add_argument("--images", type=int, default=2000, help="JPEGs to make [2000]")
     parser.add_argument(
-        "--ray-wheels", type=Path, help="folder with the wheels of Ray and its needs"
+        "--ray-wheels", type=Path, help="folder with the wheels of Ray and its dependencies"
     )
     parser.add_argument("--timm-train", type=Path, help="train.py of a checkout of timm")
     parser.add_argument(
-        "--torchvision-train", type=Path, help="its references/classification/train.py"
+        "--torchvision-train", type=Path, help="references/classification/train.py of torchvision"
     )
     parser.add_argument("--tiny", action="store_true", help="small networks and images, few steps")
     return parser.parse_args()
@@ -170,7 +170,7 @@ def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
     exact, loose = ["--exact", "true"], ["--compute.no-deterministic"]
     compiled = [*loose, "--compute.compile"]
     has_ray = find_spec("ray") or args.ray_wheels
-    no_ray = "" if has_ray else "Ray is not installed; give its wheels by --ray-wheels"
+    no_ray = "" if has_ray else "Ray is not installed; give its wheels with --ray-wheels"
     no_triton = "its kernels cannot be emulated" if args.tiny else ""
     longest, *others = tests(args, storage)
     found = [
@@ -276,7 +276,7 @@ def by_torchrun(gpus: int) -> list[str]:
 
 
 def peer(name: str, script: Path | None, storage: Path, of: Mapping[str, Any]) -> Job:
-    """timm's or torchvision's own script: an epoch of the JPEGs."""
+    """Makes a measurement of timm's or torchvision's own script: one epoch of the JPEGs."""
     command = [str(script), "--model", of["model"], "-b", str(of["batch"]), "--epochs", "1"]
     command += ["--amp", "-j", str(len(os.sched_getaffinity(0)))]
     if name == "torchvision":
@@ -287,12 +287,12 @@ def peer(name: str, script: Path | None, storage: Path, of: Mapping[str, Any]) -
         command += ["--data-dir", of["images"], "--train-split", "", "--val-split", ""]
         command += ["--num-classes", "10", "--img-size", str(of["image_size"]), "--channels-last"]
         command += ["--amp-dtype", "bfloat16", "--log-interval", "1", "--output", str(storage)]
-    lacks = "" if script else f"give the path of its script by --{name}-train"
+    lacks = "" if script else f"give the path of its script with --{name}-train"
     return Job(f"ResNet-50, {name}'s script", command, 120, 12, lacks=lacks)
 
 
 def tests(args: argparse.Namespace, storage: Path) -> list[Job]:
-    """By file, the longest first."""
+    """Returns one measurement per test file, the longest first."""
     found = []
     files = [*(HERE.parent / "tests").rglob("test_*.py")]
     for file in sorted(files, key=lambda file: ("generations" not in file.name, file.name)):
@@ -306,7 +306,7 @@ def tests(args: argparse.Namespace, storage: Path) -> list[Job]:
 
 
 def left_out(job: Job, args: argparse.Namespace) -> str:
-    """Why; "": it is measured."""
+    """Returns why it is not measured; "" if it is."""
     if args.only and not any(word in job.name for word in args.only):
         return "not in --only"
     if not args.tiny and job.plan > args.minutes:
@@ -318,7 +318,7 @@ def left_out(job: Job, args: argparse.Namespace) -> str:
 
 
 def measure(job: Job, until: float) -> tuple[str, float, str] | None:
-    """Result, seconds, and the output where it failed; None: the time was up."""
+    """Returns the result, the seconds, and the output of a failure; None if no time is left."""
     left_s = until - time.monotonic()
     if left_s < 15:
         return None
@@ -342,7 +342,7 @@ def measure(job: Job, until: float) -> tuple[str, float, str] | None:
 
 
 def call(command: Sequence[str], limit_s: float) -> tuple[str, int | None, str]:
-    """The result, the exit status (None: it was ended at the limit), and all output."""
+    """Returns the result, the exit status (None after the time limit), and all output."""
     path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as out:
@@ -374,7 +374,7 @@ def call(command: Sequence[str], limit_s: float) -> tuple[str, int | None, str]:
 
 
 def end(group: int) -> None:
-    """Ends a measurement, or what it has left behind."""
+    """Kills a measurement, and any processes that it left behind."""
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
@@ -386,7 +386,7 @@ def end_all(number: int, _: object) -> None:
 
 
 def of_tests(output: str) -> str:
-    """How many have passed so far, and which have not."""
+    """Counts the tests that have passed so far, and names those that have failed."""
     ended = re.findall(r"(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", output)
     count = {kind: sum(each == kind for _, each in ended) for kind in ("PASSED", "SKIPPED")}
     bad = [name.rpartition("::")[2] for name, kind in ended if kind in ("FAILED", "ERROR")]
@@ -415,7 +415,7 @@ def of_log(log: Path, warm_up: int) -> str:
 
 def tell(report: Report, job: Job, measured: tuple[str, float, str] | None) -> None:
     if measured is None:
-        report.leave_out(job, "the time was up")
+        report.leave_out(job, "no time was left")
     else:
         report.add(job, *measured)
 

@@ -1,4 +1,4 @@
-"""First steps in forks of a warm server, and in fresh processes: ``gpu_forks.py OPTIONS``.
+"""Times the first step in forks of a warm server, and in fresh processes: ``gpu_forks.py OPTIONS``.
 
 Started by gpu.py; "argv" of the options is a command line of `raytrain fit`, for one step. Imports
 nothing of this package but the server, which must load the modules.
@@ -50,10 +50,10 @@ def main() -> None:
             for name, each in took.items()
             if each
         ]
-        same = "the same loss" if len(losses) == 1 else f"OTHER LOSSES: {losses}"
+        same = "the same loss" if len(losses) == 1 else f"DIFFERENT LOSSES: {losses}"
         print(f"= {'; '.join(parts)}; {same}", flush=True)
     if len(losses) > 1:
-        raise RuntimeError("a fork computes something else")
+        raise RuntimeError("forks and fresh processes have different losses")
 
 
 def in_fork(argv: list[str]) -> None:

@@ -51,11 +51,11 @@ def say(result: str) -> None:
     print(f"= {result}", flush=True)
 
 
-# ------------------------------------------------------------------ what is here
+# ------------------------------------------------------------------ the machine
 
 
 def machine(options: Options) -> None:
-    """The GPU, the versions, and what the GPU reaches."""
+    """Reports the GPU, the versions, and the peak rates that the GPU reaches."""
     tool = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = "unknown"
     with suppress(FileNotFoundError):
@@ -128,13 +128,17 @@ def ranks(options: Options) -> None:
         f"{options['model']} killed and resumed": ("large", "killed-large"),
     }
     other = {name: len({found[each] for each in these}) > 1 for name, these in alike.items()}
-    say("; ".join(f"{name}: {'OTHER' if wrong else 'same'} bits" for name, wrong in other.items()))
+    say(
+        "; ".join(
+            f"{name}: {'DIFFERENT' if wrong else 'same'} bits" for name, wrong in other.items()
+        )
+    )
     if any(other.values()):
         raise RuntimeError(f"the weights differ: {found}")
 
 
 def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault: str = "") -> str:
-    """A hash of the weights after `raytrain fit` of `size` processes on the first GPU.
+    """Runs `raytrain fit` in `size` processes on the first GPU; returns a hash of the weights.
 
     Args:
         fault: the point at which a process is killed.
@@ -161,13 +165,13 @@ def fit(storage: str, steps: int, name: str, size: int, flags: list[str], fault:
 
 
 def weights(run: Path) -> str:
-    """A hash of those of the newest checkpoint."""
+    """Returns a hash of the weights in the newest checkpoint."""
     newest = max(run.rglob("model.safetensors"), key=lambda file: file.stat().st_mtime)
     return hashlib.sha256(newest.read_bytes()).hexdigest()[:12]
 
 
 def nccl(options: Options) -> None:
-    """Groups of one rank that are aborted, as a worker does whose peer has died."""
+    """Aborts and re-creates groups of one rank, like a worker whose peer has died."""
     from raytrain_ddp.training.runtime.connections import Connections, let_go
     from raytrain_ddp.training.runtime.nccl_settings import set_for_replacing
     from raytrain_ddp.training.runtime.torch_compat import end_group
@@ -217,7 +221,7 @@ def _used() -> tuple[int, ...]:
 
 
 def on_ray(options: Options) -> None:
-    """`raytrain fit` on a Ray of its own, beside one without."""
+    """Compares `raytrain fit` on a new Ray with a run without Ray."""
     storage, wheels = options["storage"], options["wheels"]
     if wheels:
         target = f"{storage}/site"
@@ -232,7 +236,7 @@ def on_ray(options: Options) -> None:
         subprocess.run([*command, "--epochs", "2", "--scaling.use-gpu", "true", *flags], check=True)
         found.append((weights(Path(storage) / name), time.monotonic() - began))
     (on_ray, ray_s), (alone, alone_s) = found
-    same = "same bits" if on_ray == alone else "OTHER BITS"
+    same = "same bits" if on_ray == alone else "DIFFERENT BITS"
     say(f"two epochs of digits in {ray_s:.1f} s, --local {alone_s:.1f} s: {same}")
     if on_ray != alone:
         raise RuntimeError("the weights differ")
@@ -361,7 +365,7 @@ def waits(options: Options) -> None:
 
 
 def checkpoint(options: Options) -> None:
-    """See checkpoint_ways.py; AdamW's state is twice the weights."""
+    """Measures a checkpoint as checkpoint_ways.py does; AdamW's state is twice the weights."""
     from checkpoint_ways import measure
 
     folder = Path(options["storage"]) / options["name"]

@@ -3,8 +3,8 @@
 #
 #     bash benchmarks/gpu_rehearsal.sh [ARGUMENT of gpu.py ...]
 #
-# In an environment of such versions (build/gpu-rehearsal; made once, by uv, with the Python 3.12 that is
-# on PATH or below ~/.pyenv), on an emulated GPU, with --tiny. PYTHON=/path/to/python uses another one.
+# It uses an environment with such versions (build/gpu-rehearsal; uv makes it once, with the Python 3.12
+# on PATH or in ~/.pyenv), an emulated GPU, and --tiny. PYTHON=/path/to/python selects another Python.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 place=$PWD/build/gpu-rehearsal

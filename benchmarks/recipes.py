@@ -1,4 +1,4 @@
-"""The examples' recipes, which need no GPU, beside the same without this package.
+"""Compares the examples' recipes, which need no GPU, with code that does not use this package.
 
     python benchmarks/recipes.py [--seeds N] [--steps N] [--out FILE.md FILE.json]
     python benchmarks/recipes.py --quick

@@ -1,4 +1,4 @@
-"""A small GPT that predicts the next byte of a text, as nanoGPT (A. Karpathy) has it.
+"""A small GPT that predicts the next byte of a text, like nanoGPT (A. Karpathy).
 
     python -m raytrain_ddp.fit examples/char-lm.toml --data.source "src/**/*.py"
 
@@ -24,7 +24,7 @@ from raytrain_ddp.errors import ConfigError, DataError
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a perceptron of two layers, each beside the identity."""
+    """Causal self-attention, then a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -70,9 +70,10 @@ class GPT(nn.Module):
 
 
 class CharLM(Task):
-    """
+    """Predicts the next byte of text files.
+
     Args:
-        length: bytes of a window.
+        length: bytes per window.
         width, depth, heads, dropout: of the GPT.
     """
 
@@ -122,10 +123,10 @@ class CharLM(Task):
 
 
 def read(source: str) -> bytes:
-    """The files one after another, in the order of their paths."""
+    """Returns the content of the files, concatenated in the order of their paths."""
     pattern = f"{source}/**/*.txt" if Path(source).is_dir() else source
     paths = [path for path in map(Path, sorted(glob(pattern, recursive=True))) if path.is_file()]
-    if not paths and Path(source).is_file():  # its name has signs of a glob
+    if not paths and Path(source).is_file():  # its name has wildcard characters
         paths = [Path(source)]
     try:
         return b"".join(path.read_bytes() for path in paths).replace(b"\r\n", b"\n")
@@ -134,11 +135,15 @@ def read(source: str) -> bytes:
 
 
 def windows(numbers: np.ndarray, length: int, source: str) -> ArraySource:
-    """Windows (rows, length + 1). The last symbol of one is the first of the next, so each symbol
-    is predicted once per epoch, except for the first one, and the last ones without a window."""
+    """Returns windows, (rows, length + 1). The last symbol of a window is the first of the next
+    one, so each symbol is predicted once per epoch, except the first one and those after the last
+    window."""
     rows = (len(numbers) - 1) // length
     if rows < 1:
-        raise DataError(f"{source}: a part of {len(numbers)} bytes; a window needs {length + 1}.")
+        raise DataError(
+            f"{source}: a part has {len(numbers)} bytes, but a window needs {length + 1}: use more "
+            "text or a shorter task_options.length."
+        )
     views = np.lib.stride_tricks.sliding_window_view(numbers, length + 1)
     return ArraySource({"window": views[::length][:rows]}, rows_per_block=256)
 

@@ -1,4 +1,4 @@
-"""A task of your own, of another kind: regression on a table.
+"""A custom task: regression on a table.
 
     python -m raytrain_ddp.fit --task examples/friedman.py:Friedman --epochs 20 --optim.lr 0.02
 
@@ -6,8 +6,8 @@ The data are Friedman's first regression problem (J. H. Friedman, Multivariate A
 Splines, 1991): ten columns, of which five matter, and noise of variance `noise` squared. So a
 perfect model reaches a mean squared error of noise ** 2, which is 1 by default.
 
-A task says what is learned; the order of samples, the workers, the learning rate and checkpoints
-are not its business. Options of its own: ``--task-options rows 5000 noise 0.5``.
+A task defines what is learned. The package handles the order of samples, the workers, the learning
+rate and the checkpoints. The task has options: ``--task-options rows 5000 noise 0.5``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classes of the rows of a table, from its columns of numbers, with a multilayer perceptron.
+"""Classifies the rows of a table by its numeric columns, with a multilayer perceptron.
 
     python -m raytrain_ddp.fit examples/tabular.toml --data.source table.csv --data.label-column y
 
@@ -32,13 +32,15 @@ OF_ROWS = re.compile(r"index|level_\d+|row|(?:.*[_ ])?id", re.IGNORECASE)
 
 
 class Standardized(nn.Module):
-    """Columns with mean 0 and variance 1 in the training rows, (n, columns) -> the same. Part of
-    the model, so that its weights are all that is needed to use it."""
+    """Standardizes columns to mean 0 and variance 1 over the training rows.
+
+    The shape stays (n, columns). As it is part of the model, the weights suffice to use it.
+    """
 
     def __init__(self, rows: np.ndarray) -> None:
         super().__init__()
         mean, spread = rows.mean(0), rows.std(0)
-        # The bound of scikit-learn's StandardScaler: a smaller variance is the rounding of a sum.
+        # The bound of scikit-learn's StandardScaler: a smaller variance is rounding error.
         rounding = len(rows) * np.finfo(np.float64).eps
         self.is_constant = spread**2 <= rounding * spread**2 + (rounding * mean) ** 2
         self.register_buffer("mean", torch.from_numpy(mean))
@@ -49,7 +51,8 @@ class Standardized(nn.Module):
 
 
 class Tabular(Task):
-    """
+    """Predicts the class of each row.
+
     Args:
         hidden: units of each hidden layer, such as "100" or "64,64".
     """
@@ -157,7 +160,7 @@ def read(source: str, label: str) -> pa.Table:
         return csv.read_csv(source, None, csv.ParseOptions(delimiter=tab), text)
     except (OSError, pa.ArrowInvalid) as error:
         why = str(error).partition("\n")[0]
-        raise DataError(f"{source}: not a table that can be read: {why}") from None
+        raise DataError(f"{source}: cannot be read as a table: {why}") from None
 
 
 def numbers(column: pa.ChunkedArray, is_of_rows: bool) -> bool:
@@ -198,6 +201,6 @@ def columns(
             row = int(bad.argmax())
             raise DataError(f"{source}, row {row}: column {name!r} is {values[row]!r}.")
         found.append(values)
-    # The same text may be composed of other code points.
+    # The same text may have different code points.
     labels = [normalize("NFC", str(value)) for value in found.pop().tolist()]
     return np.stack([values.astype(np.float64) for values in found], 1), labels

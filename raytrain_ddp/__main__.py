@@ -61,7 +61,7 @@ def console_script() -> None:
     """The entry point of ``raytrain``. Modules are found in the current folder, as they are by
     ``python -m``."""
     if not getattr(sys.flags, "safe_path", False):
-        with suppress(OSError):  # it was deleted, as `run_command` says
+        with suppress(OSError):  # deleted; `run_command` reports it
             sys.path.insert(0, os.getcwd())
         protect()
     run_command(main)

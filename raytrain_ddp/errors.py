@@ -24,10 +24,10 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-_MOST_SHOWN = 240  # characters of a value or path
+_MAX_SHOWN = 240  # characters of a value or path
 _LAST_STATUS = 125  # shells reserve higher numbers
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-# errno of failing disks, networks, and file systems that depend on one.
+# errno of failing disks and networks, and of file systems that depend on a network.
 _PASSING = {
     *(errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR),
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
@@ -36,7 +36,7 @@ _PASSING = {
 # pyarrow's errors of object stores have no errno.
 _OF_STORES = ("AWS Error", "google::cloud", "Azure")
 _LASTING_OF_STORES = ("ACCESS_DENIED", "NO_SUCH", "NOT_FOUND", "INVALID", "PERMISSION_DENIED")
-# Those of other clients are known by their names, or a status of HTTP.
+# Errors of other clients are recognized by their names, or by an HTTP status.
 _OF_CLIENTS = ("Connect", "Timeout", "Disconnected")
 _PASSING_STATUSES = {408, 425, 429, *range(500, 600)}
 
@@ -98,11 +98,10 @@ class RemoteTraceback(Exception):
 
 
 def is_passing(error: BaseException, if_full: bool = True) -> bool:
-    """Whether the same may succeed later, or on another machine: the one list of errors after which
-    anything is tried again.
+    """Whether a retry may succeed later, or on another machine. All retries use this list.
 
     Args:
-        if_full: the answer for a full disk, or one that someone may have to make room on.
+        if_full: the answer for a full disk, on which someone may have to free space.
     """
     if isinstance(error, OSError) and error.errno in _FULL:
         return if_full
@@ -121,7 +120,7 @@ def is_passing(error: BaseException, if_full: bool = True) -> bool:
 
 
 def printable(text: str) -> str:
-    """The text in one line: other characters than printable ones are escaped as in Python."""
+    """Returns the text in one line: characters that are not printable are escaped as in Python."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
@@ -136,9 +135,9 @@ def first_names(names: Sequence[str], most: int = 10, last: str = " and ", by: s
     return by.join(map(in_one_line, names[:most])) + more
 
 
-def in_one_line(text: object, most: int = _MOST_SHOWN) -> str:
-    """What a user gave, as a message shows it: without control characters, and without the middle
-    of a text of more than `most` characters."""
+def in_one_line(text: object, most: int = _MAX_SHOWN) -> str:
+    """Formats a user's value for a message: escapes control characters, and drops the middle of
+    text with more than `most` characters."""
     shown = str(text)
     if len(shown) > most:
         shown = f"{shown[: most // 2]}...{shown[-most // 4 :]}"
@@ -146,7 +145,7 @@ def in_one_line(text: object, most: int = _MOST_SHOWN) -> str:
 
 
 def quoted(value: object) -> str:
-    """A value in the notation of Python, `in_one_line`."""
+    """Returns the `repr` of a value, `in_one_line`."""
     return in_one_line(repr(value))
 
 

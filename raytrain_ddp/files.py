@@ -40,8 +40,8 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The path from the root, without ``.``, ``..`` and a slash at the end. Links are kept, except
-    those before a ``..``, which lead elsewhere.
+    """Returns the absolute path, without ``.``, ``..`` and a trailing slash. Links are kept, except
+    those before a ``..``, which would lead elsewhere.
 
     Raises:
         ConfigError: like `expanded`.

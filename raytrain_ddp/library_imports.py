@@ -1,8 +1,8 @@
-"""Keeps the user's files from taking the place of libraries in commands.
+"""Keeps the user's files from shadowing library modules in commands.
 
-The working folder is the first that Python searches, so a csv.py there would be what torch gets by
-``import csv``. Here, what a library imports is searched for elsewhere first. The user's own files
-import as always. Imports nothing that such a file could replace.
+Python searches the working folder first, so torch would get a csv.py there by ``import csv``. Here,
+imports of libraries search all other folders first. Imports of the user's own files are unchanged.
+This module imports nothing that such a file could shadow.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class _OfLibraries:
 
 
 def protect() -> None:
-    """From now on in this process. The user's folders are the current one, and those that are
-    added to the search path later."""
+    """Protects the imports of this process from now on. The user's folders are the current one, and
+    those that are added to the search path later."""
     try:
         folder = os.getcwd()
-    except OSError:  # deleted, as the command will say
+    except OSError:  # deleted; the command reports it
         return
     places = [place for place in sys.path if place and os.path.realpath(place) != folder]
     sys.meta_path.insert(sys.meta_path.index(PathFinder), _OfLibraries(places))
 
 
 def _importer() -> str:
-    """The file whose code imports a module now."""
+    """Returns the file whose code is importing a module."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Leaves the caller's process as it was."""
+"""Restores the state of the caller's process."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MATMUL = (
 )
 
 Fact = tuple[Callable[[], Any], Callable[[Any], object]]
-"""Functions that return, and set, a part of the state."""
+"""Functions that get and set a part of the state."""
 
 
 @contextmanager
 def process_as_found() -> Iterator[None]:
     """Restores the global state of this process afterward; also usable as a decorator.
 
-    That is: environment, working folder, import path, hooks, signals, limits, warnings, logging,
-    garbage collection, the start method of processes, and the generators and settings of Python,
-    and of NumPy and torch if they are imported before. Modules stay imported.
+    This covers the environment, working folder, import path, hooks, signals, limits, warnings,
+    logging, garbage collection, the start method of processes, and the generators and settings of
+    Python, and of NumPy and torch if they were already imported. Modules stay imported.
     """
     facts = [(get(), get, put) for get, put in (*_facts_of_python(), *_facts_of_torch())]
     with warnings.catch_warnings():
@@ -107,7 +107,7 @@ def _facts_of_torch() -> Iterator[Fact]:
     if gpus.is_initialized():
         yield gpus.current_device, gpus.set_device
         yield _pickled(gpus.get_rng_state_all, gpus.set_rng_state_all)
-    else:  # if they are, their generators have drawn nothing
+    else:  # if they are initialized later, their generators are reseeded
         yield gpus.is_initialized, lambda _: gpus.manual_seed_all(torch.initial_seed())
 
 
@@ -116,7 +116,7 @@ def _attribute(owner: object, name: str) -> Fact:
 
 
 def _pickled(get: Callable[[], object], put: Callable[[Any], object]) -> Fact:
-    """For arrays, which `!=` compares one by one."""
+    """Wraps functions for arrays, which `!=` compares elementwise."""
     return lambda: pickle.dumps(get()), lambda state: put(pickle.loads(state))
 
 

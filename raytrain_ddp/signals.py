@@ -44,11 +44,11 @@ def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
 
 
 def relayed_by(receive: Callable[[], int]) -> None:
-    """From now on, `handling` handles what `receive` returns instead of what this process gets:
-    schedulers signal each process of a job. Without a handler, it is Ctrl-C.
+    """Makes `handling` handle the signals that `receive` returns instead of those that this process
+    gets, as schedulers signal each process of a job. A signal without a handler acts like Ctrl-C.
 
     Args:
-        receive: waits for a signal; raises EOFError or OSError when there will be none.
+        receive: waits for a signal; raises EOFError or OSError when no more will come.
     """
     _is_relayed.set()
 

@@ -79,7 +79,7 @@ def below(place: str, name: str) -> str:
 
 
 def split_last(place: str) -> tuple[str, str]:
-    """The folder that a path or URI lies in, and its name there; `below` is the inverse."""
+    """Splits a path or URI into its folder and its name there; `below` is the inverse."""
     if "://" not in place:
         return os.path.split(place)
     path, mark, query = place.partition("?")

@@ -50,7 +50,7 @@ class Owner:
 
     `machine` is the boot id of the machine and the process namespace that `pid` belongs to; it is
     empty where the system does not provide them (only Linux does). `run` is the folder whose lease
-    it took: a copy of that folder has its lease, too.
+    it took. A copy of that folder has the same lease.
     """
 
     token: str
@@ -66,7 +66,7 @@ class Owner:
 
     @staticmethod
     def here(run: str = "") -> Owner:
-        """This process, with a new token, for the run in this folder."""
+        """Returns an owner for this process, with a new token, for the run in this folder."""
         pid = os.getpid()
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")  # only for reading
         state = _state(pid)
@@ -145,8 +145,8 @@ class Lease:
         s.
 
         A lease is taken over if its owner is a dead process of this machine, if it was not renewed
-        for `timeout_s`, or if it was copied with the folder of another run; verifying the latter
-        two takes a little more than `heartbeat_s`.
+        for `timeout_s`, or if it was copied with the folder of another run; checking either of the
+        last two takes a little more than `heartbeat_s`.
 
         Args:
             tell: is called with one line if the lease of another process is taken over, and why.
@@ -264,7 +264,7 @@ def _require_free(
         return
     changed_s = run.changed_s(LEASE_FILE)
     age_s = run.clock_s() - (changed_s or 0.0)
-    # One of another folder was copied with the run, unless its owner reaches this one by that path.
+    # A lease of another folder was copied with the run, unless its owner uses that path to it.
     is_other = owner is not None and owner.run not in ("", str(run))
     if changed_s is not None and (is_other or abs(age_s) > timeout_s):
         # The clock may have jumped: an owner that renews the lease while we watch is alive.

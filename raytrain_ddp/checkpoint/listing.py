@@ -130,7 +130,7 @@ class CheckpointListing:
         ]
 
     def given_up(self, attempt: int) -> list[str]:
-        """Leftovers of the failed commits of one start."""
+        """Returns the leftovers of failed commits of one start."""
         parsed = [(folder, CheckpointName.parse(folder)) for folder in self.leftovers()]
         return [folder for folder, name in parsed if name and name.attempt == attempt]
 

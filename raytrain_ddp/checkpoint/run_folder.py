@@ -105,12 +105,16 @@ def is_name_below(place: str, storage: str) -> bool:
 
 
 def config_of_run(place: str) -> TrainConfig | None:
-    """The config of a run: of its folder, its config.toml, their URI, or the name below runs/. Its
-    storage and name are those of the folder, and its paths those of now. None: no run is there.
+    """Returns the config of a run, or None if there is none.
+
+    The storage and name are those of the folder, and the paths are the current ones.
+
+    Args:
+        place: the run's folder, its config.toml, the URI of either, or its name in runs/.
 
     Raises:
-        ConfigError: config.toml is damaged, the folder's name cannot be a run's, or no run is at
-            the URI.
+        ConfigError: config.toml is damaged, the folder's name is not valid for a run, or no run is
+            at the URI.
         PreflightError: the storage cannot be reached.
     """
     given, slash, last = place.rpartition("/")
@@ -127,7 +131,7 @@ def config_of_run(place: str) -> TrainConfig | None:
 
 
 def config_of(checkpoint: Checkpoint) -> TrainConfig:
-    """The config that a checkpoint was made with; as `config_of_run` if it lies in a run.
+    """Returns the config of a checkpoint; like `config_of_run` if the checkpoint is in a run.
 
     Raises:
         ConfigError: another version wrote it.
@@ -204,13 +208,13 @@ def checkpoint_store(run: Storage) -> CheckpointStore:
 
 
 def newest_manifest(run: Storage) -> Manifest | None:
-    """The manifest of `newest_checkpoint`."""
+    """Returns the manifest of `newest_checkpoint`."""
     found = newest_checkpoint(run)
     return found.manifest if found is not None else None
 
 
 def newest_checkpoint(run: Storage) -> Checkpoint | None:
-    """The newest checkpoint whose manifest is readable; files are not verified."""
+    """Returns the newest checkpoint with a readable manifest; files are not verified."""
     store = checkpoint_store(run)
     for name in store.names():
         with suppress(DamagedError):

@@ -262,7 +262,7 @@ class CheckpointStore:
         listing = self._list()
         mine = attempt if attempt is not None or self._claim is None else self._claim.attempt
         if self._claim is not None and not listing.claims:
-            text = "the checkpoints of this run are gone: is the file system mounted? Or deleted?"
+            text = "this run's checkpoints are gone: is the file system mounted? Were they deleted?"
             raise FileNotFoundError(errno.ENOENT, text, str(self.storage))
         if mine is None or not listing.claims:
             return listing

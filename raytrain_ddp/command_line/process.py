@@ -69,18 +69,18 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
 
 
 def _printable(text: str) -> str:
-    """The text with escapes for control characters, such as those in the name of a file."""
+    """Escapes control characters, such as those in the name of a file."""
     shown = lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1]  # noqa: E731
     return CONTROL.sub(shown, text)
 
 
 def _without_ray(error: ModuleNotFoundError) -> PreflightError:
-    """Raises the error itself if it is about another module."""
+    """Returns the error to report if Ray is missing; raises `error` for any other module."""
     if error.name != "ray":
         raise error
     return PreflightError(
-        "Ray is not installed: pip install 'ray[default,train]'. Or train without it, by --local "
-        "or torchrun."
+        "Ray is not installed: run pip install 'ray[default,train]', or train without Ray, with "
+        "--local or torchrun."
     )
 
 

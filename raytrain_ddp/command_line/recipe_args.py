@@ -25,7 +25,7 @@ class RecipeArgs:
 
     config: TrainConfig = field(metadata=flat("run"))
     recipe: str | None = field(default=None, metadata=positional("RECIPE"))
-    """A .toml file, a run, or one of fit --describe. Flags override it."""
+    """A .toml file, a run, or a name from fit --describe. Flags override it."""
 
 
 Args = TypeVar("Args", bound=RecipeArgs)
@@ -101,11 +101,11 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
 
 
 def _config_of(recipe: str) -> TrainConfig:
-    """The config in a file, of a shipped recipe, or of a run that exists."""
+    """Loads the config of a file, a shipped recipe, or an existing run."""
     is_file = recipe.endswith(".toml") and PurePath(recipe).name != "config.toml"
     if is_file or recipe in shipped_recipes():
         return load(recipe)
-    from raytrain_ddp.checkpoint.run_folder import config_of_run  # with PyArrow
+    from raytrain_ddp.checkpoint.run_folder import config_of_run  # imports PyArrow
 
     return config_of_run(recipe) or load(recipe)
 

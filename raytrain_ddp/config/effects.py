@@ -172,7 +172,7 @@ def ranks_of_launcher() -> tuple[int, int, int]:
             f"the environment has {given}: start with torchrun, which sets these, or unset them."
         )
     port, torch = os.environ.get("MASTER_PORT", ""), sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_initialized():  # by the caller, in its own way
+    if torch is not None and torch.distributed.is_initialized():  # the caller has initialized it
         return rank, size, local_rank
     if size > 1 and not (os.environ.get("MASTER_ADDR") and port.isdecimal() and int(port) < 65536):
         raise PreflightError(

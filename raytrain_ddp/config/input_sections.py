@@ -115,7 +115,7 @@ class DataConfig(Section, name="data"):
         self.require("start_size", not self.start_size or self.start_size < self.image_size, rule)
         rule = f"set both, or neither, of this and data.start_size = {self.start_size}"
         self.require("grow_epochs", bool(self.grow_epochs) == bool(self.start_size), rule)
-        rule = "each value must be {} 1: divide values of the scale 0 to 255 by 255"
+        rule = "each value must be {} 1: divide values on the scale 0 to 255 by 255"
         self.require("mean", all(0 <= mean <= 1 for mean in self.mean), rule.format("0 to"))
         self.require(
             "std", all(0 < std <= 1 for std in self.std), rule.format("above 0 and at most")
@@ -193,5 +193,5 @@ class AugmentConfig(Section, name="augment"):
         low, high = self.scale
         self.require("scale", 0 < low <= high <= 1, "must be 0 < from <= to <= 1")
         *factors, hue = self.jitter
-        rule = "must be 0 to 2, such as 0.4 for 40 %, and hue, the last, 0 to 0.5"
+        rule = "must be 0 to 2, such as 0.4 for 40%, and hue, the last value, 0 to 0.5"
         self.require("jitter", all(0 <= f <= 2 for f in factors) and 0 <= hue <= 0.5, rule)

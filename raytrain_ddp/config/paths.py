@@ -1,5 +1,7 @@
-"""The fields of a config that hold a path: made absolute when a run starts, found again if the run
-has moved. The metadata ``path`` of a field says what it holds."""
+"""Makes the paths in a config absolute when a run starts, and finds them again if it has moved.
+
+The metadata ``path`` of a field gives the kind of path.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ Change = Callable[[str], str]
 
 @cache
 def path_fields(section: type[Section], prefix: str = "") -> Mapping[str, str]:
-    """Full name -> kind (folder, data, code, weights or options) of each field with a path."""
+    """Maps the full name of each field with a path to its kind: folder, data, code, weights or
+    options."""
     return dict(_path_fields(section, prefix))
 
 
@@ -33,7 +36,7 @@ def _path_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str
 
 
 def with_paths(section: S, change: Change) -> S:
-    """A copy in which each path and URI is replaced by what `change` returns for it."""
+    """Returns a copy in which each path and URI is replaced by what `change` returns for it."""
     made: dict[str, Any] = {}
     for each in dataclasses.fields(section):  # type: ignore[arg-type]
         value = getattr(section, each.name)
@@ -47,7 +50,7 @@ def with_paths(section: S, change: Change) -> S:
 
 
 def changed_path(kind: str, value: Any, change: Change) -> Any:
-    """The value of a field of this kind, with its path replaced by what `change` returns."""
+    """Returns the value of a field of this kind, its path replaced by what `change` returns."""
     if isinstance(value, Mapping) and kind == "options":
         return {name: changed_path("option", each, change) for name, each in value.items()}
     if not isinstance(value, str):
@@ -70,7 +73,7 @@ def _is_path(kind: str, value: str) -> bool:
 
 
 def absolute_path(path: str) -> str:
-    """The path from the root, as `absolute`; a URI without a slash at its end."""
+    """Makes a path absolute like `absolute`; removes the trailing slash of a URI."""
     if "://" in path:
         place, mark, query = path.partition("?")
         return f"{place.rstrip('/') if place[-3:] != '://' else place}{mark}{query}"
@@ -81,10 +84,10 @@ def absolute_path(path: str) -> str:
 
 
 def moved_with(before: str, now: str) -> Change:
-    """Finds the paths of a run whose folder was `before` and is `now`: what is gone from where it
-    was, and lies in the same place relative to the run's folder, is taken from there.
+    """Returns a function that finds the paths of a run whose folder was `before` and is now `now`.
 
-    A relative path, of an earlier version, started in the folder that held the storage.
+    If a path no longer exists, the one at the same place relative to the run's folder is used.
+    Relative paths, of earlier versions, started in the folder that held the storage.
     """
     if "://" in now or not os.path.isabs(before):
         return lambda path: path

@@ -116,10 +116,10 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
 
 
 def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
-    """As `load_with_info`, of the text of a file; `where` names it in messages."""
+    """Like `load_with_info`, for the text of a file; `where` names it in messages."""
     try:
         values = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also an integer of too many digits
+    except (ValueError, RecursionError) as error:  # or an integer with too many digits
         raise ConfigError(f"{where} is not valid TOML: {error}.") from None
     about = values.pop("recipe", {})
     if not isinstance(about, dict):
@@ -190,12 +190,12 @@ def changed_fields(
 ) -> list[tuple[str, Any, Any]]:
     """(field, then, now) for each field that decides the result and differs from a checkpoint's.
 
-    Fields that did not exist when the checkpoint was written count as their default. Spellings of
-    one path are equal. Where the data of a URI are served from (its query) may change: their
-    fingerprint is compared besides.
+    Fields that did not exist when the checkpoint was written count as their default. Different
+    spellings of one path are equal. The query of a URI may change: it says where data are served
+    from, and the fingerprint of the data is compared, too.
 
     Args:
-        folder: of the checkpoint's run, which may have moved, and its data with it.
+        folder: of the checkpoint's run. The run may have moved together with its data.
     """
     free, begun = {*_free_fields(TrainConfig(), ""), *DEFAULTS}, dict(fields_of(old))
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}

@@ -10,10 +10,10 @@ from contextlib import suppress
 
 from raytrain_ddp.errors import ConfigError, quoted
 
-# Of C0, C1 and DEL; what YAML and Unicode take for the end of a line.
+# C0, C1 and DEL, and what YAML and Unicode treat as the end of a line.
 _OF_CONTROL = "\x00-\x1f\x7f-\x9f\u2028\u2029\ufeff"
 CONTROL = re.compile(f"[{_OF_CONTROL}]")
-_NOT_PLAIN = re.compile(f"[{_OF_CONTROL}\ud800-\udfff]")  # also halves of a character
+_NOT_PLAIN = re.compile(f"[{_OF_CONTROL}\ud800-\udfff]")  # and surrogates
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 

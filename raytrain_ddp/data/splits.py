@@ -286,7 +286,7 @@ def _plain(path: str) -> str:
 
 def notes_of(source: ImageSource, what: str) -> list[str]:
     """Notes about files that are not used and labels that are mapped."""
-    why = f"members of {what}: hidden, left by a system, no files, links to none, or no suffix"
+    why = f"members of {what}: hidden, left by a system, not files, dead links, or without a suffix"
     notes = [f"{note}." for note in counted(getattr(source, "left_out", ()), why)]
     same = getattr(source, "same_inside", ())
     if same:

@@ -1,4 +1,4 @@
-"""The terminal that output goes to."""
+"""Makes the console that output goes to."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _WIDTHS = 20, 1000
 
 
 def terminal(**options: Any) -> Console:
-    """A console of rich with a usable width, whatever COLUMNS or a tiny terminal says; with 0
+    """Returns a rich console with a usable width, whatever COLUMNS or a tiny terminal says. With 0
     columns, rich prints nothing.
 
     Args:
-        options: of `Console`.
+        options: arguments of `Console`.
     """
     console = Console(**options)
     width = min(max(console.width, _WIDTHS[0]), _WIDTHS[1])

@@ -141,7 +141,7 @@ def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | No
 
 
 def _compared(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> list[str]:
-    """A note if the run began with other code; needs each file of the data.
+    """Returns a note if the run began with different code; needs each file of the data.
 
     Raises:
         DataError: a file is missing, or the data are not those of the run so far.

@@ -139,7 +139,7 @@ def fit_locally(
                 tell(Phase("loading torch"))
                 from raytrain_ddp.training import loop  # noqa: F401
 
-                with process_as_found():  # of torch, too
+                with process_as_found():  # restores torch, too
                     outcome, watch = _train_here(config, folder, main, tell, session)
                 if main:
                     _draw(config, folder, tell)

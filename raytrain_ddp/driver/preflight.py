@@ -30,7 +30,7 @@ _PAUSES_S = (0.5, 1.0, 2.0)
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The config with absolute paths, which mean the same in each worker and later.
+    """Returns the config with absolute paths, which mean the same in each worker and later.
 
     Raises:
         ConfigError: the task or model does not exist.
@@ -69,8 +69,10 @@ def _is_begun(config: TrainConfig) -> bool:
 
 
 def fingerprints(config: TrainConfig) -> tuple[str, str]:
-    """Those of the training and the evaluation set of a built-in task, as a checkpoint records
-    them; the latter is empty without one. Torchvision's sets need torch."""
+    """Returns the fingerprints of the training and evaluation sets of a built-in task, as a
+    checkpoint records them. The second is empty without evaluation data. Torchvision's data sets
+    need torch.
+    """
     splits = open_splits(config.data, locate(config.data), binary=config.loss.name == "bce")
     splits.close()
     return splits.train.fingerprint(), splits.eval.fingerprint() if splits.eval else ""

@@ -206,7 +206,7 @@ def _of_config(config: TrainConfig, base: str) -> NamedRun:
 def _changes(
     folder: Storage, manifest: Manifest | None, begun: Mapping[str, Any], config: TrainConfig
 ) -> Changes:
-    """What makes this config another run than the one that has begun in the folder."""
+    """Returns the changes that make this config a different run than the one in the folder."""
     changed = changed_fields(begun, config, str(folder) if folder.is_local else "")
     if manifest is None or {name for name, _, _ in changed} - {*path_fields(TrainConfig)}:
         return changed
@@ -218,13 +218,13 @@ def _changes(
 def other_things(
     checkpoint: Checkpoint, changed: Changes, config: TrainConfig, is_named: bool
 ) -> Changes:
-    """The changes without those of paths that lead to the same thing as for the checkpoint: data of
-    the same fingerprint, and code of the same content.
+    """Drops changes of paths that lead to the same thing as for the checkpoint: data with the same
+    fingerprint, and code with the same content.
 
     Args:
-        is_named: the user means this very run. Its code may be another, as the start says, and the
-            start compares the data of a task of one's own. Otherwise, data are the same only if
-            they are no longer where they were: two data sets may have files of equal sizes.
+        is_named: whether the user named this run. Then its code may differ, which the start
+            reports, and the start compares the data of a custom task. Otherwise, data count as the
+            same only if the old path is gone: two data sets may have files of equal sizes.
     """
     kinds, state = path_fields(TrainConfig), recorded(checkpoint)
 

@@ -126,7 +126,7 @@ def _exit_as_ctrl_c() -> Iterator[None]:
 
 
 def _sigterm_as_ctrl_c() -> AbstractContextManager[None]:
-    """Until a session handles both; so the lease is given back."""
+    """Treats SIGTERM like Ctrl-C until a session handles both, so the lease is given back."""
 
     def stop(number: int, _: object) -> NoReturn:
         raise KeyboardInterrupt(number)

@@ -167,7 +167,7 @@ def _files(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     unique = {name if "://" in name else os.path.abspath(name): name for name in found}
     images = [name for name in unique.values() if format_of(name) is None]
     tables = [name for name in unique.values() if images and format_of(name)]
-    unused = {"tables next to the images": tables, "no images": others, LEFT_OUT: left_out}
+    unused = {"tables next to the images": tables, "not images": others, LEFT_OUT: left_out}
     notes = [f"{note}." for why, names in unused.items() for note in counted(names, why)]
     repeated = len(found) - len(unique)
     if repeated:

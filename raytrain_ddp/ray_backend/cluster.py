@@ -183,7 +183,8 @@ def start_warm_server(config: TrainConfig, address: str | None) -> str:
     Loading its modules takes seconds, in which the caller can do something else.
 
     Returns:
-        Why the processes of a Ray that is started here are not warm, although they may be; or "".
+        Why the processes of a Ray that is started here are not warm, although the config allows
+        it; or "".
     """
     if starts_ray(address):
         _warm(config, caller())

@@ -1,8 +1,9 @@
-"""Runs what is connected to Ray in a process of its own, forked from the caller's.
+"""Runs the code that connects to Ray in a separate process, forked from the caller's.
 
-Ray changes the process that it connects: environment, signal handlers, logging, hooks. And if its
-raylet dies, its C++ code ends that process, which no Python code in it can prevent or notice. So
-the caller's process is not the one: it shows the events, receives the signals, and reports the end.
+Ray changes the process that connects to it: environment, signal handlers, logging, hooks. If its
+raylet dies, its C++ code ends that process, which no Python code there can prevent or notice. So
+the caller's process does not connect: it shows the events, receives the signals, and reports the
+end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _END_WITHIN_S = 60.0
 
 Show = Callable[[Any], None]
-_callers: list[int] = []  # in a process that is forked here, the one that it was forked from
+_callers: list[int] = []  # in a process that is forked here: the pid of its parent
 
 
 def caller() -> int:
@@ -42,15 +43,15 @@ def caller() -> int:
 
 
 def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
-    """Calls work(show) in a forked process; what is shown there arrives in this one, and what it
-    has printed is printed here when it has ended.
+    """Calls work(show) in a forked process. Its events are shown in this one, and its output is
+    printed here after it has ended.
 
-    Without a fork if this process has loaded Ray, whose threads the fork would lack; and on other
-    systems than Linux.
+    Does not fork if this process has loaded Ray, whose threads the fork would lack, or if the
+    system is not Linux.
 
     Raises:
-        RetriesExhausted: the process has ended before its work, as Ray ends it if a part of Ray is
-            lost.
+        RetriesExhausted: the process ended before its work was done, as Ray ends it if a part of
+            Ray is lost.
         BaseException: what `work` has raised.
     """
     if "ray" in sys.modules or sys.platform != "linux":
@@ -92,8 +93,8 @@ def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
                 print(text, end="")
     if event is None:
         raise RetriesExhausted(
-            f"{LOST}the process that was connected to it has ended (its raylet, or the process "
-            "itself, was killed, or has crashed)."
+            f"{LOST}the process that was connected to it has ended (it or its raylet was "
+            "killed or crashed)."
         )
     if event.error is not None:
         if isinstance(event.error, KeyboardInterrupt) and sent:
@@ -107,7 +108,7 @@ class _Event:
 
 
 class _End:
-    """The work is over; the exception that has ended it, and its traceback."""
+    """The end of the work, with the exception that ended it, if any, and its traceback."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error, self.text = error, ""
@@ -141,7 +142,7 @@ def _end(own: Connection, pid: int) -> None:
 
 
 def _work(work: Callable[[Show], None], its: Connection, parent: int) -> None:
-    """In the forked process."""
+    """Runs in the forked process."""
     _callers.append(parent)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:

@@ -15,7 +15,7 @@ from raytrain_ddp.warm import worker_setup
 
 _API = "RAY_API_SERVER_ADDRESS"
 _USUAL_PORT, _NOBODYS_PORT = 8265, 9
-_LONGEST_FOLDER = 36  # bytes: the path of a socket has at most 107, and Ray adds up to 70
+_MAX_FOLDER_BYTES = 36  # the path of a socket has at most 107 bytes, and Ray adds up to 70
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # How long each part of Ray may take to start, where this is configurable: see ray_start.py.
 _SLOW_START = {
@@ -54,9 +54,9 @@ def ray_settings(config: TrainConfig, embedded: bool) -> dict[str, str]:
 
 
 def short_folder() -> dict[str, str]:
-    """For a Ray that is started here: the setting that keeps the paths of its sockets short enough,
-    if TMPDIR does not."""
-    is_short = len(os.fsencode(os.environ.get("TMPDIR", ""))) <= _LONGEST_FOLDER
+    """Returns the setting that keeps the socket paths of a Ray started here short enough, if TMPDIR
+    does not."""
+    is_short = len(os.fsencode(os.environ.get("TMPDIR", ""))) <= _MAX_FOLDER_BYTES
     return {} if is_short else {"RAY_TMPDIR": "/tmp"}
 
 
@@ -98,7 +98,7 @@ def own_state_api(port: int | None) -> Iterator[None]:
 
 
 class QuickStartError(RuntimeError):
-    """This Ray cannot be started as `quick_start` does it."""
+    """`quick_start` cannot start this Ray."""
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
             machine, and the monitor of logs, which nobody would show.
 
     Raises:
-        QuickStartError: instead of an error that a second try without this may avoid: an
+        QuickStartError: instead of an error that a retry without this may avoid: an
             AttributeError, or a ValueError or TypeError raised once processes were started.
     """
     reached: list[str] = []

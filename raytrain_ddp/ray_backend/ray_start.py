@@ -39,7 +39,7 @@ def start_with_retries(
     within_s: float,
     tell: Callable[[str], None],
 ) -> None:
-    """Calls `init`, which starts or joins Ray, until it succeeds, or fails in a lasting way.
+    """Calls `init`, which starts or joins Ray, until it succeeds, or fails permanently.
 
     Processes left behind by a failed try are ended before the next one.
 

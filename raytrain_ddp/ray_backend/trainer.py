@@ -126,7 +126,7 @@ def worker_settings(
     Args:
         layout: as it is configured.
         task: the pickled task, if its name does not suffice; see `pickled_task`.
-        lease: the token of this process, which holds the run.
+        lease: the token of this process, which holds the run's lease.
     """
     return WorkerSettings(
         config=to_dict(config),

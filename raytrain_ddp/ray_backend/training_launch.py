@@ -72,7 +72,7 @@ def run_workers(
     Args:
         committed: the step of the newest checkpoint, 0 without one.
         task: the task, if its name does not suffice; see `pickled_task`.
-        lease: the token of the process that holds the run.
+        lease: the token of the process that holds the run's lease.
 
     Raises:
         RaytrainError: the error of a worker, with its exit status.

@@ -146,8 +146,8 @@ def begin_training(model: nn.Module) -> None:
 
 
 def nonfinite(model: nn.Module) -> list[str]:
-    """The names of weights that are not finite, and of buffers that contain nan (masks hold inf);
-    the host waits for the device once.
+    """Returns the names of weights that are not finite, and of buffers that contain nan (masks hold
+    inf). The host waits for the device once.
 
     Norms read the weights once, several times as fast as `isfinite` on a CPU.
     """

@@ -66,8 +66,8 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
         raise refused(task.model, model, wanted, hint)
     if pretrained and (names := nonfinite(model)):
         raise TaskError(
-            f"{place_of(task.model)}: nan or inf in {first_names(names)} before the first step: "
-            "initialize them. (Buffers may hold inf.)"
+            f"{place_of(task.model)}: not finite before the first step: {first_names(names)}. "
+            "Initialize parameters with finite values, and buffers with values other than nan."
         )
     return model
 

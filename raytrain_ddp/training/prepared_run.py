@@ -238,7 +238,10 @@ class PreparedRun:
             trained = {n for n, p in self.state.model.named_parameters() if p.requires_grad}
             what, remedy = "weights are not finite", REMEDY
             if not trained & {*names}:
-                what, remedy = "nan in what no update changes", "the task's own code has set it"
+                what, remedy = (
+                    "nan in values without updates",
+                    "check the task's code, which set them",
+                )
             raise DivergedError(
                 f"{what} after step {step}: {first_names(names)}. Committed checkpoints are kept; "
                 f"{remedy}."

@@ -42,7 +42,7 @@ _READ_LATER = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONBREAKPOINT"),
     *("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONUNBUFFERED"),
 )
-# About how Python starts, and ends: with one of these, Python itself is started.
+# These change how Python starts or ends: with one of them, the process is not forked.
 _OF_PYTHON = ("INSPECT", "PROFILEIMPORTTIME", "SAFEPATH", "VERBOSE")
 
 
@@ -63,7 +63,7 @@ def unsuited(mode: str, environment: Mapping[str, str] = os.environ) -> str:
         mode: "auto": not on a machine with a GPU; or "always".
     """
     if mode == "auto" and os.path.exists("/dev/nvidiactl"):
-        return "this machine has a GPU (--scaling.warm-processes true uses them nevertheless)"
+        return "this machine has a GPU (--scaling.warm-processes true uses them anyway)"
     names = [f"PYTHON{name}" for name in _OF_PYTHON if environment.get(f"PYTHON{name}")]
     return f"{names[0]} is set" if names else ""
 

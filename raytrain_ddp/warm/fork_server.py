@@ -39,7 +39,7 @@ torch.utils.data torch.utils.flop_counter torch.utils.tensorboard
 torchvision torchvision.transforms.v2 torchmetrics torchmetrics.classification
 """
 IDLE_S = 3600.0
-_OF_CLUSTER = "AutoscalingCoordinator"  # an actor of Ray Train; under another name, it counts
+_OF_CLUSTER = "AutoscalingCoordinator"  # an actor of Ray Train; any other counts
 _LOOK_S = 10.0
 _GRACE_S = 5.0
 _REQUEST_WITHIN_S = 5.0
@@ -47,8 +47,8 @@ _LEAST_FREE = 0.05
 
 
 def main(address: str, owner: int, expected: int) -> None:
-    """Serves until the owner ends, or nobody has asked for an hour and no job has a process, or
-    memory is short."""
+    """Serves until the owner ends, memory is short, or an hour has passed without a request while
+    no job has a process."""
     fork_child.close_all_but({0, 1, 2})
     os.chdir("/")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody could wait for a process
@@ -174,7 +174,7 @@ def hides_modules(path: bytes) -> bool:
 
 
 def outlasts_jobs(pid: int) -> bool:
-    """Whether a process is one of Ray's own that stay as long as the cluster."""
+    """Whether a process is one of Ray's own, which stay as long as the cluster."""
     with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8") as title:
         return _OF_CLUSTER in title.read()
     return False

@@ -52,7 +52,7 @@ def announce_job(
 
 
 def why_cold(mode: str) -> str:
-    """Why the processes of a Ray that is started here are no forks; "" if they are."""
+    """Why the processes of a Ray that is started here are not forks; "" if they are."""
     with suppress(OSError):
         if fork_client.free_memory() < fork_client.LEAST_FREE:
             return "less than a tenth of the memory is free"

@@ -490,7 +490,7 @@ def test_omitted_data_is_reported_as_by_fit(folder: Path, tmp_path: Path):
     (tmp_path / "src" / "train" / "notes.gif").write_bytes(b"x")
     done = run_convert(tmp_path / "src", tmp_path / "out")
     assert done.summary is not None
-    assert any(note.startswith("not used: 1 .gif (no images)") for note in done.summary.notes)
+    assert any(note.startswith("not used: 1 .gif (not images)") for note in done.summary.notes)
 
 
 def test_a_changed_source_is_not_reported_as_already_converted(folder: Path, tmp_path: Path):

@@ -56,7 +56,7 @@ def config_of(text: str) -> TrainConfig:
         "cifar10 --data.mean 0.1 0.25 1 --augment.no-flip --checkpoint.every-s 90.5",
         "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
         "--scaling.num-workers 1:4 --scaling.max-preemptions 3 --scaling.use-gpu False",
-        "--data.classes=-a b --model.freeze=-x.* --data.mean -1e-5 0.5 0.25",
+        "--data.classes=-a b --model.freeze=-x.* --data.mean 1e-5 0.5 0.25",
         "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
         "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
         "--optim.name adamw --optim.betas 0.5 0.25 --scaling.start-timeout-s 12.5",

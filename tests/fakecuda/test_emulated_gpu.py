@@ -175,9 +175,10 @@ def test_auto_is_settled_with_the_memory_of_the_gpus(gpus: Gpus):
 MAY_WAIT = {
     "training/steps/nonfinite.py read": "for the flag of the step before",
     "training/prepared_run.py log": "a log line",
-    "training/state/train_state.py is_finite": "a checkpoint",
+    "tasks/model_parts.py nonfinite": "a checkpoint",
     "checkpoint/snapshot.py take": "a checkpoint",
     "training/steps/replica_check.py _differing": "the check of weights, with a checkpoint",
+    "training/gradients/reduction.py counted": "DDP's own forward pass, which times its buckets",
     "training/metrics/metric_states.py _to_cpu": "the end of an evaluation",
     "training/metrics/metric_states.py values": "the end of an evaluation",
 }

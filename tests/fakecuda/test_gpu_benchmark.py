@@ -140,4 +140,4 @@ def test_all_measurements_complete_on_an_emulated_gpu(tmp_path: Path, python: st
     assert done.returncode == 0, done.stdout[-4000:] + out.with_suffix(".log").read_text()[-4000:]
     assert "Emulated H100" in out.read_text()
     assert "FAILED" not in out.read_text()
-    assert "OTHER" not in out.read_text()
+    assert "DIFFERENT" not in out.read_text()

@@ -142,7 +142,7 @@ def test_broken_images_are_rows_with_an_error(
     (tmp_path / "in/notes.txt").write_text("x")
     assert predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet") == 0
     shown = capsys.readouterr()
-    assert "not used: 1 .txt (no images), such as" in shown.err
+    assert "not used: 1 .txt (not images), such as" in shown.err
     assert "19 images" in shown.out
     assert "  3 cannot be read: see the column error" in shown.out
     found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:10]}

@@ -233,7 +233,7 @@ def test_a_source_that_is_not_a_table_is_refused_in_one_line(content: bytes | No
     path = tmp_path / ("t.parquet" if content == b"PAR1" else "t.csv")
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match="not a table that can be read") as caught:
+    with pytest.raises(DataError, match="cannot be read as a table") as caught:
         Tabular(config_of(path))
     assert "\n" not in str(caught.value)
 

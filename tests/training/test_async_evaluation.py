@@ -206,10 +206,10 @@ def fail_second_commit(session: Any) -> None:
         return
     usual = session.recorder.store.commit
 
-    def commit(manifest: Manifest, files: Any, others: Any = None) -> Any:
+    def commit(manifest: Manifest, files: Any) -> Any:
         if manifest.step == 2 * STEPS_PER_EPOCH:
             raise OSError(28, "No space left on device")
-        return usual(manifest, files, others)
+        return usual(manifest, files)
 
     session.recorder.store.commit = commit
 

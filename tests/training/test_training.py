@@ -46,6 +46,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from warm_python import WarmPython
 
+from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
 from raytrain_ddp.checkpoint.storage import open_storage
@@ -820,3 +821,10 @@ def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_sam
     reference = dataclasses.replace(config, name="whole")
     assert bits(config) == bits(reference)
     assert log_of(config) == log_of(reference)
+
+
+def test_a_caller_in_no_grad_trains_and_stays_there(tmp_path: Path):
+    with torch.no_grad():
+        result = fit_locally(TrainConfig(name="run", storage=str(tmp_path), steps=2))
+        assert not torch.is_grad_enabled()
+    assert (result.status, result.step) == ("finished", 2)

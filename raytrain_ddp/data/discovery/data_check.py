@@ -31,7 +31,7 @@ class Located:
     Args:
         split: what it is used for.
         name: the split's name from its files or folder; "" if it has none.
-        class_names: those of columns of labels, as far as README.md declares them.
+        class_names: class names of each label column that README.md declares.
     """
 
     kind: Kind
@@ -186,7 +186,7 @@ def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | Non
 
 
 def _if_classes(source: DataSet, use: Use) -> str:
-    """What to do if the names of class folders look like those of splits."""
+    """Says what to do if class folders have names of splits."""
     if source.kind != "folder":
         return ""
     names = first_names(sorted({*source.splits, *source.unusable}), _NAMES_SHOWN)

@@ -66,7 +66,7 @@ class DataSet:
         uri_of: the path or URI of a file or folder.
         unusable: other splits that exist, and why they cannot be used.
         notes: sentences about other data that is not used.
-        class_names: those of columns of labels, as far as README.md declares them.
+        class_names: class names of each label column that README.md declares.
         check: raises a DataError if a split is incomplete or may not be a split.
     """
 
@@ -187,8 +187,7 @@ def _of_files(
 
 
 def _unread(listing: FileListing, used: Sequence[str], card: RepoConfig | None) -> list[str]:
-    """Sentences about configs, lists and files of rows beside those that are used, and about
-    leftovers."""
+    """Returns notes about unused configs, lists and data files, and about leftovers."""
     notes = [f"the config {name} is not used" for name in card.others] if card else []
     if unread := sorted({name for name in listing.files if format_of(name)} - {*used}):
         notes.append(f"not used: {first_names(unread)}; to use one, specify it explicitly")
@@ -234,7 +233,7 @@ def _of_images(
     field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
 ) -> DataSet:
     others = [name for name in listing.files if not is_image(name) and not format_of(name)]
-    notes = [*counted(others, "no images"), *_unread(listing, (), card)]
+    notes = [*counted(others, "not images"), *_unread(listing, (), card)]
     if listing.left_out:
         notes[-1] += "; data.classes may name classes among them"
     unusable: dict[str, str] = {}

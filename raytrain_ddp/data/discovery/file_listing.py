@@ -80,7 +80,7 @@ class FileListing:
 
 
 def counted(names: Sequence[str], why: str) -> list[str]:
-    """A sentence with the number of unused files and folders of each kind, and an example; none
+    """Returns a note with the number of unused files and folders of each kind, and an example; none
     without names."""
     paths = map(PurePosixPath, names)
     kinds = Counter(path.suffix.lower() or path.name for path in paths).most_common()
@@ -126,7 +126,7 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
             problem = f"{NO_FILE}."
         except PermissionError as error:
             problem = f"cannot be read: {error.strerror}."
-        except (OSError, ValueError):  # a NUL in it
+        except (OSError, ValueError):  # it has a null character
             place = "" if path.is_absolute() else f" in {Path.cwd()}"
             problem = f"no such file or folder{place}.{_remedy(source)}"
         raise DataError(f"{shown}: {problem}")
@@ -155,8 +155,8 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
 
 
 def _below(root: str, shown: str, kept: Collection[str]) -> tuple[list[str], list[str], list[str]]:
-    """The files below a folder (of the images, only the first in each folder), the folders, and the
-    leftovers.
+    """Returns the files below a folder (of the images, only the first in each folder), the folders,
+    and the leftovers.
 
     Raises:
         DataError: as `files_below`.

@@ -71,7 +71,7 @@ def repo_config(listing: FileListing, asked: str) -> RepoConfig | None:
 
 
 def class_names_of(listing: FileListing, asked: str) -> dict[str, list[str]]:
-    """The class names of each column of labels that the `dataset_info` of README.md declares.
+    """Returns the class names of each label column that the `dataset_info` of README.md declares.
 
     Args:
         asked: the name of a config, see `repo_config`.
@@ -143,7 +143,7 @@ def _damaged(listing: FileListing, name: str) -> DataError:
 
 
 def _card(listing: FileListing) -> dict[str, Any]:
-    """The YAML of README.md; empty if there is none."""
+    """Returns the YAML of README.md; empty if there is none."""
     if _README not in listing.files:
         return {}
     lines = listing.content(_README).decode("utf-8", "replace").lstrip("\ufeff\r\n ").splitlines()

@@ -25,7 +25,7 @@ KEYWORDS: Mapping[Role, tuple[str, ...]] = {
 }
 ROLE_OF: Mapping[str, Role] = {word: role for role, words in KEYWORDS.items() for word in words}
 
-WHOLE = "."  # as the name of a split: the folder of a data set, whose folders are all classes
+WHOLE = "."  # as a split's name: the data set's folder, in which all folders are classes
 _SEPARATORS = re.compile(r"[-._ 0-9]+")
 _SHARD = re.compile(
     r"(?P<stem>.*?)(?P<dash>[-_.]?)(?P<number>\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})"
@@ -65,7 +65,7 @@ class SplitName:
 
 def split_name(name: str) -> SplitName | None:
     """Parses the name of a folder, or of a file without its extension; None: no keyword, or
-    keywords of several splits. Of Hive's ``split=train``, the value counts."""
+    keywords of several splits. In Hive's ``split=train``, the value counts."""
     words = [word for word in _SEPARATORS.split(_HIVE.sub("", _stem(name).lower())) if word]
     known = [n for n, word in enumerate(words) if word in ROLE_OF]
     if len({ROLE_OF[words[n]] for n in known}) != 1:
@@ -79,7 +79,7 @@ def split_name(name: str) -> SplitName | None:
 
 
 def role_in(name: str) -> Role | None:
-    """The role of the split that a file belongs to by the names of its folders, or else its own."""
+    """Returns the role of a file's split, by the names of its folders, or else by its own name."""
     found = _by_folder(name) or _by_file(name)
     return found[1].role if found else None
 

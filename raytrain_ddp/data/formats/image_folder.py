@@ -31,7 +31,7 @@ _OF_A_SYSTEM = re.compile(  # of macOS; Windows; Linux, Python, version control;
     re.IGNORECASE,
 )
 LEFT_OUT = "hidden or left by a system"
-_DEEPEST = 200
+_MAX_DEPTH = 200
 _ROWS_PER_BLOCK = 256
 _STAT_THREADS = 16
 _READ_BYTES = 2**16
@@ -39,8 +39,8 @@ _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, err
 
 
 def leftover_in(path: str, kept: Collection[str] = ()) -> str:
-    """The path down to its first file or folder that is hidden or was left by an operating system,
-    a file manager or a network drive; "" if there is none.
+    """Returns the path up to its first file or folder that is hidden or was left by an operating
+    system, a file manager or a network drive; "" if there is none.
 
     Args:
         kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
@@ -57,7 +57,7 @@ def leftover_in(path: str, kept: Collection[str] = ()) -> str:
 def without_leftovers(
     names: Iterable[str], kept: Collection[str] = ()
 ) -> tuple[list[str], list[str]]:
-    """The names that are data; and the files and folders that are leftovers, sorted."""
+    """Returns the names that are data; and the files and folders that are leftovers, sorted."""
     found = [(name, leftover_in(name, kept)) for name in names]
     return [name for name, left in found if not left], sorted({left for _, left in found if left})
 
@@ -90,7 +90,7 @@ class FolderImages:
                 continue
             outside = len(images)
             for path in (os.path.join(place, name) for name in names if not is_image(name)):
-                if not os.path.exists(path):  # it may have led to a class folder
+                if not os.path.exists(path):  # its target may have been a class folder
                     raise DataError(f"{path}: a broken link: repair or remove it.")
         if not found and outside:
             raise NoLabelsError(
@@ -101,7 +101,7 @@ class FolderImages:
         own = distinct_names(sorted(found), root)
         self.class_names = own if classes is None else list(classes)
         self.files: list[tuple[str, int]] = []  # (path, label) of each row
-        inside: list[list[str]] = []  # folders of each class that has no images beside them
+        inside: list[list[str]] = []  # subfolders of each class with images only in them
         for label, name in zip(numbers_in(self.class_names, own, root), sorted(found), strict=True):
             folder = os.path.join(root, name)
             if not found[name]:
@@ -138,8 +138,8 @@ class FolderImages:
 def files_below(
     folder: str, kept: Collection[str] = ()
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """A folder and each one below it, also by links, with the names of the files in it, and those
-    of leftovers.
+    """Yields a folder and each one below it, following links, with the names of its files and of
+    its leftovers.
 
     Args:
         kept: see `leftover_in`.
@@ -153,8 +153,8 @@ def files_below(
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}.") from error
 
     for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        if place.count(os.sep) > folder.count(os.sep) + _DEEPEST:
-            raise DataError(f"{folder}: more than {_DEEPEST} levels of folders: move them up.")
+        if place.count(os.sep) > folder.count(os.sep) + _MAX_DEPTH:
+            raise DataError(f"{folder}: more than {_MAX_DEPTH} levels of folders: move them up.")
         folders[:], left = without_leftovers(folders, kept)
         for link in (os.path.join(place, name) for name in folders):
             if os.path.islink(link) and _leads_above(link, folder):

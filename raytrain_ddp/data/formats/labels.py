@@ -72,11 +72,11 @@ def is_string(kind: Any) -> bool:
 
 
 def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[str] | None:
-    """The names of the Hugging Face ClassLabel feature, if the first column is or has lists of
-    one.
+    """Returns the names of the Hugging Face ClassLabel feature, if the first column is one or has
+    lists of one.
 
     Raises:
-        DataError: two of them are the same name.
+        DataError: two of the names are equal.
     """
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -87,7 +87,8 @@ def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[
 
 
 def names_in(feature: Any) -> list[str] | None:
-    """The names in a Hugging Face feature, as JSON or YAML has it, if it is or has a ClassLabel."""
+    """Returns the names in a feature of Hugging Face (JSON or YAML), if it is or has a
+    ClassLabel."""
     if isinstance(feature, list):  # an older notation of a list
         feature = feature[0] if feature else None
     if not isinstance(feature, Mapping):
@@ -103,11 +104,11 @@ def names_in(feature: Any) -> list[str] | None:
 
 
 def name_of(label: Any) -> str | None:
-    """The name of the class that a label of any file stands for: a text itself, 7 for 7 and 7.0,
-    True for true.
+    """Returns the class name of a label in any file: text is its own name, 7 and 7.0 are "7", and
+    true is "True".
 
-    None: it is no label (null, NaN, a text without any character to see), or no class (0.5, or a
-    number so large that a float cannot represent it).
+    None: it is not a label (null, NaN, or blank text), or not a class (0.5, or a number too large
+    for a float to represent exactly).
     """
     if isinstance(label, str):
         return normalized(label) if label and not label.isspace() else None
@@ -123,7 +124,7 @@ def is_negative(name: str) -> bool:
 
 
 def is_range(names: Sequence[str]) -> bool:
-    """Whether they are 0, 1, ..."""
+    """Whether the names are 0, 1, ..."""
     return [*names] == [str(number) for number in range(len(names))]
 
 
@@ -134,8 +135,8 @@ def were_numbers(before: Sequence[str], now: Sequence[str]) -> bool:
 
 
 def names_of(labels: Iterable[Any]) -> list[str]:
-    """The classes of the labels of a data set: by value if all of them are whole numbers in their
-    shortest form, those below 0 left out; otherwise sorted."""
+    """Returns the classes of a data set's labels: ordered by value, without negative ones, if all
+    are whole numbers in their shortest form; otherwise sorted as text."""
     names = {name for label in {*labels} if (name := name_of(label)) is not None}
     if not all(map(_WHOLE.fullmatch, names)):
         return sorted(names)
@@ -160,8 +161,8 @@ class Labels:
         self._are_names = named is None and bool(digits)
         places = classes if named is None else named
         self._last = len(places) - 1 if not self._are_names or is_range(classes) else None
-        self._meant: dict[str, int]  # by an integer
-        if self._are_names:  # 1 is the class 01 if that is the only one of this value
+        self._meant: dict[str, int]  # the class of an integer
+        if self._are_names:  # 1 is the class 01 if no other has this value
             values = [name.lstrip("0") or "0" for name in digits]
             alike, given = Counter(values), zip(values, digits, strict=True)
             self._meant = {v: self._places[name] for v, name in given if alike[v] == 1}

@@ -68,7 +68,7 @@ class RowGroup(NamedTuple):
         size_bytes: of these columns, uncompressed.
         image_bytes: of the images' bytes, as stored.
         labels: (nulls, min, max) of integer labels; None if the file has no statistics for them,
-            as all but Parquet.
+            which only Parquet has.
         without_image: rows with neither bytes nor a path, as far as the file's statistics tell.
     """
 
@@ -118,7 +118,7 @@ class Shard(ABC):
         kind: of the labels.
         class_names: from the ClassLabel feature, if the file has one.
         path_column: has the paths of images in files of their own; "": there is none.
-        reads_labels: all labels are in memory, or read at once.
+        reads_labels: whether all labels are in memory or are read together.
     """
 
     reads_labels: ClassVar[bool] = True
@@ -263,14 +263,14 @@ def _flags_of(columns: Columns) -> str:
 
 
 def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> Any:
-    """Values of a file without types as an Arrow array of their common type; integers that need
-    more than 64 bits as text.
+    """Converts values of a file without types to an Arrow array of their common type. Integers that
+    need more than 64 bits become text.
 
     Args:
         where: the file and the row, for messages.
 
     Raises:
-        DataError: they have no common type, such as numbers and texts.
+        DataError: they have no common type, such as numbers and text.
     """
     types = {type(value) for value in values if value is not None}
     if len(types) < 2 or types == {int, float}:
@@ -281,7 +281,7 @@ def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> 
     kinds = [*map(_kind, values)]
     row = kinds.index(min(dict.fromkeys(filter(None, kinds)), key=kinds.count))  # the rarest
     raise DataError(
-        f"{where(row)}: {name} {quoted(values[row])} has another type than in other rows: write "
+        f"{where(row)}: {name} {quoted(values[row])} has a different type than other rows: write "
         "all as text, or all as numbers."
     )
 
@@ -299,7 +299,7 @@ def is_binary(kind: Any) -> bool:
 
 
 def place_of(shard: Shard, path: str) -> str | BadRecord:
-    """Where the image of a path is: on this machine, or below the folder of the images."""
+    """Returns the place of an image: on this machine, or below the folder of the images."""
     shown = in_one_line(path)
     if path.startswith("data:") or "\0" in path or (shard.is_local and "://" in path):
         return BadRecord(f"{shown}: not the path of a file")
@@ -310,7 +310,7 @@ def place_of(shard: Shard, path: str) -> str | BadRecord:
 
 
 def image_at(shard: Shard, path: str) -> bytes | BadRecord:
-    """The image in a file of its own."""
+    """Reads an image that has its own file."""
     shown, place = in_one_line(path), place_of(shard, path)
     if isinstance(place, BadRecord):
         return place

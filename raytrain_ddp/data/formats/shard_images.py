@@ -47,7 +47,7 @@ class ShardImages:
         classes: class names. Default: those of the ClassLabel feature, or else the distinct labels,
             sorted, which requires reading the label columns.
         binary: the targets are labels, which a row has or does not have.
-        named: the names of integer labels; files with names of their own must have the same.
+        named: the names of integer labels; files with their own names must have the same ones.
         labeled: False: no labels are read; each is 0.
 
     Raises:
@@ -314,7 +314,7 @@ class ShardImages:
                     )
 
     def _check_labels(self) -> None:
-        """Finds labels that are not classes early, if no more files must be read for it."""
+        """Finds labels that are not classes early, if that requires reading no more files."""
         for block, (shard, group) in enumerate(self._blocks if self._columns.labels else ()):
             known, number = shard.groups[group].labels, self._labels_of[shard.at.uri].number
             is_bad = known and (known[0] or number(known[1]) is None or number(known[2]) is None)

@@ -79,10 +79,10 @@ def labels_of(
 
 
 def with_names(shard: Shard, names: Sequence[str], where: str = "README.md") -> Shard:
-    """The file with these class names of `where`.
+    """Returns the file with these class names, which come from `where`.
 
     Raises:
-        DataError: it has other ones.
+        DataError: it has different ones.
     """
     own, names = shard.class_names, distinct_names(names, where)
     if own and own != names:

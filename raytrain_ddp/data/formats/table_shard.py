@@ -117,7 +117,7 @@ def _has(name: str, *suffixes: str) -> bool:
 
 
 def _require_text(content: bytes, name: str) -> None:
-    """Raises DataError for other encodings than UTF-8, and for a null character, which no path
+    """Raises DataError for encodings other than UTF-8, and for a null character, which no path
     has."""
     try:
         content.decode()
@@ -127,8 +127,8 @@ def _require_text(content: bytes, name: str) -> None:
     if place >= 0:
         line = len(content[: place + 1].splitlines())
         raise DataError(
-            f"{name}, line {line}: byte {content[place]:#04x} is not text in UTF-8: save the file "
-            "in UTF-8."
+            f"{name}, line {line}: byte {content[place]:#04x} is not UTF-8 text: save the file as "
+            "UTF-8."
         )
 
 
@@ -176,7 +176,7 @@ def _require_closed(content: bytes, mark: str, name: str) -> None:
 
 
 def _from_json(content: bytes, name: str, columns: Columns) -> Any:
-    """The columns that are used; others may hold anything."""
+    """Reads the columns that are used; others may hold anything."""
     used = {columns.image, *columns.labels}
     rows: list[dict[str, Any]] = []
     found: dict[str, None] = {}
@@ -188,7 +188,7 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{name}, row {len(rows)}: not JSON: {error}.") from None
         if not isinstance(row, dict):
-            raise DataError(f"{name}, row {len(rows)}: {quoted(row)} is not an object of JSON.")
+            raise DataError(f"{name}, row {len(rows)}: {quoted(row)} is not a JSON object.")
         found |= dict.fromkeys(row)
         rows.append({column: row[column] for column in used & row.keys()})
     if not rows:

@@ -253,8 +253,8 @@ def _made(at: Opened, columns: Columns) -> Any:
 
 
 def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
-    """(key, members) of each sample. Links to other members are followed; members that belong to
-    no sample are added to `left_out`."""
+    """Yields (key, members) of each sample. Follows links to other members; adds members that
+    belong to no sample to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
     files: Members | None = None  # by name, if there are links
     followed = set[str]()  # what they lead to
@@ -282,7 +282,8 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
                 continue
             if found.issparse():
                 raise DataError(
-                    f"{name}, {member.name}: is stored as a sparse file: make it without tar -S."
+                    f"{name}, {member.name}: is stored as a sparse file: make the "
+                    "archive without tar -S."
                 )
             suffix = parts[2].lower()
             if members and parts[1] != key:

@@ -180,12 +180,12 @@ class TrainLoader:
 
 
 def tried(data: Data, draws: Draws, gate: Gate | None = None) -> Batch:
-    """A batch that is made before training, while nothing else draws random numbers.
+    """Makes a batch before training, while nothing else draws random numbers.
 
     Raises:
-        TaskError: it draws them from global generators, but threads make the batches.
+        TaskError: the batch draws from global generators, which threads would share.
     """
-    for _ in range(2):  # a library may draw once, such as before it repeats a request
+    for _ in range(2):  # a library may draw once, such as before a retry
         before = global_state()
         batch = _begun(data, draws, gate)()
         moved = [name for name, state in global_state().items() if state != before[name]]
@@ -198,9 +198,9 @@ def tried(data: Data, draws: Draws, gate: Gate | None = None) -> Batch:
         else (f"set shared = False in {kind}")
     )
     raise TaskError(
-        f"reading {kind} and collating draws random numbers from the global generator of "
-        f"{' and '.join(moved)}, which the loader's threads share with dropout, so no run could be "
-        f"repeated: {remedy}, or take them from the draws of collate(records, draws)."
+        f"reading {kind} and collating draw random numbers from the global generator of "
+        f"{' and '.join(moved)}, which the loader's threads share with dropout, so runs would not "
+        f"be repeatable: {remedy}, or take them from the draws of collate(records, draws)."
     )
 
 

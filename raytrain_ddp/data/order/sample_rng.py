@@ -103,7 +103,7 @@ def seeded_globals(key: int) -> Iterator[None]:
 
 
 def global_state() -> dict[str, object]:
-    """The state of each of these generators; equal if it was not used in between."""
+    """Returns the state of each of these generators, which stays equal while it is not used."""
     import torch
 
     numpy: Any = np.random.get_state()

@@ -176,7 +176,7 @@ def orientation_of(image: Any) -> int:
 
 
 def _rgb(image: Any, shrink: int) -> Pixels:
-    """Like `Image.convert("RGB")`: alpha is dropped, and values outside of 0 to 255 are clipped,
+    """Like `Image.convert("RGB")`: alpha is dropped, and values outside 0 to 255 are clipped,
     which is reported."""
     if image.mode.startswith("I") or image.mode == "F":  # of 16 or 32 bits
         values = np.asarray(image)
@@ -184,7 +184,7 @@ def _rgb(image: Any, shrink: int) -> Pixels:
         if not 0 <= low <= high <= _WHITE or (image.mode == "F" and 0 < high < 10):
             _tell_once(
                 "images of 16 or 32 bits per pixel: values below 0 become black, values above 255 "
-                "white, and fractions are cut off, as in Pillow; convert them to 8 bits."
+                "white, and fractions are truncated, as in Pillow; convert them to 8 bits."
             )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # the same colors, without Pillow's warning

@@ -1,4 +1,4 @@
-"""How workers exchange gradients: in full, or in a shorter type."""
+"""Makes workers exchange gradients, in full or in a shorter type."""
 
 from __future__ import annotations
 

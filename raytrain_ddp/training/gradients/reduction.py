@@ -70,7 +70,7 @@ class DdpReduction:
 
     @contextmanager
     def passing(self, slot: Slot, is_last: bool) -> Iterator[None]:
-        """Context of a slot's forward and backward pass; all ranks take part in the last one."""
+        """Wraps a slot's forward and backward pass; all ranks take part in the last one."""
         if not isinstance(self._net, DistributedDataParallel):
             yield
         elif not is_last:
@@ -83,8 +83,8 @@ class DdpReduction:
             self.unused = self._complete(bool(calls))
 
     def _complete(self, was_called: bool) -> list[str]:
-        """Makes DDP's reduction end on all ranks; returns the names of what it lacked here, unless
-        it lacked everything."""
+        """Completes DDP's reduction on all ranks; returns the names of the parameters without a
+        gradient here, unless none has one."""
         lacking = [self._reduced[key] for key in self._reduced if key in self._missing]
         net, is_none = self._net, len(lacking) == len(self._reduced)
         if not was_called and not is_none:
@@ -119,7 +119,8 @@ class DdpReduction:
 
 @contextmanager
 def counting_calls(net: nn.Module) -> Iterator[list[None]]:
-    """An entry for each call of a wrapped model. (One that is not wrapped may be compiled.)"""
+    """Yields a list with an entry for each call of a wrapped model. (One that is not wrapped may be
+    compiled.)"""
     calls: list[None] = []
     if not isinstance(net, DistributedDataParallel):
         yield calls

@@ -93,8 +93,8 @@ def join_world(
         tell: see `Waiting`.
 
     Raises:
-        PreflightError: torchrun's variables do not fit together, the other processes do not come,
-            or a GPU is wanted, and there is none for this process.
+        PreflightError: torchrun's variables do not fit together, the other processes do not
+            connect, or a GPU is wanted, and there is none for this process.
     """
     rank, size, local_rank = ranks_of_launcher()
     gpus = torch.cuda.device_count()

@@ -167,7 +167,7 @@ class Recorder:
         self.log.finish()
 
     def may_go_on(self) -> bool:
-        """Whether it may go on in the next generation: not if nothing has begun; `close` is to
+        """Whether it may continue in the next generation: not if nothing has begun; `close` must
         follow then."""
         return self.attempt > 0
 

@@ -1,4 +1,4 @@
-"""What a failure of torch.compile means."""
+"""Reports what a failure of torch.compile means."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from raytrain_ddp.errors import PreflightError, RaytrainError, TaskError
 
 _WITHOUT = "or train with --compute.no-compile (in a task: without torch.compile)"
-# Of torch._inductor, Triton and subprocess: by name, as these modules may not be there.
+# Of torch._inductor, Triton and subprocess: by name, as these modules may be missing.
 _OF_COMPILERS = {"InvalidCxxCompiler", "CppCompileError", "TritonMissing", "CalledProcessError"}
 _SAY_MACHINE = ("Failed to find C compiler", "failed to map segment", "Permission denied")
-_MOST = 200  # characters
+_MAX_CHARS = 200
 
 
 @contextmanager
 def naming_compile_failures() -> Iterator[None]:
-    """
+    """Reports failures of torch.compile in one line.
+
     Raises:
         PreflightError: torch.compile cannot build or load code on this machine.
         TaskError: it cannot compile the model.
@@ -32,7 +33,7 @@ def naming_compile_failures() -> Iterator[None]:
 
 
 def _named(error: BaseException) -> RaytrainError | None:
-    """The error in one line, if it is one of torch.compile."""
+    """Returns the error in one line, if torch.compile raised it."""
     exceptions = sys.modules.get("torch._dynamo.exc")
     if exceptions is None:
         return None
@@ -47,13 +48,13 @@ def _named(error: BaseException) -> RaytrainError | None:
         cause = inner
     kinds, lines = {kind.__name__ for kind in type(cause).__mro__}, str(cause).splitlines() or [""]
     telling = (line for line in lines if any(text in line for text in ("error:", *_SAY_MACHINE)))
-    said = next(telling, lines[0]).strip()[:_MOST].rstrip(".")
+    said = next(telling, lines[0]).strip()[:_MAX_CHARS].rstrip(".")
     what = f"{type(cause).__name__}: {said}"
     of_machine = isinstance(cause, OSError | ImportError) or bool(kinds & _OF_COMPILERS)
     if of_machine or any(text in str(cause) for text in _SAY_MACHINE):
         return PreflightError(
             f"torch.compile cannot build code on this machine: {what}. Install a C++ compiler "
-            "(g++) and Python's headers, and let TORCHINDUCTOR_CACHE_DIR name a folder that can be "
-            f"written to and allows execution; {_WITHOUT}."
+            "(g++) and Python's headers, and set TORCHINDUCTOR_CACHE_DIR to a writable folder that "
+            f"allows execution; {_WITHOUT}."
         )
     return TaskError(f"torch.compile cannot compile the model: {what}. Change it, {_WITHOUT}.")

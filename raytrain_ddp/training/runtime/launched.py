@@ -1,4 +1,4 @@
-"""The processes that torchrun or another launcher starts, until they are connected."""
+"""Connects the processes that torchrun or another launcher starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNSET = (
 
 
 class Waiting:
-    """Tells every now and then what this process waits for, and for how long.
+    """Reports at growing intervals what this process waits for, and for how long.
 
     Args:
         what: what is missing now.
@@ -35,11 +35,11 @@ class Waiting:
         self._began, self._next_s = time.monotonic(), _FIRST_NOTE_S
 
     def look(self) -> bool:
-        """Tells it if it is time; returns whether the time limit is over."""
+        """Reports it if it is time; returns whether the time limit has passed."""
         waited_s = time.monotonic() - self._began
         if waited_s >= self._next_s:
             self._next_s *= 2
-            self._tell(f"{self._what()}, since {waited_s:.0f} s (at most {LIMIT_S:.0f} s)")
+            self._tell(f"{self._what()}: {waited_s:.0f} s so far, at most {LIMIT_S:.0f} s")
         return waited_s >= LIMIT_S
 
 
@@ -55,7 +55,7 @@ def join_launched(
         tell: see Waiting.
 
     Raises:
-        PreflightError: some did not come, or this one cannot reach the others.
+        PreflightError: some did not connect, or this one cannot reach the others.
     """
     import torch.distributed as dist
 
@@ -65,7 +65,7 @@ def join_launched(
     def join() -> None:
         nonlocal there
         limit = timedelta(seconds=LIMIT_S)
-        # For a size of 1, the store does not wait for the others without a word.
+        # With a size of 1, the store does not silently wait for the others.
         store, _, _ = next(dist.rendezvous("env://", rank, 1, timeout=limit))  # type: ignore[attr-defined]
         # torchrun's store survives a restart, with the addresses of the previous processes.
         start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -87,6 +87,6 @@ def join_launched(
     if isinstance(answer, PreflightError):
         raise answer
     if isinstance(answer, TimeoutError):
-        raise PreflightError(f"{what()}, which did not come within {LIMIT_S:g} s. {UNSET}")
+        raise PreflightError(f"{what()}, which did not connect within {LIMIT_S:g} s. {UNSET}")
     if isinstance(answer, Exception):
         raise PreflightError(f"rank {rank} cannot connect at {at}: {first_line(answer)} {UNSET}")

@@ -70,7 +70,8 @@ def device_name(device: torch.device) -> str:
 
 
 def set_up(world: World, compute: ComputeConfig) -> None:
-    """Process-wide switches: threads, device, TF32, deterministic kernels."""
+    """Sets process-wide switches: gradients, threads, device, TF32, deterministic kernels."""
+    torch.set_grad_enabled(True)  # the caller may be in torch.no_grad()
     torch.set_num_threads(world.threads)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)

@@ -124,7 +124,7 @@ def try_evaluation(
 
 
 def _readable(config: TrainConfig, data: Data) -> Batch | None:
-    """The first chunk with a readable record, if there is one."""
+    """Returns the first chunk with a readable record, if there is one."""
     size = config.eval_micro_batch
     for start in range(0, min(data.rows, _MOST_BAD), size):
         rows = np.arange(start, min(start + size, data.rows), dtype=np.int64)

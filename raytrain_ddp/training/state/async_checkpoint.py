@@ -193,8 +193,8 @@ class AsyncCheckpointer:
         self._in_a_row, self._failed_at = self._in_a_row + 1, time.monotonic()
         self._failure = CheckpointError(
             f"the checkpoint of step {step} could not be written: {error}. Free space or fix the "
-            "storage, then run the same command again: the run goes on after the newest checkpoint "
-            "there, if any."
+            "storage, then run the same command again: the run continues after the newest "
+            "checkpoint there, if any."
         )
         if self._in_a_row >= self._max_failed:
             self._problem = self._failure

@@ -121,9 +121,8 @@ def most_advanced(
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
     None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
-    or some that are to be evaluated, are nowhere (rank 0 has died while it committed them) but
-    follow from it, or survivors at the same step have different weights, of which nobody knows
-    which are right.
+    or some that are to be evaluated, are lost (rank 0 died while it committed them) but follow from
+    it, or survivors at the same step have different weights, and it is unknown which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.

@@ -76,7 +76,8 @@ class TrainState:
         """Copies the state to the host; the copy is valid until the next snapshot is taken.
 
         Args:
-            to_spare: into other memory, as the last snapshot is still being committed.
+            to_spare: whether to copy into other memory, as the last snapshot is still being
+                committed.
         """
         optimizer, rest = flatten_state(self.optimizer.state_dict())
         copies = (self._spare if to_spare else self._host).take(self._named(optimizer))
@@ -92,8 +93,8 @@ class TrainState:
         )
 
     def reserve(self) -> None:
-        """Allocates the memory for `snapshot` in the background, on the rank that takes them; to be
-        called once the optimizer has a state. Further calls do nothing."""
+        """Allocates the memory for `snapshot` in the background, on the rank that takes
+        snapshots. Call it once the optimizer has a state; further calls do nothing."""
         if not self._host.is_reserved:
             self._host.reserve(self._named(flatten_state(self.optimizer.state_dict())[0]))
 

@@ -1,4 +1,4 @@
-"""State that forward passes keep outside of parameters and buffers, where no checkpoint has it."""
+"""Finds state that forward passes keep outside parameters and buffers, so not in checkpoints."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from raytrain_ddp.tasks.task_check import place_of
 
 Attributes = dict[str, list[Any]]
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-_MOST_LEAVES = 1000  # of an attribute
-_MOST_COPIED = 2**16  # elements
+_MAX_LEAVES = 1000  # of an attribute
+_MAX_COPIED = 2**16  # elements
 
 
 def attributes_of(task: Task, model: nn.Module) -> Attributes:
-    """The plain values and tensors that are in attributes of the task and the modules, also in
-    lists, tuples, dicts and dataclasses there, by attribute.
+    """Returns the plain values and tensors in attributes of the task and the modules, by attribute,
+    including those in lists, tuples, dicts and dataclasses.
 
-    Of a large tensor the memory and its version, of others a copy.
+    A large tensor is kept as its memory and version, others as a copy.
     """
     owners: dict[str, object] = {"task": task, "model": model}
     owners |= {f"model.{name}": each for name, each in model.named_modules() if name}
@@ -35,13 +35,13 @@ def attributes_of(task: Task, model: nn.Module) -> Attributes:
             # A config cannot change; to look at its fields would count as reading them.
             if key not in _OF_MODULES and not isinstance(value, Section):
                 nest = [*value] if isinstance(value, deque | set) else value
-                leaves = (leaf for _, leaf in islice(leaves_of(nest), _MOST_LEAVES))
+                leaves = (leaf for _, leaf in islice(leaves_of(nest), _MAX_LEAVES))
                 found[f"{owner}.{key}"] = [_kept(leaf) for leaf in leaves]
     return found
 
 
 def changed(before: Attributes, after: Attributes) -> list[str]:
-    """The attributes that differ."""
+    """Returns the attributes that differ."""
     none: list[Any] = []
     names = dict.fromkeys([*before, *after])
     return [name for name in names if not _alike(before.get(name, none), after.get(name, none))]
@@ -58,21 +58,21 @@ def require_repeatable(task: Task, first: Tensor, second: Tensor, names: list[st
         return
     where = first_names(names) if names else "a global variable, an object or a generator"
     raise TaskError(
-        f"{place_of(task.loss)}: the same batch has another loss in a second pass, because of what "
-        f"the first one kept in {where}. Checkpoints do not contain this state, and each worker "
-        "has its own: keep it in a buffer of the model (register_buffer), and draw random numbers "
-        "from torch's, numpy's or Python's global generators."
+        f"{place_of(task.loss)}: the same batch has a different loss in a second pass, because of "
+        f"what the first one kept in {where}. Checkpoints do not contain this state, and each "
+        "worker has its own: keep it in a buffer of the model (register_buffer), and draw random "
+        "numbers from torch's, numpy's or Python's global generators."
     )
 
 
 def _kept(leaf: Any) -> Any:
-    """What two states of a leaf are compared by; None for an object that is no value."""
+    """Returns what to compare two states of a leaf by; None for an object that is not a value."""
     if isinstance(leaf, PLAIN):
         return repr(leaf)
     is_usual = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
     if not is_usual or leaf.is_meta or leaf.is_inference():
         return None
-    if leaf.numel() <= _MOST_COPIED:
+    if leaf.numel() <= _MAX_COPIED:
         return leaf.detach().clone(), 0
     return leaf.detach(), leaf._version
 

@@ -213,7 +213,7 @@ def handle_nonfinite(
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
     remedy = (
-        REMEDY if trace.step > 1 else "no update came before: check them, the model and the loss"
+        REMEDY if trace.step > 1 else "no update preceded it: check them, the model and the loss"
     )
     raise DivergedError(
         f"{what}. Committed checkpoints are kept, and {file} in the run's folder names these "

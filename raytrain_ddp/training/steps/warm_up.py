@@ -128,7 +128,7 @@ def warm_up(
 
 
 class Repeated:
-    """Two passes over the same batch, from the same buffers and seeds."""
+    """Makes two passes over the same batch, from the same buffers and seeds."""
 
     def __init__(self, run: Forward) -> None:
         self._run, compute = run, run.config.compute
@@ -144,10 +144,10 @@ class Repeated:
         return made
 
     def second(self, batch: Batch, loss: Tensor) -> list[str]:
-        """Makes the second pass; returns the attributes that it has changed once more.
+        """Makes the second pass; returns the attributes that it changed again.
 
         Raises:
-            TaskError: the loss is not that of the first one.
+            TaskError: the loss differs from that of the first pass.
         """
         run = self._run
         if not self._compares:
@@ -160,7 +160,7 @@ class Repeated:
 
     def _seeded(self, make: Callable[[Batch], T], batch: Batch) -> T:
         device = self._run.world.device
-        with suppress(Exception):  # what cannot be copied is used itself
+        with suppress(Exception):  # a batch that cannot be copied is used itself
             batch = deepcopy(batch)
         with keeping_generators(device):
             seed_slot(device, self._run.config.seed, 0, 0)

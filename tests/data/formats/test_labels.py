@@ -242,7 +242,7 @@ def test_the_data_are_reported_with_their_classes_sizes_and_origin(tmp_path: Pat
     assert reported["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
     assert reported["class sizes"] == "1 (class c0) to 7 (class c6)"
     assert reported["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    unused = "not used: 1 .txt, 1 .gif (no images), such as train/c0/notes.txt"
+    unused = "not used: 1 .txt, 1 .gif (not images), such as train/c0/notes.txt"
     assert unused in reported["note"]
     assert "not used: 1 .DS_Store (" in reported["note"]
 

@@ -260,11 +260,17 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
     "header.csv": (b"image,label\n", "header.csv: 0 rows"),
     "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "several columns named 'label'"),
     "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "no column 'image' among pics/0.png, a"),
-    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9 is not text in UTF-8"),
-    "utf-16.csv": ("image,label\n0.png,a\n".encode("utf-16"), "line 1: byte 0xff is not text in"),
-    "utf-16-le.jsonl": ('{"image":"a"}\n'.encode("utf-16-le"), "line 1: byte 0x00 is not text in"),
-    "utf-32.tsv": ("image\tlabel\n".encode("utf-32-be"), "line 1: byte 0x00 is not text in UTF-8"),
-    "null.csv": (b"image,label\r0.png,a\r1\x00.png,b\r", "line 3: byte 0x00 is not text in UTF-8"),
+    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9 is not UTF-8 text"),
+    "utf-16.csv": (
+        "image,label\n0.png,a\n".encode("utf-16"),
+        "line 1: byte 0xff is not UTF-8 text",
+    ),
+    "utf-16-le.jsonl": (
+        '{"image":"a"}\n'.encode("utf-16-le"),
+        "line 1: byte 0x00 is not UTF-8 text",
+    ),
+    "utf-32.tsv": ("image\tlabel\n".encode("utf-32-be"), "line 1: byte 0x00 is not UTF-8 text"),
+    "null.csv": (b"image,label\r0.png,a\r1\x00.png,b\r", "line 3: byte 0x00 is not UTF-8 text"),
     "open.csv": (b'image,label\na.png,a\nb.png,"b\nc.png,c\n', "row 1: a quotation mark is not"),
     "last.csv": (b'image,label\na.png,a\nb.png,"b', "row 1: a quotation mark is not closed"),
     "two.csv": (b'image,label\na.png,"a\nb.png,b\nc.png,"c\n', "row 0: a quotation mark is not"),
@@ -283,7 +289,7 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
     "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1: not JSON"),
     "mixed.jsonl": (
         b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n',
-        "row 0: label 1 has another type",
+        "row 0: label 1 has a different type",
     ),
     "late.jsonl": (
         b'{"image":"a","label":"x"}\n' * 7 + b'{"image":"b","label":5}\n',

@@ -274,7 +274,7 @@ def test_fault_08_consecutive_failures_end_the_training_and_a_success_resets_the
         commits.submit(snapshot(step)).result()
         commits.require()
     commits.submit(snapshot(6)).result()
-    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*free space"):
+    with pytest.raises(CheckpointError, match=r"step 6.*No space left.*Free space"):
         commits.require()
     failed = [e for e in reported if e["kind"] == "checkpoint_failed"]
     assert [(e["step"], e["in_a_row"]) for e in failed] == [(1, 1), (2, 2), (4, 1), (5, 2), (6, 3)]
@@ -779,7 +779,7 @@ def test_fault_08_too_many_failed_commits_exit_with_5_and_the_run_can_be_resumed
     results = workers.outcomes(3, run_until_full, plain(config), wait_s=10)
     assert isinstance(results[0], Raised)
     assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
-    assert "free space" in results[0].text
+    assert "Free space" in results[0].text
     assert kept_steps(config)[-1] == 10
     workers(3, run_tiny, plain(config))
     assert_same_run(config, reference)
