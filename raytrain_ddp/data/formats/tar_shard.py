@@ -84,8 +84,7 @@ class TarShard(Shard):
         return pa.table(made)
 
     def _rows(self, group: int) -> Any:
-        start = sum(row_group.rows for row_group in self.groups[:group])
-        return self._index.slice(start, self.groups[group].rows)
+        return self._index.slice(self.starts()[group], self.groups[group].rows)
 
     def _images(self, rows: Any) -> Iterator[bytes | None]:
         """The images of consecutive rows, in one read.

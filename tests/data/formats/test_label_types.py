@@ -357,7 +357,7 @@ def test_lists_of_named_labels_are_mapped_by_name(notation: str, tmp_path: Path)
 )
 def test_the_odd_one_of_lists_of_labels_is_named(labels: list[Any], row: int, tmp_path: Path):
     folder, _ = written(tmp_path, "json", labels)
-    with pytest.raises(DataError, match=f"row {row}: label .* has another type"):
+    with pytest.raises(DataError, match=f"row {row}: label .* has a different type"):
         splits(folder, target_columns=("label",))
 
 

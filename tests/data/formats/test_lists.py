@@ -293,11 +293,11 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {
     ),
     "late.jsonl": (
         b'{"image":"a","label":"x"}\n' * 7 + b'{"image":"b","label":5}\n',
-        "row 7: label 5 has another type",
+        "row 7: label 5 has a different type",
     ),
     "null.ndjson": (
         b'{"image":"a","label":null}\n' + b'{"image":"a","label":1}\n' * 3 + b'{"label":"x"}\n',
-        "row 4: label 'x' has another type",
+        "row 4: label 'x' has a different type",
     ),
     "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "array.jsonl, row 0: "),
 }
