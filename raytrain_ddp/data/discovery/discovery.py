@@ -42,6 +42,7 @@ from raytrain_ddp.data.discovery.split_names import (
 )
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
+from raytrain_ddp.data.formats.shard import leads_out
 from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, format_of
 from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
@@ -299,7 +300,7 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
     wrong = []
     of_split: dict[str, list[str]] = {}
     for name, split, expected in files:
-        size = None if _leads_out(name) else listing.size_of(name)
+        size = None if leads_out(name) else listing.size_of(name)
         if size != expected:
             found = "is missing" if size is None else f"has {size} bytes, not {expected}"
             wrong.append(f"{name} {found}")
@@ -311,7 +312,3 @@ def _written_by_convert(listing: FileListing) -> Splits | None:
             "Copy them again, or rerun the conversion."
         )
     return of_split
-
-
-def _leads_out(name: str) -> bool:
-    return name.startswith("/") or ".." in PurePosixPath(name).parts

@@ -11,6 +11,7 @@ from typing import Any
 from raytrain_ddp.data.discovery.file_listing import FileListing, fits
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError
 from raytrain_ddp.data.formats.labels import names_in
+from raytrain_ddp.data.formats.shard import leads_out
 from raytrain_ddp.errors import DataError, first_names, quoted
 
 _README = "README.md"
@@ -191,7 +192,7 @@ def _patterns(listing: FileListing, files: Any) -> dict[str, tuple[str, ...]]:
 
 def _below(listing: FileListing, path: str) -> str:
     """A path or pattern below the root."""
-    if "://" in path or path.startswith("/") or ".." in PurePosixPath(path).parts:
+    if leads_out(path):
         raise _nonsense(listing, f"{quoted(path)} is outside the data set's folder")
     return "" if path in ("", ".", "./") else str(PurePosixPath(path))
 

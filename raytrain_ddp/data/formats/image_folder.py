@@ -38,15 +38,9 @@ _READ_BYTES = 2**16
 _OF_THE_FILE = (errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO)
 
 
-def is_of_a_system(path: str) -> bool:
-    """Whether a part of the path was left by an operating system, a file manager or a network
-    drive."""
-    return any(map(_OF_A_SYSTEM.fullmatch, path.split("/")))
-
-
 def leftover_in(path: str, kept: Collection[str] = ()) -> str:
-    """Returns the path up to its first file or folder that is hidden or `is_of_a_system`; "" if
-    there is none.
+    """Returns the path up to its first file or folder that is hidden or was left by an operating
+    system, a file manager or a network drive; "" if there is none.
 
     Args:
         kept: names that are data nevertheless, such as those of ``data.classes``, and globs of
@@ -54,10 +48,8 @@ def leftover_in(path: str, kept: Collection[str] = ()) -> str:
     """
     parts = path.split("/")
     for place, name in enumerate(parts):
-        is_leftover = name.startswith(".") or is_of_a_system(name)
-        globs = [each for each in kept if each.startswith(".")]
-        is_kept = name in (*kept, ".", "..") or any(fnmatchcase(name, each) for each in globs)
-        if is_leftover and not is_kept:
+        is_kept = not name.startswith(".") or any(fnmatchcase(name, each) for each in kept)
+        if name not in (*kept, ".", "..") and (_OF_A_SYSTEM.fullmatch(name) or not is_kept):
             return "/".join(parts[: place + 1])
     return ""
 

@@ -157,11 +157,15 @@ class Shard(ABC):
         groups = [group for group, row_group in enumerate(self.groups) if row_group.rows]
         return rows_in(self._answered(groups, columns, ""), columns) if groups else []
 
+    def starts(self) -> list[int]:
+        """The first row of each row group, and the end of the last one."""
+        return [0, *accumulate(row_group.rows for row_group in self.groups)]
+
     def where(self, row: int) -> str:
         """The file and the row in it, for messages."""
-        ends = list(accumulate(row_group.rows for row_group in self.groups))
-        group = bisect_right(ends, row)
-        return self.where_in(group, row - ends[group] + self.groups[group].rows)
+        starts = self.starts()
+        group = bisect_right(starts, row) - 1
+        return self.where_in(group, row - starts[group])
 
     def where_in(self, group: int, place: int) -> str:
         """The file, and the row at a place of a group, for messages."""
@@ -298,13 +302,17 @@ def is_binary(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
+def leads_out(path: str) -> bool:
+    """Whether it is not below the folder that it starts from."""
+    return path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
+
+
 def place_of(shard: Shard, path: str) -> str | BadRecord:
     """Returns the place of an image: on this machine, or below the folder of the images."""
     shown = in_one_line(path)
     if path.startswith("data:") or "\0" in path or (shard.is_local and "://" in path):
         return BadRecord(f"{shown}: not the path of a file")
-    leads_out = path.startswith("/") or "://" in path or ".." in PurePosixPath(path).parts
-    if not shard.is_local and leads_out:
+    if not shard.is_local and leads_out(path):
         return BadRecord(f"{shown} is not in the folder of its images or below it")
     return os.path.join(shard.at.image_root, path)
 

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -37,17 +36,14 @@ class TableShard(Shard):
     _table: Any
 
     def where_in(self, group: int, place: int) -> str:
-        return f"{self.name}, row {self._starts()[group] + place}"
+        return f"{self.name}, row {self.starts()[group] + place}"
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
-        table, starts = self._table.select(list(columns)), self._starts()
+        table, starts = self._table.select(list(columns)), self.starts()
         parts = [table.slice(starts[group], self.groups[group].rows) for group in groups]
         for part in parts:
             part.validate(full=True)  # a damaged offset would lead anywhere in memory
         return pa.concat_tables(parts)
-
-    def _starts(self) -> list[int]:
-        return [0, *accumulate(group.rows for group in self.groups)]
 
 
 def open_list(at: Opened, columns: Columns) -> TableShard:
@@ -161,9 +157,10 @@ def _require_closed(content: bytes, mark: str, name: str) -> None:
     import csv
 
     text = io.StringIO(content.decode("utf-8-sig"), newline="")
-    reader, row, values = csv.reader(text, delimiter=mark, strict=True), -1, [""]  # the header
+    reader, row = csv.reader(text, delimiter=mark, strict=True), -1  # the header
+    values: list[str] | None = [""]
     while values is not None:
-        line = reader.line_num + 1
+        line, values = reader.line_num + 1, [""]
         try:
             values = next(reader, None)
         except csv.Error as error:

@@ -26,7 +26,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import EXTENSIONS, is_of_a_system
+from raytrain_ddp.data.formats.image_folder import EXTENSIONS, leftover_in
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -45,6 +45,7 @@ _NAME = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")  # key and suffix
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
+_HIDDEN = (".*",)  # are data, as the folders of a tar file are no classes
 _MOST_LINKS = 40  # in a row, as in Linux
 _NAMES = "__name__"  # the column of the members' names
 _VERSION = 3  # of the index
@@ -83,8 +84,7 @@ class TarShard(Shard):
         return pa.table(made)
 
     def _rows(self, group: int) -> Any:
-        start = sum(row_group.rows for row_group in self.groups[:group])
-        return self._index.slice(start, self.groups[group].rows)
+        return self._index.slice(self.starts()[group], self.groups[group].rows)
 
     def _images(self, rows: Any) -> Iterator[bytes | None]:
         """The images of consecutive rows, in one read.
@@ -272,7 +272,11 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
                     found = None  # packed twice, which makes the second one a link to the first
                 lost = "" if found else f"{lost} -> {member.linkname}"
                 followed.add(normpath(found.name if found else ""))
-            if _META.match(member.name) or is_of_a_system(member.name) or not (parts and found):
+            if (
+                _META.match(member.name)
+                or leftover_in(member.name, _HIDDEN)
+                or not (parts and found)
+            ):
                 left_out += [lost] if lost else []
                 continue
             if found.issparse():
@@ -302,17 +306,18 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
 def _members_of(path: str) -> Members:
     """By name; a file rather than a link of the same name."""
     with tarfile.open(path, "r:") as tar:
-        return {normpath(m.name): m for m in sorted(tar, key=tarfile.TarInfo.isreg)}
+        found = sorted(tar, key=tarfile.TarInfo.isreg)
+    return {normpath(m.name): m for m in found if m.isreg() or m.linkname}
 
 
 def _target(member: tarfile.TarInfo, of: Members) -> tarfile.TarInfo | None:
     """The file that a link leads to, maybe by others; None: there is none."""
-    found: tarfile.TarInfo | None = member
     for _ in range(_MOST_LINKS):
+        folder = dirname(member.name) if member.issym() else ""
+        found = of.get(normpath(join(folder, member.linkname)))
         if found is None or not found.linkname:
-            return found if found and found.isreg() else None
-        folder = dirname(found.name) if found.issym() else ""
-        found = of.get(normpath(join(folder, found.linkname)))
+            return found
+        member = found
     return None
 
 
