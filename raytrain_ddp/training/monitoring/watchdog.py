@@ -122,10 +122,10 @@ class Watchdog:
 
     def patience_s(self, doing: str, waits: bool) -> float:
         """How long a rank may do this, or wait in a collective."""
-        times = 1
-        if doing in (STARTING, COMPILING, "evaluation", "checkpoint") or self._clock.steps == 0:
+        times, is_first = 1, self._clock.steps == 0  # no step shows yet how long one takes
+        if doing in (STARTING, COMPILING, "evaluation", "checkpoint") or (is_first and not waits):
             times = _APART
-        elif doing in ("data wait", WRITING) and not waits:
+        elif is_first or (doing in ("data wait", WRITING) and not waits):
             times = _OUTSIDE
         return max(times * self._least_s, self.limit_s)
 

@@ -439,6 +439,7 @@ def test_the_time_limit_of_a_wait_in_a_collective_is_that_of_a_step(tmp_path: Pa
     dog = Watchdog(clock, 30.0, 0, owners, storage, lambda _: {}, Owner.state, lambda _: None)
     dog.close()
     assert dog.patience_s("compute", waits=False) == 1800.0  # no step is finished
+    assert dog.patience_s("compute", waits=True) == 300.0  # all ranks must wait for so long
     clock.steps = 1
     waiting = {("data wait", True): 30.0, ("data wait", False): 300.0, ("writing", False): 300.0}
     waiting |= {("compilation", False): 1800.0, ("evaluation", True): 1800.0}
