@@ -108,7 +108,7 @@ class Place:
     def spares(self, number: int) -> list[psutil.Process]:
         """The waiting spare processes, as soon as this number is ready."""
         [server] = self.servers()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(found := self.waiting(server)) != number:
             assert time.monotonic() < deadline
             time.sleep(0.02)
