@@ -188,7 +188,7 @@ LONG = "a" * 300
         (("wrong.toml",), 2, ("wrong.toml", "epoch", "'epochs'")),
         (("latin1.toml",), 2, ("latin1.toml",)),
         (("nothere.toml",), 2, ("nothere.toml does not exist. Give a", "digits")),
-        (("deep.toml",), 2, ("deep.toml is not valid TOML", "recursion")),
+        (("deep.toml",), 2, ("deep.toml is not valid TOML",)),
         (("long.toml",), 2, ("long.toml is not valid TOML", "4300 digits")),
         ((f"{LONG}.toml",), 2, ("aaa.toml", "File name too long")),
         (("folder.toml",), 2, ("folder.toml is a folder. Give a", "digits")),

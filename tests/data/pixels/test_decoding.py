@@ -134,11 +134,15 @@ DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
 @pytest.mark.parametrize("kind", DEPTHS)
 def test_values_that_pillow_clips_are_reported_once(kind: str, caplog: pytest.LogCaptureFixture):
     content, is_lossy = DEPTHS[kind]
+    try:
+        expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+    except OSError as error:  # Pillow 12.3 and YCbCr
+        pytest.skip(f"this Pillow cannot read what it has written: {error}")
     decoding._tell_once.cache_clear()
     with caplog.at_level(logging.WARNING, "raytrain_ddp"):
         for _ in range(3):
             pixels = open_encoded_image(content).pixels()
-    assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(content)).convert("RGB")))
+    assert np.array_equal(pixels, expected)
     assert len(caplog.records) == is_lossy
 
 
