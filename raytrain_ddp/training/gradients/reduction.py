@@ -111,10 +111,11 @@ class DdpReduction:
     def finish(self) -> None:
         """Makes the gradients the sum over all slots; all ranks take part. They are 0 if no loss
         depends on the model, as in exact mode."""
-        trained = [each for each in self._net.parameters() if each.requires_grad]
-        if all(each.grad is None for each in trained):
-            for each in trained:
-                each.grad = torch.zeros_like(each)
+        trained = (each for each in self._net.parameters() if each.requires_grad)
+        if all(each.grad is None for each in trained):  # usually, the first one has a gradient
+            for each in self._net.parameters():
+                if each.requires_grad:
+                    each.grad = torch.zeros_like(each)
 
 
 @contextmanager
