@@ -62,6 +62,9 @@ def unchanged_process() -> Iterator[None]:
         yield
 
 
+HERE = Path(__file__).parent
+MARKED_FOLDERS = {"tools": "tools", "fakecuda": "emulated"}  # the mark of all tests in a folder
+
 # Files that take longest, so that no process is left with one of them at the end.
 LONGEST = (
     *(
@@ -195,8 +198,13 @@ def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With xdist, one process runs all tests of a file, and the longest files come first."""
+    for item in items:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in MARKED_FOLDERS:
+            item.add_marker(MARKED_FOLDERS[folder])
     _leave_out_long(config, items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {name: place for place, name in enumerate(LONGEST)}

@@ -177,7 +177,7 @@ def test_a_dry_run_prints_the_trials_and_writes_nothing(
 def test_a_sweep_is_named_after_its_task():
     Path("runs/TinyTask-sweep").mkdir(parents=True)
     save(made(Path("another")), open_storage("runs").join("TinyTask-sweep"))
-    task = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
+    task = f"{Path(__file__).parents[2] / 'tiny.py'}:TinyTask"
     with pytest.raises(ConfigError, match="/TinyTask-sweep contains a different sweep"):
         main(["--task", task, "--space", LR, "--trials", "2", "--dry-run"])
 

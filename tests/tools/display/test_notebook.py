@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 
 from raytrain_ddp.display.notebook import in_notebook
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
 # The cell interrupts itself: the kernel's interrupt is a SIGINT.
 INTERRUPTED = """
 import os, signal, threading

@@ -24,7 +24,7 @@ from raytrain_ddp.sweep.sweep_state import Trial
 from raytrain_ddp.sweep.trial_configs import trial_config
 from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
 
-TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
+TASK = f"{Path(__file__).parents[2] / 'tiny.py'}:TinyTask"
 
 
 def config_of(folder: Path, name: str) -> TrainConfig:

@@ -23,7 +23,7 @@ from raytrain_ddp.run import parse as parse_run
 
 # Created with the previous parser (tyro): command lines of the README, the docs, and the tests,
 # and all fields that they changed from the default.
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "command_lines.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "command_lines.json").read_text())
 TRAINING = ("fit", "doctor", "chaos", "sweep")
 
 

@@ -40,7 +40,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.failpoints import SITES, arm
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 SHAPE = RunShape(total_steps=100, world_size=3, save_every=5)
 TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
