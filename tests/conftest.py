@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import fcntl
 import gc
-import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 import pytest
 from processes import Group
@@ -65,43 +66,10 @@ def unchanged_process() -> Iterator[None]:
 HERE = Path(__file__).parent
 MARKED_FOLDERS = {"tools": "tools", "fakecuda": "emulated"}  # the mark of all tests in a folder
 
-# Files that take longest, so that no process is left with one of them at the end.
-LONGEST = (
-    *(
-        "test_fit_on_ray",
-        "test_generations",
-        "test_chaos",
-        "test_hang_diagnosis",
-        "test_emulated_gpu",
-        "test_exact",
-    ),
-    *("test_training", "test_convert", "test_slurm", "test_run_local", "test_own_datasets"),
-    *("test_loader_processes", "test_distributions", "test_recipes"),
-    *("test_nonfinite", "test_config", "test_broken_inputs", "test_replaced_gpu_workers"),
-    *("test_snapshot", "test_s3_network", "test_help", "test_epoch_order", "test_task_state"),
-    *("test_gradient_compression", "test_task_optimizer", "test_export", "test_examples"),
-    *("test_lease", "test_run_naming", "test_evaluation", "test_cli", "test_several_optimizers"),
-    *("test_device_feed", "test_predict", "test_notebook", "test_faults", "test_tasks"),
-    *("test_branching", "test_python_tasks", "test_recorder", "test_settling", "test_early_stop"),
-    *("test_initial_weights", "test_replica_check", "test_param_groups", "test_fork_server"),
-)
-
-
-_LONG_S, _OTHERS_S = 0.2, 0.02
-_took: dict[str, float] = {}  # seconds, by test
-
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "of pytest-timeout, which is not installed")
-    parser.addoption("--save-times", metavar="FILE", help="write how long each test took")
-    parser.addoption(
-        "--short",
-        metavar="FILE",
-        help=f"leave out what took over {_LONG_S:g} s when FILE was written with --save-times, and "
-        f"over {_OTHERS_S:g} s if another case of the same test is quicker, unless it is marked "
-        "each_version",
-    )
 
 
 _PROCESSES = 3  # one more than cores: many tests wait, for a process or a time limit
@@ -109,14 +77,32 @@ _PROCESSES = 3  # one more than cores: many tests wait, for a process or a time 
 
 @pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """All tests, unless some are named, run in three processes, if pytest-xdist is there."""
+    """Unless files are named, tests run in three processes, if pytest-xdist is there."""
     has_xdist = config.pluginmanager.hasplugin("xdist")
     is_all = config.args_source is not config.ArgsSource.ARGS and not config.option.usepdb
-    is_all &= config.getoption("markexpr").startswith("not slow")  # as in pyproject.toml
+    is_all &= "not slow" in config.getoption("markexpr")
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if has_xdist and is_all and not is_worker and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = _PROCESSES, "loadfile"
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all tests of a file, and one all files that start Ray."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ray" if _starts_ray(config.rootpath / file) else file
+
+    return Scheduler(config, log) if config.option.dist == "loadfile" else None
+
+
+@cache
+def _starts_ray(file: Path) -> bool:
+    return "mark.ray" in file.read_text("utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -167,48 +153,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("there is no GPU")
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _took[report.nodeid] = _took.get(report.nodeid, 0.0) + report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """(With xdist, the process that collects the reports is not a worker.)"""
-    path = session.config.getoption("--save-times")
-    if path and "PYTEST_XDIST_WORKER" not in os.environ:
-        file = Path(path)
-        before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, **_took}, indent=0))
-
-
-def _leave_out_long(config: pytest.Config, items: list[pytest.Item]) -> None:
-    path = config.getoption("--short")
-    took = json.loads(Path(path).read_text()) if path else {}
-    quickest: dict[str, str] = {}  # case, by test
-    for item in sorted(items, key=lambda item: took.get(item.nodeid, 0.0)):
-        quickest.setdefault(item.nodeid.partition("[")[0], item.nodeid)
-    ours = {*quickest.values()}
-    left_out = [
-        item
-        for item in items
-        if took.get(item.nodeid, 0.0) > (_LONG_S if item.nodeid in ours else _OTHERS_S)
-        and not item.get_closest_marker("each_version")
-    ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With xdist, one process runs all tests of a file, and the longest files come first."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in MARKED_FOLDERS:
             item.add_marker(MARKED_FOLDERS[folder])
-    _leave_out_long(config, items)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {name: place for place, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    if "PYTEST_XDIST_WORKER" in os.environ:  # what takes longest comes first
+        items.sort(
+            key=lambda item: (_starts_ray(item.path), item.path.stat().st_size), reverse=True
+        )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the wait is not part of the test's time limit
