@@ -80,7 +80,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Unless files are named, tests run in three processes, if pytest-xdist is there."""
     has_xdist = config.pluginmanager.hasplugin("xdist")
     is_all = config.args_source is not config.ArgsSource.ARGS and not config.option.usepdb
-    is_all &= "not slow" in config.getoption("markexpr")
+    is_all &= "not" in config.getoption("markexpr")  # neither -m gpu nor -m lab
     is_worker = "PYTEST_XDIST_WORKER" in os.environ
     if has_xdist and is_all and not is_worker and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist = _PROCESSES, "loadfile"
