@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,13 +34,21 @@ def check(config: TrainConfig) -> TrainConfig:
     """Returns the config with absolute paths, which mean the same in each worker and later.
 
     Raises:
-        ConfigError: the task or model does not exist.
+        ConfigError: the task or model does not exist, or torch's defaults were changed.
         DataError: the data does not exist, or cannot be read.
         PreflightError: a package that the log needs is not installed.
     """
     if not isinstance(config, TrainConfig):  # from Python
         raise ConfigError(f"fit takes a TrainConfig, not a {type(config).__name__}.")
     forget_storages()
+    if torch := sys.modules.get("torch"):
+        defaults = {"dtype": "torch.float32", "device": "cpu"}
+        for name, other in defaults.items():
+            if str(found := getattr(torch, f"get_default_{name}")()) != other:
+                raise ConfigError(
+                    f"torch's default {name} is {found} here, and {other} in other workers. Call "
+                    f"torch.set_default_{name}({other if name == 'dtype' else repr(other)})."
+                )
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if is_wanted and importlib.util.find_spec(name) is None:
             raise PreflightError(
