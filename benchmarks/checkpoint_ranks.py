@@ -10,7 +10,7 @@ this machine, a thread each. Each round runs every way once, each time beginning
 
 raytrain_ddp: rank 0 writes. Each byte is hashed when it is written, and verified when it is read.
 Training would wait only for the copy to host memory, which is allocated in advance: `fit` reserves
-it at the first line of the log. Files are written past the page cache, and read from the disk.
+it at the first line of the log.
 
 DCP: torch.distributed.checkpoint, `save` and `load`, with the replicated state divided among the
 ranks; training would wait for all of it. Files are in the page cache when they are read. Both load

@@ -23,15 +23,15 @@ RANGED_BYTES = 2**20  # smaller files are not read into several tensors, with a 
 RANGES = 8  # requests under way: what the network takes, and memory
 _LEAST_BYTES = 2**22  # of a request; a small file is divided among fewer
 
-Fetch = Callable[[int, memoryview], memoryview]
+Fetch = Callable[[int], memoryview]
 
 
 class ReadAhead:
     """A file from its beginning.
 
     Args:
-        fetch: reads the chunk at an offset, fewer bytes only at the end of the file. Also gets a
-            chunk of before that is no longer in use, or an empty one. Called from the threads.
+        fetch: reads the chunk at an offset, fewer bytes only at the end of the file. Called from
+            the threads.
         chunk_bytes: the size of a chunk.
         ahead: this many are read before they are needed.
     """
@@ -47,7 +47,7 @@ class ReadAhead:
         self._fetch, self._size, self._step = fetch, size_bytes, chunk_bytes
         self._threads, self._most, self._next = threads, ahead, 0
         self._ahead: deque[Future[memoryview]] = deque()
-        self._chunk = self._rest = memoryview(b"")
+        self._rest = memoryview(b"")
         self._advance()
 
     def readinto(self, view: memoryview) -> int:
@@ -55,7 +55,8 @@ class ReadAhead:
         done = 0
         while done < len(view) and (self._rest or self._advance()):
             count = min(len(view) - done, len(self._rest))
-            copy(view[done : done + count], self._rest[:count])
+            # Lets other threads run in the meantime.
+            np.copyto(_as_array(view[done : done + count]), _as_array(self._rest[:count]))
             self._rest = self._rest[count:]
             done += count
         return done
@@ -68,12 +69,11 @@ class ReadAhead:
 
     def _advance(self) -> bool:
         while len(self._ahead) < self._most and self._next < self._size:
-            self._ahead.append(self._threads.submit(self._fetch, self._next, self._chunk))
-            self._chunk = memoryview(b"")
+            self._ahead.append(self._threads.submit(self._fetch, self._next))
             self._next += self._step
         if not self._ahead:
             return False
-        self._chunk = self._rest = self._ahead.popleft().result()
+        self._rest = self._ahead.popleft().result()
         return len(self._rest) > 0
 
 
@@ -110,7 +110,7 @@ def reading_ranges(fs: Any, path: str, size_bytes: int) -> Iterator[ReadAhead]:
 
         step = min(CHUNK_BYTES, max(_LEAST_BYTES, -(-size_bytes // RANGES)))
 
-        def fetch(offset: int, _: memoryview) -> memoryview:
+        def fetch(offset: int) -> memoryview:
             count = min(step, size_bytes - offset)
             data = memoryview(read_at(count, offset))
             if len(data) != count:  # more: the store does not know ranges
@@ -126,10 +126,5 @@ def _read_fsspec(inner: Any, path: str, count: int, offset: int) -> Any:
     return inner.cat_file(path, start=offset, end=offset + count)
 
 
-def copy(to: memoryview, source: memoryview) -> None:
-    """Lets other threads run in the meantime."""
-    np.copyto(as_array(to), as_array(source))
-
-
-def as_array(view: memoryview) -> Any:
+def _as_array(view: memoryview) -> Any:
     return np.frombuffer(view, dtype=np.uint8)

@@ -109,7 +109,6 @@ class TensorFile:
 
     head: bytes
     tensors: Sequence[Tensor]
-    size_bytes: int
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self.head)
@@ -150,7 +149,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> TensorFile:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return TensorFile(head, [each.detach() for _, each in ordered], len(head) + size_bytes)
+    return TensorFile(head, [each.detach() for _, each in ordered])
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint import direct
 from raytrain_ddp.checkpoint.read_ahead import reading
 from raytrain_ddp.checkpoint.streams import (
     CHUNK_BYTES,
@@ -134,11 +133,7 @@ class Storage:
         on_chunk: Callable[[memoryview], None] = no_one,
     ) -> str:
         """Reads a file into memory of its size; see `read_hashed`."""
-        path, size_bytes = self._at(name), sum(map(len, views))
-        if self._is_direct(size_bytes) and not direct.is_cached(path):
-            with suppress(direct.UnsupportedError), direct.reading_direct(path) as stream:
-                return read_hashed(stream, views, on_chunk)
-        with reading(self.fs, path, size_bytes) as stream:
+        with reading(self.fs, self._at(name), sum(map(len, views))) as stream:
             return read_hashed(stream, views, on_chunk)
 
     def read_part(self, name: str, offset: int, most_bytes: int) -> bytes:
@@ -260,14 +255,7 @@ class Storage:
             while chunk := stream.read(CHUNK_BYTES):
                 yield chunk
 
-    def _is_direct(self, size_bytes: int) -> bool:
-        plain = self.is_local and isinstance(self.fs, pafs.LocalFileSystem)
-        return plain and size_bytes >= direct.DIRECT_BYTES
-
     def _write(self, path: str, data: Content) -> tuple[int, str]:
-        if self._is_direct(getattr(data, "size_bytes", 0)):
-            with suppress(direct.UnsupportedError):
-                return direct.write_direct(path, data)
         with self.fs.open_output_stream(path, compression=None) as stream:
             written = write_hashed(stream, data)
         if self.is_local:
