@@ -7,7 +7,6 @@ sources of what the task has imported, and of the packages that it belongs to; w
 
 from __future__ import annotations
 
-import dis
 import hashlib
 import linecache
 import os
@@ -21,10 +20,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType, NoneType
-from typing import Any
-
-from raytrain_ddp.errors import first_names
+from types import ModuleType
 
 _MOST_BYTES = 32 * 2**20
 _OWN, _PACKAGE = __name__.partition(".")[0], Path(__file__).parent
@@ -97,7 +93,6 @@ class _Loader(SourceFileLoader):
 
 
 _finder = _Sources()
-_digests: dict[str, tuple[str, str]] = {}
 
 
 def is_foreign(path: str) -> bool:
@@ -116,103 +111,23 @@ def loaded() -> UserCode:
     return _limited(_imported())
 
 
-def digests() -> dict[str, tuple[str, str]]:
-    """name -> file, and hex SHA-256 of its content when this was first called, as it may be edited
-    later; of the modules that are `loaded`."""
-    for name, (path, source) in loaded().sources.items():
-        if name not in _digests:
-            _digests[name] = path, hashlib.sha256(source).hexdigest()
-    return dict(_digests)
-
-
-def task_digests(task: Any) -> dict[str, str]:
-    """name -> hex SHA-256 of each module of the user that is loaded, and of the task's class if it
-    is of a script or a notebook, whose workers know no file of it.
-
-    Args:
-        task: the class or object.
-    """
-    kind = task if isinstance(task, type) else type(task)
-    found = {module: digest for module, (_, digest) in digests().items()}
-    if any(each.__module__ == "__main__" for each in kind.__mro__):
-        # Another Python has another bytecode.
-        python = ".".join(map(str, sys.version_info[:2]))
-        found[f"__main__.{kind.__qualname__} (Python {python})"] = _code_digest(kind)
+def hashes(*names: str) -> dict[str, str]:
+    """module -> hex SHA-256 of its source, for those of these names that are a user's, such as
+    ``file.py:Task`` or ``package.module:model``. Nothing is imported; a file that does not exist
+    here, and was not received, is left out."""
+    found = {}
+    for name in names:
+        place = name.rpartition(":")[0]
+        is_file = place.endswith(".py")
+        own, below = Path(place).stem if is_file else place, Path(*place.split("."))
+        files = [Path(folder, below) for folder in sys.path] if place else []
+        files = [path for each in files for path in (each.with_suffix(".py"), each / "__init__.py")]
+        for path in [Path(place)] if is_file else files:
+            with suppress(OSError):
+                _, source = _finder.sources.get(own) or ("", path.read_bytes())
+                found[own] = hashlib.sha256(source).hexdigest()
+                break
     return found
-
-
-def module_digest(name: str) -> dict[str, str]:
-    """As `task_digests`, only of the module in a task's name, which is not imported; empty if there
-    is no such file."""
-    place = name.rpartition(":")[0]
-    is_file = place.endswith(".py")
-    below = Path(*place.split("."))
-    files = [Path(folder, below) for folder in sys.path] if place else []
-    files = [path for each in files for path in (each.with_suffix(".py"), each / "__init__.py")]
-    for path in [Path(place)] if is_file else files:
-        with suppress(OSError):
-            own = path.stem if is_file else place
-            return {own: hashlib.sha256(path.read_bytes()).hexdigest()}
-    return {}
-
-
-def changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """``a, b and 2 more``: the modules and classes that are others now; "" if there are none."""
-    names = [name for name, code in now.items() if before.get(name, code) != code]
-    return first_names([name.partition(" ")[0] for name in names], 4)
-
-
-def _code_digest(kind: type) -> str:
-    """Of the bytecode of a class, of those that it inherits from, and of the functions that it
-    uses, as far as they are of ``__main__``: it is the same where the class came by pickle."""
-    digest, waiting, seen = hashlib.sha256(), list[Any]([kind]), set[int]()
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, type | FunctionType):
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-        if isinstance(value, CodeType):
-            digest.update(value.co_code + repr(value.co_names).encode())
-        elif isinstance(value, str | bytes | int | float | complex | NoneType):
-            digest.update(f"{value!r};".encode())
-        waiting += _parts(value)
-    return digest.hexdigest()
-
-
-def _parts(value: Any) -> list[Any]:
-    """What decides what the code of a value does, besides itself. Other objects are left out."""
-    parts: list[Any] = []
-    match value:
-        case staticmethod() | classmethod():
-            parts = [value.__func__]
-        case property():
-            parts = [value.fget, value.fset]
-        case FunctionType() if hasattr(value, "__wrapped__"):  # by a decorator
-            parts = [value.__wrapped__]
-        case FunctionType():
-            used = [value.__globals__.get(name) for name in sorted(_globals(value.__code__))]
-            parts = [each for each in used if getattr(each, "__module__", "") == "__main__"]
-            parts += [value.__code__, value.__defaults__, *(value.__kwdefaults__ or {}).items()]
-        case CodeType():
-            parts = [*value.co_consts]
-        case frozenset():
-            parts = sorted(value, key=repr)
-        case tuple():
-            parts = [*value]
-        case type() if value.__module__ == "__main__":
-            named = sorted(vars(value).items())
-            own = (pair for pair in named if pair[0][:2] != "__" or callable(pair[1]))
-            parts = [*value.__bases__, *own]
-    return parts
-
-
-def _globals(code: CodeType) -> set[str]:
-    """The global names that the code reads, and those nested in it. Not its attributes, which
-    ``co_names`` has as well: pickle does not send globals of their names."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    nested = (each for each in code.co_consts if isinstance(each, CodeType))
-    return names.union(*map(_globals, nested))
 
 
 def loaded_packages() -> UserCode:

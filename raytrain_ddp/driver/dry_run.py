@@ -15,7 +15,7 @@ from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
-from raytrain_ddp.driver.run_naming import NamedRun
+from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
 from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Note
 from raytrain_ddp.messages import Event
@@ -87,7 +87,8 @@ def dry_run(
     notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
     notes += getattr(task, "notes", ())
     notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
-    notes += _compared(run, data, eval_data, task)  # reads each field
+    _require_same_data(run, data, eval_data, task)  # reads each field
+    notes += filter(None, [new_code_note(run)])
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -140,16 +141,13 @@ def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | No
     return task, data, eval_data
 
 
-def _compared(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> list[str]:
-    """Returns a note if the run began with different code; needs each file of the data.
-
-    Raises:
-        DataError: a file is missing, or the data are not those of the run so far.
-    """
+def _require_same_data(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> None:
+    """Raises DataError if a file is missing, or the data are not those of the run so far."""
     from raytrain_ddp.training.run_identity import RunIdentity
 
-    identity, checkpoint = RunIdentity.of(data, eval_data, task), newest_checkpoint(run.folder)
-    return [*filter(None, [identity.require_same(checkpoint) if checkpoint else None])]
+    identity = RunIdentity.of(run.config, data, eval_data, task)
+    if checkpoint := newest_checkpoint(run.folder):
+        identity.require_same(checkpoint)
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

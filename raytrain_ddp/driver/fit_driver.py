@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, recorded
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
@@ -46,7 +45,6 @@ from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
-from raytrain_ddp.user_code import changed, module_digest, task_digests
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession
@@ -309,18 +307,6 @@ def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
         show(Note(f"curves.png cannot be drawn: {first_line(error)}"))
 
 
-def _note_new_code(config: TrainConfig, run: Storage, manifest: Manifest, show: Show) -> None:
-    target = getattr(config.task, "target", None)  # if Python code gave it
-    now = module_digest(config.task) if target is None else task_digests(target)
-    with suppress(RaytrainError, OSError):
-        name = CheckpointName(manifest.step, manifest.attempt)
-        code = recorded(checkpoint_store(run).open(name)).get("code", {})
-        names = changed(code, now)
-        if names:
-            text = f"the code of {names} has changed since this run was trained. To train with "
-            show(Note(f"{text}the new code, give it another --name (config.name)."))
-
-
 def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
     """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder
@@ -329,7 +315,5 @@ def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) 
         with suppress(RaytrainError, OSError), owned(run, show) as tell:
             tidy(config, folder, manifest)
             tell(End(0, manifest.step))
-    if main:
-        _note_new_code(config, folder, manifest, show)
     step = manifest.step
     return answered(config, lambda: result_of(folder, "already complete", step, step, {}))

@@ -24,6 +24,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     SWEEP_FILE,
+    checkpoint_store,
     newest_checkpoint,
     newest_manifest,
     recorded,
@@ -31,17 +32,24 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
+from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.paths import path_fields
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
-from raytrain_ddp.driver.preflight import answered, fingerprints
-from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, first_names
+from raytrain_ddp.driver.preflight import answered, fingerprints, is_complete
+from raytrain_ddp.errors import (
+    ConfigError,
+    PreflightError,
+    RaytrainError,
+    RunLockedError,
+    first_names,
+)
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.training.runtime.launched import LIMIT_S, UNSET, Waiting
 from raytrain_ddp.uri import without_secrets
-from raytrain_ddp.user_code import module_digest
+from raytrain_ddp.user_code import hashes
 
 CLAIM_FILE = "claimed.toml"
 """The config of a new run, from the time its name is held until the run ends."""
@@ -247,11 +255,28 @@ def other_things(
             return _is_one_place(then, now) or ((is_named or _is_gone(then)) and is_same_data())
         if not _is_moved_file(then, now):
             return False
-        digests = module_digest(now).items() if kind == "code" else {}
-        is_same_code = bool(digests) and digests <= state.get("code", {}).items()
+        found = hashes(now).items() if kind == "code" else {}
+        is_same_code = bool(found) and found <= state.get("code", {}).items()
         return kind in ("code", "weights") and (is_named or is_same_code)
 
     return [row for row in changed if not is_same(*row)]
+
+
+def new_code_note(run: NamedRun) -> str | None:
+    """Says that the code of the task or model has changed since the newest checkpoint, if so."""
+    config, manifest = run.config, run.manifest
+    now = hashes(config.task, config.model.name)
+    if manifest is None or not now:
+        return None
+    with suppress(RaytrainError, OSError):
+        name = CheckpointName(manifest.step, manifest.attempt)
+        before = recorded(checkpoint_store(run.folder).open(name)).get("code", {})
+        changed = [each for each, code in now.items() if before.get(each, code) != code]
+        if changed:
+            complete = "To train with the new code, give the run another --name (config.name)."
+            then = complete if is_complete(config, manifest) else "The run continues with it."
+            return f"the code of {' and '.join(changed)} has changed since {name}. {then}"
+    return None
 
 
 def _is_moved_file(then: Any, now: Any) -> bool:

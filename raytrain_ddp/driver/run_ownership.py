@@ -14,7 +14,7 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.driver.branching import Branch, begun_from
 from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.driver.preflight import is_complete
-from raytrain_ddp.driver.run_naming import NamedRun, after_refusal, claimed
+from raytrain_ddp.driver.run_naming import NamedRun, after_refusal, claimed, new_code_note
 from raytrain_ddp.errors import RaytrainError, RunLockedError, status_of
 from raytrain_ddp.events import End, Note
 from raytrain_ddp.messages import Event
@@ -47,8 +47,8 @@ def driven(
                 if other is None:
                     raise
                 run = other
-        if run.note:
-            tell(Note(run.note))
+        for text in filter(None, (run.note, new_code_note(run))):
+            tell(Note(text))
         if branch is not None and run.manifest is None:
             run = begun_from(run, branch)
             tell(Note(f"run {run.config.name} {branch}"))

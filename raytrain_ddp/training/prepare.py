@@ -23,7 +23,7 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
 from raytrain_ddp.training.gradients.reduction import ExactReduction, broadcast_model
 from raytrain_ddp.training.membership.generations import NoStateLeft
-from raytrain_ddp.training.membership.same_nodes import Node, require_same_nodes
+from raytrain_ddp.training.membership.same_nodes import require_same_nodes, versions_here
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.step_timing import Stragglers, peak_flops_per_s
 from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
@@ -61,7 +61,7 @@ def prepare(
     config.require_synced(world.size, world.size, world.device.type == "cuda")
     clock = Clock(world.device)
     session.watch(clock)
-    require_same_nodes(session)
+    require_same_nodes(world)
     session.tell(messages.Phase("opening the data"))
     kept = session.kept
     data, eval_data = kept.data if kept else _open(config, task, world)
@@ -87,11 +87,11 @@ def prepare(
         _tell_notes(config, task, loader, state, session, reads, found)
     failpoint("start.warmed_up", world.rank)
 
-    identity = kept.identity if kept else RunIdentity.of(data, eval_data, task)
+    identity = kept.identity if kept else RunIdentity.of(config, data, eval_data, task)
     identity.require_alike(world)
     checkpoint = session.latest(state.existing())
     if checkpoint is not None:
-        _tell(session, identity.require_same(checkpoint))
+        identity.require_same(checkpoint)
     live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
     if checkpoint is None and (session.survived or (kept and kept.has_trained)):
         raise NoStateLeft("neither a usable state nor a checkpoint is left: training starts over")
@@ -173,8 +173,8 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     set_up(world, config.compute)
     data, eval_data = _open(config, task, world)
     failpoint("start.alone", world.of_run(0))
-    Node.here(world.device)  # caches versions and digests
-    identity = RunIdentity.of(data, eval_data, task)
+    versions_here()  # are cached
+    identity = RunIdentity.of(config, data, eval_data, task)
     kept = Kept((data, eval_data), identity, None, {}, has_trained=False)
     if not _keeps_model(config, task):
         return kept

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same data, and that a resumed run has its former data and code."""
+"""Checks that all ranks have the same data, and that a resumed run has its former data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.checkpoint.store import Checkpoint
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats.labels import some_names, were_numbers
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
@@ -25,7 +26,7 @@ class RunIdentity:
         train, eval: fingerprints; "" if there is no evaluation set.
         train_rows, eval_rows: the number of rows of each set.
         classes: class names, if the task has any.
-        code: a hash of each module of the user that is loaded, by name.
+        code: hashes of the user's modules that the config names, by module.
         image_size: side of the training images as they are stored, in pixels; 0: unknown.
     """
 
@@ -38,14 +39,14 @@ class RunIdentity:
     image_size: int = 0
 
     @staticmethod
-    def of(data: Data, eval_data: Data | None, task: Any) -> RunIdentity:
+    def of(config: TrainConfig, data: Data, eval_data: Data | None, task: Any) -> RunIdentity:
         return RunIdentity(
             data.source.fingerprint(),
             eval_data.source.fingerprint() if eval_data else "",
             data.rows,
             eval_data.rows if eval_data else 0,
             _names(getattr(task, "class_names", None)),
-            user_code.task_digests(task),
+            user_code.hashes(config.task, config.model.name),
             getattr(task, "stored_image_size", 0),
         )
 
@@ -73,19 +74,15 @@ class RunIdentity:
                     f"{world.of_run(0)}: all nodes need the same files."
                 )
 
-    def require_same(self, checkpoint: Checkpoint) -> str:
-        """A sentence if modules have changed since the checkpoint; else "".
-
-        Raises:
-            DataError: the checkpoint was made with different data; names which.
-        """
+    def require_same(self, checkpoint: Checkpoint) -> None:
+        """Raises DataError if the checkpoint was made with different data; names which."""
         before = checkpoint.manifest.data_fingerprint
         document = json.loads(checkpoint.read("state.json"))
         if before != self.train:
             raise _other("training", self.train_rows, self.train, before, checkpoint)
         kept = document.get(_KEY)
         if kept is None:  # an older checkpoint
-            return ""
+            return
         if kept["eval"] != self.eval:
             raise _other("evaluation", self.eval_rows, self.eval, kept["eval"], checkpoint)
         names, mine = kept["classes"], list(self.classes)
@@ -95,10 +92,6 @@ class RunIdentity:
                 f"has {some_names(names)}. Restore data.classes or README.md; or, if this version "
                 "reads as text what was read as numbers, start a new run with another --name."
             )
-        changed = user_code.changed(document.get(_CODE, {}), self.code)
-        new = "The run continues with the new code."
-        since = f"has changed since {checkpoint.name} was saved"
-        return f"the code of {changed} {since}. {new}" if changed else ""
 
 
 def _names(given: Any) -> tuple[str, ...]:
