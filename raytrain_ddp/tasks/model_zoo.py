@@ -1,16 +1,13 @@
-"""Models by name. The list of names is available without importing torch or timm."""
+"""Models by name: our own, those of torchvision and timm, and the user's."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
-import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.config.sections import ModelConfig
@@ -22,11 +19,6 @@ if TYPE_CHECKING:
 
 DIGITS = "digits-cnn"
 TIMM = "timm:"
-_REGISTERED = re.compile(
-    r'@register_model\((?:name="(?P<given>\w+)")?\)[\s\S]*?\ndef (?P<name>\w+)'
-)
-_REGISTERED_TIMM = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.MULTILINE)
-_TAGGED_TIMM = re.compile(r"""^\s*['"]([a-z0-9_]+)\.(\w+)\*?['"]\s*:""", re.MULTILINE)
 # Arguments of builders that other fields of the config decide.
 _DECIDED = {
     **dict.fromkeys(("classes", "num_classes"), "the data decide it"),
@@ -36,48 +28,33 @@ _DECIDED = {
 
 
 def known_models() -> list[str]:
-    """digits-cnn and torchvision's classification models, read from the installed files: importing
-    torchvision takes seconds, and a misspelled name should be reported at once."""
-    found = (match for text in _sources("torchvision") for match in _REGISTERED.finditer(text))
-    return [DIGITS, *sorted(match["given"] or match["name"] for match in found)]
+    """digits-cnn and torchvision's classification models; imports torchvision."""
+    from torchvision import models
+
+    return [DIGITS, *models.list_models(module=models)]
 
 
 @cache
 def timm_models() -> dict[str, list[str]]:
-    """timm's models and the tags of their pretrained weights, read from the installed files; a few
-    models make their tags when they are imported and have none here."""
-    found: dict[str, list[str]] = {}
-    for text in _sources("timm"):
-        found |= {name: [] for name in _REGISTERED_TIMM.findall(text)}
-    for text in _sources("timm"):
-        for name, tag in _TAGGED_TIMM.findall(text):
-            if name in found and tag != "untrained":
-                found[name].append(tag)
+    """timm's models and the tags of their pretrained weights; imports timm."""
+    import timm
+
+    found: dict[str, list[str]] = {name: [] for name in timm.list_models()}
+    for full in timm.list_pretrained():
+        name, _, tag = full.partition(".")
+        found[name].append(tag)
     return found
 
 
 def known_weights(model: str) -> list[str]:
-    """The names of the pretrained weights of a model of torchvision or timm; none if they cannot be
-    read."""
+    """The names of the pretrained weights of a model of torchvision or timm; none of others."""
     if model.startswith(TIMM):
-        tags = timm_models().get(timm_name(model)[0], [])
-        return [*tags, "DEFAULT"]
-    for text in _sources("torchvision"):
-        taken = re.search(
-            rf"\ndef {re.escape(model)}\(\s*\*,\s*weights: (?:Optional\[)?(\w+)", text
-        )
-        if taken is not None:
-            _, _, rest = text.partition(f"\nclass {taken[1]}(WeightsEnum):")
-            body = re.split(r"\n(?=\S)", rest, maxsplit=1)[0]
-            return re.findall(r"^    (\w+) = ", body, re.MULTILINE)
-    return []
+        return [*timm_models().get(timm_name(model)[0], []), "DEFAULT"]
+    if model == DIGITS or ":" in model:
+        return []
+    from torchvision.models import get_model_weights
 
-
-def _sources(package: str) -> Iterator[str]:
-    spec = importlib.util.find_spec(package)
-    if spec is not None and spec.origin is not None:
-        for path in sorted((Path(spec.origin).parent / "models").glob("*.py")):
-            yield path.read_text("utf-8")
+    return [*get_model_weights(model).__members__]
 
 
 def timm_name(name: str) -> tuple[str, str]:
@@ -87,7 +64,9 @@ def timm_name(name: str) -> tuple[str, str]:
 
 
 def check_model(name: str) -> None:
-    """Raises ConfigError if there is no such model; imports neither torch nor timm."""
+    """Raises ConfigError if there is no such model; imports torchvision or timm if it is theirs."""
+    if name == DIGITS:
+        return
     if name.startswith(TIMM):
         model, tag = timm_name(name)
         models = timm_models()
@@ -96,9 +75,9 @@ def check_model(name: str) -> None:
                 f"model.name = {name!r}: no such model.{_meant(model, models, TIMM)} "
                 f"timm has {len(models)} models."
             )
-        if tag and models[model] and tag not in models[model]:
+        if tag and tag not in models[model]:
             raise ConfigError(
-                f"model.name = {name!r}: {model} has the weights {', '.join(models[model])}."
+                f"model.name = {name!r}: {model} has the weights {', '.join(models[model]) or '(none)'}."
                 f"{did_you_mean(tag, models[model])}"
             )
     elif ":" in name:
