@@ -57,7 +57,6 @@ _RULES = [
     _Rule("data.prefetch data.prefetch_mib", "data.workers above 0"),
     _Rule("augment.spread_repeats", "augment.repeats above 1", lambda c: c.augment.repeats > 1),
     _Rule("data.holdout_seed", "data.holdout"),
-    _Rule("data.cache_gib", "data.cache"),
     _Rule(
         "scaling.resize_s",
         "scaling.num_workers = MIN:MAX",
@@ -89,11 +88,6 @@ _OF_IMAGES = [
         "data.image_column data.label_column data.memory_mib",
         "Parquet files or lists of images",
         lambda c: not all(source.startswith("torchvision:") for source in _sources(c)),
-    ),
-    _Rule(
-        "data.cache",
-        "data in an object store",
-        lambda c: any("://" in source for source in _sources(c)),
     ),
     _Rule(
         "data.eval_crop",

@@ -91,11 +91,6 @@ class DataConfig(Section, name="data"):
     memory_mib: int = field(default=1024, metadata=FREE)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    cache: str | None = field(default=None, metadata={**FREE, "path": "folder"})
-    """Folder on the local disk of each node for copies of row groups of remote Parquet files."""
-    cache_gib: float = field(default=100.0, metadata=FREE)
-    """Disk space limit of data.cache, in GiB per node. The least recently used files of other data
-    sets are removed to make room."""
     workers: int | Literal["auto"] = field(default="auto", metadata=FREE)
     """Loader threads per training worker, or processes for your own data sets. 0: load in the
     training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
@@ -108,7 +103,7 @@ class DataConfig(Section, name="data"):
         super().__post_init__()
         self.require("eval_crop", 0 < self.eval_crop <= 1, "must be above 0 and at most 1")
         sizes = ("image_size", "start_size", "grow_epochs", "eval_size")
-        self.at_least(0, *sizes, "max_bad", "cache_gib", "workers")
+        self.at_least(0, *sizes, "max_bad", "workers")
         self.at_most(2**14, *sizes, "workers")
         self.at_least(1, "prefetch", "prefetch_mib", "memory_mib", "shuffle_window")
         rule = f"must be below data.image_size = {self.image_size}"

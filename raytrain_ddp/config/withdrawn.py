@@ -11,6 +11,8 @@ WITHDRAWN = {
     "task=raytrain_ddp.tasks.char_lm:CharLM": _EXAMPLE.format("char_lm", "char-lm"),
     "task=raytrain_ddp.tasks.tabular:Tabular": _EXAMPLE.format("tabular", "tabular"),
     "tabular": _EXAMPLE.format("tabular", "tabular"),
+    "data.cache": "use data.source filecache::s3://... of fsspec, which keeps copies of files",
+    "data.cache_gib": "remove it; filecache:: of fsspec has no limit",
     "ddp.compression=powersgd": "use bf16 or fp16, in a new run",
     "ddp.powersgd_rank": "use ddp.compression bf16 or fp16",
     "ddp.shard_optimizer": "remove it; each worker has the whole state, and the run continues",
@@ -18,7 +20,13 @@ WITHDRAWN = {
 }
 """Recipes, fields, and values of fields, by name."""
 
-DEFAULTS = {"ddp.powersgd_rank": 4, "ddp.shard_optimizer": False, "scaling.on_divergence": "stop"}
+DEFAULTS = {
+    "data.cache": None,
+    "data.cache_gib": 100.0,
+    "ddp.powersgd_rank": 4,
+    "ddp.shard_optimizer": False,
+    "scaling.on_divergence": "stop",
+}
 """Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these fields.
 None affects the result by itself."""
 

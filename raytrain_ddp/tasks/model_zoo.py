@@ -77,7 +77,8 @@ def check_model(name: str) -> None:
             )
         if tag and tag not in models[model]:
             raise ConfigError(
-                f"model.name = {name!r}: {model} has the weights {', '.join(models[model]) or '(none)'}."
+                f"model.name = {name!r}: {model} has the weights "
+                f"{', '.join(models[model]) or '(none)'}."
                 f"{did_you_mean(tag, models[model])}"
             )
     elif ":" in name:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.disk_cache import DiskCache
 from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import Labels, how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
@@ -97,10 +96,6 @@ class ShardImages:
         self._check_labels()
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
-        self._cache: DiskCache | None = None
-        if config.cache and self._remote:
-            keys = {self._key(shard) for shard in self._shards}
-            self._cache = DiskCache(config.cache, int(config.cache_gib * 2**30), keys)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
         self._may_skip = config.may_skip
@@ -231,11 +226,7 @@ class ShardImages:
     def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
         columns = shard.groups[group].columns
-        if self._cache is None or shard.is_local:
-            table = shard.read(group, columns)
-        else:
-            name = f"{self._key(shard)}-{group}"
-            table = self._cache.table(name, lambda: shard.read(group, columns))
+        table = shard.read(group, columns)
         kept: dict[str, Any] = {}
         for name in columns[: len(columns) - len(self._columns.labels)]:
             column = table.column(name)
@@ -272,11 +263,6 @@ class ShardImages:
         threads = _REMOTE_READERS if self._remote else _READERS
         sizes = self.blocks, self.block_bytes, self._memory_bytes
         return RowGroupCache(self._load, *sizes, threads, used)
-
-    def _key(self, shard: Shard) -> str:
-        columns = (self._columns.image, *self._columns.labels)
-        identity = f"{shard.name} {shard.size_bytes} {shard.digest} {columns}"
-        return sha256(identity.encode()).hexdigest()[:32]
 
     def _has_paths_only(self, shard: Shard) -> bool:
         return shard.path_column == self._columns.image
