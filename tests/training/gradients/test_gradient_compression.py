@@ -8,11 +8,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from processes import Died, Group, Raised
+from processes import Group
 from tiny import (
-    TOTAL_STEPS,
-    WorkerResult,
-    bits,
     plain,
     run_tiny,
     tiny_config,
@@ -21,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.gradients.gradient_compression import compress
 from raytrain_ddp.training.runtime.world import World
@@ -42,54 +39,14 @@ def losses_of(config: TrainConfig) -> list[float]:
     return [record["loss"] for record in history if record["kind"] == "train"]
 
 
-class Whole:
-    """Uninterrupted runs on three workers; each compression is run once."""
-
-    def __init__(self, workers: Group, folder: Path) -> None:
-        self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
-
-    def __call__(self, way: str) -> tuple[TrainConfig, list[WorkerResult]]:
-        if way not in self._done:
-            config = tiny_config(self._folder, way, **WAYS[way])
-            self._done[way] = config, self._workers(3, run_tiny, plain(config))
-        return self._done[way]
-
-
-@pytest.fixture(scope="module")
-def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(workers, tmp_path_factory.mktemp("whole"))
-
-
-# ------------------------------------------------------------------ whole runs
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_end_with_the_same_weights_to_the_last_bit(way: str, whole: Whole):
-    config, ran = whole(way)
-    assert {worker.outcome.step for worker in ran} == {TOTAL_STEPS}
+def test_all_ranks_end_with_the_same_weights_to_the_last_bit(
+    way: str, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, way, **WAYS[way])
+    ran = workers(3, run_tiny, plain(config))
     assert len({worker.digest for worker in ran}) == 1
     assert losses_of(config)[-1] < 0.7 * losses_of(config)[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stopped_and_killed_run_ends_with_the_bits_of_an_uninterrupted_run(
-    way: str, whole: Whole, workers: Group, tmp_path: Path
-):
-    reference, _ = whole(way)
-    often = CheckpointConfig(every_steps=4, every_s=0.0)
-    config = tiny_config(tmp_path, "broken", **{**WAYS[way], "checkpoint": often})
-    workers(3, run_tiny, plain(config), None, 7)  # asked to stop
-    *others, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 18)
-    assert last == Died(9)
-    assert all(isinstance(other, Raised) for other in others)
-    ran = workers(3, run_tiny, plain(config))
-    assert 7 < ran[0].start_step < 18
-    assert bits(config) == bits(reference)
-    assert losses_of(config) == losses_of(reference)
-
-
-# ------------------------------------------------------------------ one step
 
 
 class GivenGradients(nn.Module):

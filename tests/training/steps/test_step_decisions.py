@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from event_records import to
+from logs import log_of
 from processes import Died, Group, Raised
 from tiny import (
     STEPS_PER_EPOCH,
@@ -26,7 +27,6 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -90,7 +90,7 @@ def take_decisions(
     size: int,
     script: Mapping[tuple[int, int], Requests],
     timed: int,
-    only_main_asks: bool = False,
+    only_main_asks: bool,
 ) -> tuple[list[Decision], list[int]]:
     session = RequestingSession(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
     session.only_main_asks = only_main_asks
@@ -103,65 +103,40 @@ def take_decisions(
     return decisions, session.looked
 
 
-def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(workers: Group):
+@pytest.mark.parametrize(
+    ("only_main_asks", "saves", "looks"), [(False, [2, 3, 6], [4, 6]), (True, [3, 6], [5])]
+)
+def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(
+    only_main_asks: bool, saves: list[int], looks: list[int], workers: Group
+):
+    """Rank 0's clock saves after step 3. Under Ray, the other ranks are not asked."""
     script = {
         (1, 2): Requests(save=True),
         (2, 4): Requests(look=True),
         (0, 6): Requests(stop=15),
         (1, 6): Requests(stop=10, look=True),
     }
-    results = workers(3, take_decisions, script, 3)
+    if only_main_asks:
+        script[0, 5] = Requests(look=True)
+    results = workers(3, take_decisions, script, 3, only_main_asks)
     assert results == [results[0]] * 3
     decisions, looked = results[0]
-    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [
-        2,
-        3,
-        6,
-    ]  # step 3: by rank 0's clock
-    assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
-    assert looked == [4, 6]  # on all ranks, as it is a collective
-
-
-def test_with_only_main_asks_only_requests_of_rank_0_are_fulfilled_by_all_ranks(workers: Group):
-    """As under Ray; the other ranks are not asked."""
-    script = {
-        (0, 4): Requests(look=True),
-        (1, 5): Requests(stop=10),
-        (0, 6): Requests(stop=15),
-    }
-    results = workers(3, take_decisions, script, 3, True)
-    assert results == [results[0]] * 3
-    decisions, looked = results[0]
-    assert [n + 1 for n, d in enumerate(decisions) if d.save] == [3, 6]
-    assert [(n + 1, d.stop) for n, d in enumerate(decisions) if d.stop] == [(6, 15)]
-    assert looked == [4]
+    assert [step for step, each in enumerate(decisions, 1) if each.save] == saves
+    assert [(step, each.stop) for step, each in enumerate(decisions, 1) if each.stop] == [(6, 15)]
+    assert looked == looks  # on all ranks, as it is a collective
 
 
 # ------------------------------------------------------------------ by the clock
 
 
-@pytest.mark.parametrize(
-    ("every_s", "stall_s", "restart_s", "useful"),
-    [
-        (600.0, 5.0, 62.0, 0.897),
-        (60.0, 0.5, 32.0, 0.975),
-        (20.0, 0.05, 17.0, 0.990),
-        (10.0, 0.02, 11.0, 0.994),
-    ],
-)
-def test_the_chosen_interval_minimizes_the_lost_time(
-    every_s: float, stall_s: float, restart_s: float, useful: float
-):
-    """Compared with Daly's exact model for random failures once an hour. The model agrees with the
-    shares of useful time in a simulation of these cases."""
+@pytest.mark.parametrize(("stall_s", "restart_s"), [(5.0, 62.0), (0.05, 17.0)])
+def test_the_chosen_interval_minimizes_the_lost_time(stall_s: float, restart_s: float):
+    """Compared with Daly's exact model for random failures once an hour."""
 
     def useful_share(interval_s: float) -> float:
         return interval_s / ((3600 + restart_s) * math.expm1((interval_s + stall_s) / 3600))
 
-    assert useful_share(every_s) == pytest.approx(useful, abs=0.002)
     chosen_s = best_interval_s(stall_s, mtbf_s=3600.0, commit_s=0.1)
-    assert chosen_s == math.sqrt(2 * stall_s * 3600.0)
-    assert useful_share(chosen_s) >= useful_share(every_s)
     assert useful_share(chosen_s) > max(map(useful_share, (chosen_s * 0.7, chosen_s * 1.4)))
 
 
@@ -179,9 +154,8 @@ def test_the_mean_time_between_failures_starts_at_an_hour_and_follows_the_failur
     assert Life(failures=9, lived_s=3600.0).mtbf_s(0) == 720
     young = Life().document(attempt=1, more_s=100.0, ended=False)
     assert Life.after(young, 2) == Life(failures=1, lived_s=100.0)
-    assert Life.after(young, 4) == Life(
-        failures=3, lived_s=100.0
-    )  # two attempts ended without a checkpoint
+    # Two attempts ended without a checkpoint.
+    assert Life.after(young, 4) == Life(failures=3, lived_s=100.0)
     ended = Life(2, 50.0).document(attempt=3, more_s=100.0, ended=True)
     assert Life.after(ended, 4) == Life(failures=2, lived_s=150.0)  # a normal stop
     assert Life.after(ended, 5) == Life(failures=3, lived_s=150.0)
@@ -274,8 +248,8 @@ class Signalled(ScriptedSession):
 
 def run_signalled(
     rank: int, size: int, config: Mapping[str, Any], signals: list[int]
-) -> tuple[int, int, bool, list[str]]:
-    """Step and signal of the outcome, whether the handlers are restored, and notes."""
+) -> tuple[int, int, bool]:
+    """Step and signal of the outcome, and whether the handlers are restored."""
     made = from_dict(config)
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
@@ -283,8 +257,7 @@ def run_signalled(
         session.stop_on_signals()
         outcome = train(made, TinyTask(made), session)
     restored = [signal.getsignal(number) for number in STOP_SIGNALS] == before
-    notes = [str(e["text"]) for e in session.events if e["kind"] == "note"]
-    return outcome.step, outcome.signal, restored, notes
+    return outcome.step, outcome.signal, restored
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda n: signal.Signals(n).name)
@@ -292,9 +265,9 @@ def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_a
     number: int, workers: Group, tmp_path: Path
 ):
     """Also fault 34: on request, Slurm announces a preemption with SIGUSR1 or SIGUSR2."""
-    config = tiny_config(tmp_path, "signalled")
+    config = tiny_config(tmp_path, "signalled", epochs=1)
     results = workers(2, run_signalled, plain(config), [number])
-    assert [result[:3] for result in results] == [(7, int(number), True)] * 2
+    assert results == [(7, int(number), True)] * 2
     assert newest(config).name.step == 7
 
 
@@ -325,7 +298,7 @@ def run_stopped_in_evaluation(
 LONG = {"eval_rows": 83}  # 11 chunks: three ranks have 3, 4 and 4
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bits(
     epochs: int, workers: Group, tmp_path: Path
 ):
@@ -341,9 +314,7 @@ def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bit
     workers(3, run_tiny, plain(cut), LONG)
     assert bits(cut) == bits(whole)
     assert newest(cut).manifest.finished
-    logs = [read_history(run_storage(config)) for config in (whole, cut)]
-    ours, theirs = ([{k: v for k, v in r.items() if k not in CLOCKS} for r in log] for log in logs)
-    assert ours == theirs
+    assert log_of(cut) == log_of(whole)
 
 
 def test_after_a_signal_in_its_last_chunk_an_evaluation_still_finishes(
@@ -395,7 +366,7 @@ def test_each_failpoint_of_the_training_fires_once_at_its_step(workers: Group, t
         text = f"{site}:raise@rank=0,step={step}"
         (result,) = workers.outcomes(1, run_armed, plain(config), text, folder)
         assert isinstance(result, Raised)
-        assert f"failpoint {site}" in result.text
+        assert site in result.text
     (done,) = workers(1, run_armed, plain(config), text, folder)
     assert done == TOTAL_STEPS
 
@@ -405,8 +376,8 @@ def test_fault_55_two_sighups_of_a_closing_terminal_end_the_run_with_a_checkpoin
 ):
     config = tiny_config(tmp_path, "closed", epochs=1)
     twice = [signal.SIGHUP, signal.SIGHUP]
-    ((step, number, restored, _),) = workers(1, run_signalled, plain(config), twice)
-    assert (step, number, restored) == (7, signal.SIGHUP, True)
+    (result,) = workers(1, run_signalled, plain(config), twice)
+    assert result == (7, signal.SIGHUP, True)
     assert newest(config).name.step == 7
 
 
