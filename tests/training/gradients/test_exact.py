@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,11 @@ from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.gradients.tree_sum import TreeSum, subtrees
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.recording import local_session
-from raytrain_ddp.training.recording.local_session import join_world
-from raytrain_ddp.training.runtime.world import World, broadcast_tensor
+from raytrain_ddp.training.runtime.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -296,25 +292,6 @@ def test_all_ranks_start_with_the_weights_of_rank_0(alone: Alone, workers: Group
     assert len({worker.digest for worker in ran}) == 1
 
 
-def test_without_ray_the_number_of_threads_follows_the_config(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    seen = []
-
-    def join(*given: Any) -> World:
-        seen.append(join_world(*given).threads)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(local_session, "join_world", join)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for exact, cpus in ((True, 3.0), (False, 3.0), (True, "auto"), (False, "auto")):
-        scaling = ScalingConfig(cpus_per_worker=cpus, use_gpu=False)  # type: ignore[arg-type]
-        config = TrainConfig(exact=exact, scaling=scaling)
-        with pytest.raises(ZeroDivisionError):
-            fit_locally(config)
-    assert seen == [3, 3, 1, 2]
-
-
 def test_a_changed_number_of_threads_is_refused_on_resume():
     then = to_dict(TrainConfig(exact=True))
     now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
@@ -454,53 +431,6 @@ def test_buffers_and_frozen_parameters_of_unusual_types_are_kept_averaged_and_re
     assert after["codes"].tolist() == [*range(6)]
     assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # the mean over slots of 2 or -4 per step
     assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
-
-
-class Rotary(nn.Module):
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, CLASSES)
-        turns = torch.polar(torch.ones(8), torch.arange(8.0))
-        self.register_buffer("turns", turns, persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = torch.view_as_complex(x.reshape(len(x), 8, 2)) * self.turns
-        outputs: Tensor = self.head(torch.view_as_real(turned).flatten(1))
-        return outputs
-
-
-def test_a_model_with_a_buffer_that_no_checkpoint_can_store_is_refused_at_the_start(
-    workers: Group, tmp_path: Path
-):
-    for persistent, status in ((True, ConfigError.exit_status), (False, None)):
-        config = tiny_config(tmp_path, f"rotary-{persistent}", epochs=1)
-        kind = {"kind": partial(Rotary, persistent)}
-        (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
-        assert getattr(ended, "exit_status", None) == status
-        assert persistent == ("turns" in str(ended))
-
-
-def test_without_exact_ranks_are_also_equal_and_a_noisy_evaluation_gives_the_same_loss(
-    workers: Group, tmp_path: Path
-):
-    found = []
-    for size in (1, 3):
-        config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran = workers(size, run_tiny, plain(config), {"kind": Centered}, 0, 0, None, OddTask)
-        assert len({worker.digest for worker in ran}) == 1
-        found.append(ran[0].outcome.metrics["loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def broadcast_a_slice(rank: int, size: int) -> list[list[float]]:
-    whole = torch.full((3, 4), float(rank))
-    broadcast_tensor(whole[:, :2])
-    return whole.tolist()
-
-
-def test_the_broadcast_of_a_slice_leaves_the_rest_of_the_tensor_unchanged(workers: Group):
-    for rank, whole in enumerate(workers(3, broadcast_a_slice)):
-        assert whole == [[0.0, 0.0, rank, rank]] * 3
 
 
 @pytest.mark.parametrize("rows", [1, 3])

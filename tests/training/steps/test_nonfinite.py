@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,7 @@ from raytrain_ddp.failpoints import arm
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.runtime.seeding import seed_all, slot_seed
-from raytrain_ddp.training.state.train_state import TrainState
-from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace, through_pinned_memory
+from raytrain_ddp.training.steps.nonfinite import through_pinned_memory
 
 SKIP = OptimConfig(lr=0.05, nonfinite="skip")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -138,27 +137,15 @@ class Steep(TinyTask):
         return super().loss(model, batch) * 300
 
 
-class NoBuffers(TinyTask):
-    """Only gradients are averaged over ranks."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__(config, norm=False)
-
-
 EACH_STEP = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
 
 
 def run_armed(
-    rank: int,
-    size: int,
-    failpoints: str,
-    folder: str,
-    config: Mapping[str, Any],
-    kind: type[TinyTask] = TinyTask,
+    rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]
 ) -> WorkerResult:
     arm(failpoints, folder)
     try:
-        return run_tiny(rank, size, config, kind=kind)
+        return run_tiny(rank, size, config)
     finally:
         arm("", folder)
 
@@ -254,17 +241,14 @@ def test_fault_24_fp16_skips_the_same_steps_on_any_number_of_workers(
     assert 1 < scale < 2.0**16
 
 
-@pytest.mark.parametrize("kind", [TinyTask, NoBuffers])
 def test_fault_24_a_nonfinite_loss_is_not_treated_as_an_fp16_overflow(
-    kind: type[TinyTask], workers: Group, tmp_path: Path
+    workers: Group, tmp_path: Path
 ):
     """The loss is not scaled yet, so a lower scale would not help."""
-    config = tiny_config(
-        tmp_path, "fp16", compute=ComputeConfig(precision="fp16"), checkpoint=EACH_STEP
-    )
+    fp16 = ComputeConfig(precision="fp16")
+    config = tiny_config(tmp_path, "fp16", compute=fp16, checkpoint=EACH_STEP)
     nan = "train.loss:nan@rank=1,step=5"
-    args = (nan, str(tmp_path / "fired"), plain(config), kind)
-    line = ended(workers.outcomes(3, run_armed, *args))
+    line = ended(workers.outcomes(3, run_armed, nan, str(tmp_path / "fired"), plain(config)))
     assert "slot 1 (rank 1)" in line
     assert kept_steps(config) == [1, 2, 3, 4]
 
@@ -423,59 +407,6 @@ def test_fault_24_more_skipped_steps_than_allowed_end_the_run_also_after_a_resum
     assert "optim.max_nonfinite" in line
     assert (tmp_path / "few" / f"diverged-step-{second:08d}.json").is_file()
     assert max(kept_steps(config)) < second
-
-
-# ------------------------------------------------------------------ the guard in one process
-
-
-def is_refused(guard: NonfiniteGuard, state: TrainState, loss_factor: float) -> bool:
-    """Uses the guard as a step does; returns whether the step is refused."""
-    state.optimizer.zero_grad(set_to_none=True)
-    loss = state.model(torch.ones(5, 3)).sum()
-    with guard.watching(0, loss.detach() * loss_factor):
-        loss.backward()
-    _, refused = guard.examine(0.1, torch.zeros((), dtype=torch.float64))
-    state.step += 1
-    guard.follow()
-    return bool(refused)
-
-
-def test_on_a_gpu_the_flag_of_a_step_is_read_one_step_later_and_before_a_checkpoint():
-    """With a fake GPU that records when flags are copied and read."""
-    state, happened = small_state(), []
-
-    def fetch(flag: Tensor) -> Callable[[], bool]:
-        step = state.step + 1
-        happened.append(f"copied {step}")
-
-        def read() -> bool:
-            happened.append(f"read {step}")
-            return bool(flag)
-
-        return read
-
-    judged: list[StepTrace] = []
-    guard = NonfiniteGuard(state, judged.append, fetch, lag=1)
-    seen = []
-    for factor in (1.0, math.nan, 1.0, math.inf):
-        refused = is_refused(guard, state, factor)
-        seen.append((refused, [trace.step for trace in judged]))
-    assert seen == [(False, []), (True, []), (False, [2]), (True, [2])]
-    assert happened == [
-        "copied 1",
-        "copied 2",
-        "read 1",
-        "copied 3",
-        "read 2",
-        "copied 4",
-        "read 3",
-    ]
-    guard.settle()
-    guard.settle()  # nothing is pending anymore
-    assert happened[7:] == ["read 4"]
-    assert [trace.step for trace in judged] == [2, 4]
-    assert math.isnan(judged[0].losses[0].item())  # of step 2, although another followed
-    assert math.isinf(judged[1].losses[0].item())
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiny import (
     ScriptedSession,
     TinyTask,
     bits,
+    kept_steps,
     newest,
     plain,
     run_tiny,
@@ -38,7 +40,7 @@ from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state import checkpoint_interval
 from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer, best_interval_s
-from raytrain_ddp.training.steps.step_decisions import Cadence, Decision, StepDecisions
+from raytrain_ddp.training.steps.step_decisions import Cadence
 
 Record = Any
 
@@ -64,83 +66,54 @@ def test_what_is_due_follows_from_the_number_of_steps():
 # ------------------------------------------------------------------ agreed on by all ranks
 
 
-class RequestingSession:
-    """The part of a session that `StepDecisions` needs; requests by (rank, step) are scripted."""
+@dataclass(frozen=True)
+class Asking:
+    """Sessions whose ranks ask for something in some steps: (rank, step) -> requests."""
 
-    def __init__(
-        self, world: World, script: Mapping[tuple[int, int], Requests], timed: int
-    ) -> None:
-        self.world, self._script, self._timed = world, script, timed
-        self.step = 0
-        self.looked: list[int] = []
+    script: Mapping[tuple[int, int], Requests]
+    only_main: bool
 
-    def requests(self) -> Requests:
-        self.step += 1
-        return self._script.get((self.world.rank, self.step), Requests())
+    def __call__(self, session: Any) -> None:
+        counts, session.only_main_asks = session.requests, self.only_main
 
-    def time_to_save(self) -> bool:
-        return self.world.is_main and self.step == self._timed
+        def requests() -> Requests:
+            counts()
+            return self.script.get((session.world.rank, session.step), Requests())
 
-    def look(self) -> None:
-        self.looked.append(self.step)
-
-
-def take_decisions(
-    rank: int,
-    size: int,
-    script: Mapping[tuple[int, int], Requests],
-    timed: int,
-    only_main_asks: bool,
-) -> tuple[list[Decision], list[int]]:
-    session = RequestingSession(World(rank, size, rank, torch.device("cpu"), 1), script, timed)
-    session.only_main_asks = only_main_asks
-    config = TrainConfig(checkpoint=CheckpointConfig(every_epochs=0, every_s=0.0))
-    steering = StepDecisions(Cadence(config, 1000), session)  # type: ignore[arg-type]
-    decisions = []
-    for step in range(1, 9):
-        steering.ask(step)
-        decisions.append(steering.decide(step))
-    return decisions, session.looked
+        session.requests = requests
+        session.look = lambda: session.events.append({"kind": "looked", "step": session.step})
 
 
 @pytest.mark.parametrize(
-    ("only_main_asks", "saves", "looks"), [(False, [2, 3, 6], [4, 6]), (True, [3, 6], [5])]
+    ("only_main", "saves", "looks"), [(False, [2, 4, 6], [4, 6]), (True, [4, 6], [5])]
 )
 def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(
-    only_main_asks: bool, saves: list[int], looks: list[int], workers: Group
+    only_main: bool, saves: list[int], looks: list[int], workers: Group, tmp_path: Path
 ):
-    """Rank 0's clock saves after step 3. Under Ray, the other ranks are not asked."""
+    """Under Ray, only rank 0 is asked."""
     script = {
         (1, 2): Requests(save=True),
         (2, 4): Requests(look=True),
+        (0, 4): Requests(save=True),
         (0, 6): Requests(stop=15),
         (1, 6): Requests(stop=10, look=True),
     }
-    if only_main_asks:
+    if only_main:
         script[0, 5] = Requests(look=True)
-    results = workers(3, take_decisions, script, 3, only_main_asks)
-    assert results == [results[0]] * 3
-    decisions, looked = results[0]
-    assert [step for step, each in enumerate(decisions, 1) if each.save] == saves
-    assert [(step, each.stop) for step, each in enumerate(decisions, 1) if each.stop] == [(6, 15)]
-    assert looked == looks  # on all ranks, as it is a collective
+    kept = CheckpointConfig(every_epochs=0, every_s=0.0, keep_last=9)
+    config = tiny_config(tmp_path, "asking", epochs=1, checkpoint=kept)
+    ran = workers(3, run_tiny, plain(config), None, 0, 0, Asking(script, only_main))
+    assert {(r.outcome.step, r.outcome.signal) for r in ran} == {(6, 15)}
+    assert kept_steps(config) == saves
+    for r in ran:  # all, as it is a collective
+        assert [event["step"] for event in r.events if event["kind"] == "looked"] == looks
 
 
 # ------------------------------------------------------------------ by the clock
 
 
-@pytest.mark.parametrize(("stall_s", "restart_s"), [(5.0, 62.0), (0.05, 17.0)])
-def test_the_chosen_interval_minimizes_the_lost_time(stall_s: float, restart_s: float):
-    """Compared with Daly's exact model for random failures once an hour."""
-
-    def useful_share(interval_s: float) -> float:
-        return interval_s / ((3600 + restart_s) * math.expm1((interval_s + stall_s) / 3600))
-
-    chosen_s = best_interval_s(stall_s, mtbf_s=3600.0, commit_s=0.1)
-    assert useful_share(chosen_s) > max(map(useful_share, (chosen_s * 0.7, chosen_s * 1.4)))
-
-
 def test_the_interval_has_bounds_that_depend_on_the_commit_time():
+    assert best_interval_s(5.0, 3600.0, 0.1) == math.sqrt(2 * 5.0 * 3600.0)  # Young's formula
     assert best_interval_s(0.0, 3600.0, 0.1) == 5.0
     assert best_interval_s(60.0, 1e6, 0.1) == 600.0
     assert best_interval_s(0.05, 3600.0, 40.0) == 80.0  # the store is idle half the time
