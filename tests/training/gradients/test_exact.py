@@ -17,13 +17,11 @@ from processes import Group, WorkerError
 from tiny import (
     CLASSES,
     EPOCHS,
-    ScriptedSession,
     TinyTask,
     bits,
     plain,
     run_tiny,
     tiny_config,
-    weights,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -274,24 +272,6 @@ def test_with_bad_records_and_skipped_steps_the_bits_do_not_depend_on_the_worker
     assert (last["skipped"], last["nonfinite"]) == (5, EPOCHS)
 
 
-def different_initial_weights(session: ScriptedSession) -> None:
-    """Each rank starts with different weights, as if a task seeded them with the time."""
-    before = torch.manual_seed
-
-    def own(seed: int) -> Any:
-        torch.manual_seed = before  # type: ignore[assignment]
-        return before(seed + session.world.rank)
-
-    torch.manual_seed = own  # type: ignore[assignment]
-
-
-def test_all_ranks_start_with_the_weights_of_rank_0(alone: Alone, workers: Group, tmp_path: Path):
-    config = tiny_config(tmp_path, "unlike", exact=True)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, different_initial_weights)
-    assert bits(config) == bits(alone("sgd"))
-    assert len({worker.digest for worker in ran}) == 1
-
-
 def test_a_changed_number_of_threads_is_refused_on_resume():
     then = to_dict(TrainConfig(exact=True))
     now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
@@ -360,14 +340,6 @@ class Collected(nn.Module):
         return outputs
 
 
-class WithoutFloat8(Collected):
-    """DDP over gloo does not support float8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.small
-
-
 HASH = 2**60 + 1  # not representable in float64
 
 
@@ -418,21 +390,6 @@ def test_with_unusual_models_and_random_numbers_the_bits_do_not_depend_on_the_wo
     assert found[0] == found[1]
 
 
-def test_buffers_and_frozen_parameters_of_unusual_types_are_kept_averaged_and_resumed(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "odd", epochs=2)
-    first = workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 12, 0, None, OddTask)
-    after_12 = weights(config)
-    workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 0, 0, None, OddTask)
-    after = weights(config)
-    assert first[0].outcome.step == 12
-    assert after["ids"].tolist() == [HASH]
-    assert after["codes"].tolist() == [*range(6)]
-    assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # the mean over slots of 2 or -4 per step
-    assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 def test_fault_23_with_less_data_than_a_batch_the_bits_do_not_depend_on_the_workers(
     rows: int, workers: Group, tmp_path: Path
@@ -459,22 +416,6 @@ def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
         trained, torch.autograd.grad(model(batch).square().sum(), trained), strict=True
     ):
         assert torch.equal(parameter.grad, true.to_dense())
-
-
-class Spare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
-
-
-def test_parameters_that_the_loss_does_not_depend_on_are_named():
-    model = Spare()
-    model.used(torch.ones(1, 2)).sum().backward()
-    reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
-    with pytest.raises(ConfigError, match=r"spare\.weight, spare\.bias"):
-        reduction.require_all(model)
-    model.spare.requires_grad_(False)
-    reduction.require_all(model)
 
 
 def test_without_exact_bits_depend_on_the_workers_and_the_first_losses_only_by_rounding(

@@ -89,20 +89,3 @@ def test_all_ranks_receive_the_mean_in_the_precision_that_is_sent(
         for _, received in ranks:
             assert (received[place] == ranks[0][1][place]).all()
             assert (abs(received[place] - mean) <= most * 2.0**-digits).all()
-
-
-def bf16_without_cuda(rank: int, size: int) -> list[float]:
-    """The averaged vector with bf16, in a torch built without CUDA."""
-    built_with = torch.version.cuda
-    torch.version.cuda = None
-    try:
-        _, received = averaged(rank, size, DdpConfig(compression="bf16"), 4.0)
-    finally:
-        torch.version.cuda = built_with
-    return [float(value) for value in received[2]]
-
-
-def test_bf16_compression_works_in_a_torch_built_without_cuda(workers: Group):
-    """DDP recognizes torch's own hook by its name and refuses it there."""
-    ranks = workers(3, bf16_without_cuda)
-    assert ranks[0] == ranks[1] == ranks[2]

@@ -220,9 +220,9 @@ def test_all_values_are_in_the_log_and_written_by_the_command_evaluate(
     config = tiny_config(tmp_path, "run", epochs=1, task="test_evaluation:Collected")
     result = fit_locally(config)
     assert result.status == "finished"
-    assert set(result.last) == {"loss", "accuracy", "precision"}
+    assert set(result.last) == {"step", "loss", "accuracy", "precision"}
     (logged,) = [r for r in read_history(run_storage(config)) if r["kind"] == "eval"]
-    assert logged["metrics"] == result.last
+    assert {"step": 10, **logged["metrics"]} == result.last
     assert len(logged["tables"]["classes"]) == CLASSES
     assert sum(map(sum, logged["tables"]["confusion"])) == EVAL_ROWS
 

@@ -36,7 +36,7 @@ from raytrain_ddp.training.optimizer.lr_schedule import (
     learning_rate,
 )
 from raytrain_ddp.training.optimizer.optimizer_state import load_optimizer
-from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 
 ROWS, STEPS = 75, 3  # steps per epoch
 SKIP = OptimConfig(lr=0.02, nonfinite="skip")
@@ -196,23 +196,6 @@ def test_fp16_gradients_are_unscaled_for_an_optimizer_without_scaler_support(
 # ------------------------------------------------------------------ invalid optimizers
 
 
-class UnsavedCounter(Lion):
-    """Has a number that is not in state_dict()."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.count += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data -= group["lr"] * self.count
-
-
-class Coded(Lion):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.state[self.param_groups[0]["params"][0]]["kind"] = Path
-
-
 REFUSED: dict[str, Make] = {
     "needs a closure": lambda m: torch.optim.LBFGS(m.parameters()),
     "None": lambda m: None,
@@ -224,8 +207,6 @@ REFUSED: dict[str, Make] = {
     "no learning rate": lambda m: Lion(m.parameters(), lr=None),  # type: ignore[arg-type]
     "negative": lambda m: [{"params": [*m.parameters()], "lr": -0.1}],
     "text": lambda m: [{"params": [*m.parameters()], "lr": "0.1"}],
-    "unsaved state": lambda m: UnsavedCounter(m.parameters()),
-    "not storable": lambda m: Coded(m.parameters()),
 }
 
 
@@ -262,20 +243,6 @@ def test_loaded_moments_keep_their_dtype_and_the_choice_of_kernels_is_not_loaded
     fused = torch.optim.Adam([weight], fused=True)
     load_optimizer(fused, torch.optim.Adam([weight], foreach=True).state_dict())
     assert (fused.param_groups[0]["fused"], fused.param_groups[0]["foreach"]) == (True, None)
-
-
-def test_fields_replaced_by_the_optimizer_or_schedule_of_a_task_are_known():
-    optim = OptimConfig(lr=0.4, clip_norm=1.0)
-    config = TrainConfig(optim=optim, schedule=ScheduleConfig(name="step", gamma=0.5))
-    asked = {"optim.lr", "optim.name", "optim.clip_norm", "schedule.gamma"}
-    for name, kind, expected in (
-        ("adam", Given, {"optim.lr", "optim.name"}),
-        ("groups", ScheduledTask, {"schedule.gamma"}),
-        ("groups", Given, set()),
-    ):
-        task = kind(config, name)
-        found = replaced_fields(task, optimizer_of(task, task.model(), config), config)
-        assert {*found} & asked == expected
 
 
 # ------------------------------------------------------------------ schedules

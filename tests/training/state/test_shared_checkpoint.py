@@ -23,8 +23,6 @@ from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
 from raytrain_ddp.training.state.shared_checkpoint import SharedCheckpoint
 
 
@@ -123,36 +121,3 @@ def test_each_rank_receives_tensors_into_its_existing_memory(
     names = [f"w{n}" for n in range(4)]
     assert [each[:3] for each in found] == [(names, 6.0 * SIZE * step, True)] * 3
     assert [each[3] for each in found] == [1 + bool(damaged), 0, 0]
-
-
-def receive_live_state(rank: int, size: int, config: Mapping[str, Any], late: int) -> Any:
-    """The state of a start in which all ranks except `late` have a live state."""
-    made = from_dict(config)
-    world = World(rank, size, rank, torch.device("cpu"), 1)
-    snapshot = Snapshot(
-        manifest(9),
-        {"model": {"w": torch.full((30,), 9.0)}},
-        {"state.json": {"step": 9, "best_step": 0}},
-    )
-    live = None if rank == late else LiveState.of(snapshot)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Storage, "read_into", None)  # no rank reads
-        patch.setattr(Storage, "sha256", None)
-        session = LocalSession(made, world, Best("loss", "min"), lambda _: None, live)
-        found = session.latest({"model.safetensors": {}})
-        assert isinstance(found, LiveCheckpoint)
-        assert found.read("state.json") == found.read("state.json")
-        tensor = found.tensors("model.safetensors")["w"]
-        session.close()
-    return tensor.tolist(), found.newcomers, found.stored_step
-
-
-@pytest.mark.parametrize("late", [-1, 0, 2])
-def test_survivors_continue_without_reading_the_checkpoint(
-    late: int, workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "run")
-    store = checkpoint_store(run_storage(config))
-    store.commit(manifest(1), {"model.safetensors": b"never read"})
-    newcomers = () if late < 0 else (late,)
-    assert workers(3, receive_live_state, plain(config), late) == [([9.0] * 30, newcomers, 1)] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +30,7 @@ from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.events import Train
-from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.tasks.task_check import loss_of_task
-from raytrain_ddp.training.recording.trackers import tracker_scalars
 
 STEPS = range(1, STEPS_PER_EPOCH + 1)
 
@@ -66,15 +62,6 @@ def test_scalars_are_means_over_the_samples_of_a_step_and_if_exact_equal_after_a
     assert [scalars["row"] for scalars in found[0]] == pytest.approx(means, rel=1e-9)
     odd = [math.nan if 5 in each else 1.0 for each in rows]
     assert [scalars["odd"] for scalars in found[0]] == pytest.approx(odd, nan_ok=True)
-
-
-def test_finite_scalars_reach_the_trackers_and_records_without_scalars_lack_the_field():
-    record = Train(step=3, loss=0.5, scalars={"accuracy": 0.25, "odd": math.nan})
-    reported = dict(tracker_scalars(record))
-    assert reported["train/accuracy"] == 0.25
-    assert "train/odd" not in reported
-    assert log_records([json.loads(json.dumps(to_record(record)))])[0].scalars["accuracy"] == 0.25  # type: ignore[union-attr]
-    assert "scalars" not in to_record(Train(step=3))
 
 
 @pytest.mark.parametrize(

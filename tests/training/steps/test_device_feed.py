@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    ScriptedSession,
     TinyNet,
     TinyTask,
     WorkerResult,
@@ -31,17 +29,13 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
+from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
-from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.seeding import seed_all
-from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.device_feed import on_device
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
@@ -209,75 +203,6 @@ def test_repeated_augmentation_shows_each_sample_as_often(workers: Group, tmp_pa
     config = tiny_config(tmp_path, "twice", augment=AugmentConfig(repeats=2), epochs=1)
     ran = workers(3, run_tiny, plain(config))
     assert sorted(r for w in ran for _, rows in w.seen for r in rows) == sorted([*range(ROWS)] * 2)
-
-
-# ------------------------------------------------------------------ augmented images
-
-ALL_AUGMENTATIONS = AugmentConfig(
-    crop="random",
-    flip=True,
-    policy="randaugment",
-    jitter=(0.4, 0.4, 0.4, 0.1),
-    erase=0.3,
-    mixup=0.2,
-    cutmix=1.0,
-    repeats=2,
-)
-
-
-class FirstRows:
-    """The first 360 rows of a source, in blocks of 60."""
-
-    blocks = np.full(6, 60)
-
-    def __init__(self, whole: Any) -> None:
-        self._whole = whole
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-
-def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0) -> None:
-    """Trains on some of the bundled digits without evaluation."""
-    made = from_dict(config)
-    task = ImageClassification(made)
-    task.eval_data = lambda: None  # type: ignore[method-assign]
-    data = task.train_data()
-    part = replace(data, source=FirstRows(data.source))
-    task.train_data = lambda: part  # type: ignore[method-assign]
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    with ScriptedSession(made, world, stop_at, 0) as session:
-        train(made, task, session)
-
-
-def digits_config(folder: Path, name: str, threads: int) -> TrainConfig:
-    return TrainConfig(
-        name=name,
-        storage=str(folder),
-        epochs=1,
-        batch_size=64,
-        micro_batch=16,
-        data=DataConfig(workers=threads, shuffle="block", shuffle_window=2),
-        augment=ALL_AUGMENTATIONS,
-        checkpoint=CheckpointConfig(every_s=0.0, every_epochs=0),
-        log=AUDITED,
-    )
-
-
-@pytest.mark.each_version
-def test_augmented_images_are_the_same_for_any_ranks_and_threads_and_after_a_restart(
-    workers: Group, tmp_path: Path
-):
-    alone = digits_config(tmp_path, "alone", threads=0)
-    workers(1, run_digits, plain(alone))
-    audit = audit_of(alone)
-    assert len(audit) == len(set(audit)) == 12  # 2 x 360 images in steps of 64
-    stopped = digits_config(tmp_path, "stopped", threads=2)
-    workers(3, run_digits, plain(stopped), 5)
-    workers(2, run_digits, plain(stopped))
-    assert audit_of(stopped) == audit
-    losses = [[r["loss"] for r in trained(config)[:6]] for config in (alone, stopped)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.gpu

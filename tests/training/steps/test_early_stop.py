@@ -25,7 +25,7 @@ from tiny import (
 )
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, StopConfig
+from raytrain_ddp.config.sections import CheckpointConfig, StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.errors import ConfigError
@@ -125,15 +125,6 @@ def test_steps_replace_epochs_also_in_the_schedule_and_a_larger_number_continues
     more = dataclasses.replace(config, steps=15)
     assert not is_complete(more, newest(config).manifest)
     assert end(workers(3, run_tiny, plain(more))) == (15, 15, 0)
-
-
-def test_evaluations_every_n_steps_are_in_addition_to_those_of_epochs(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "often", epochs=1, eval=EvalConfig(0, every_steps=4))
-    workers(3, run_tiny, plain(config), None, 5)
-    workers(3, run_tiny, plain(config))
-    assert evals(config) == [4, 8, 10]
 
 
 class Shifted:
