@@ -318,31 +318,6 @@ class Centered(nn.Module):
         return outputs
 
 
-class Collected(nn.Module):
-    """Weights drawn by NumPy and Python, tensors that a quantized or exported model may have, and a
-    counter that changes by a different number in each slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(16, 24), nn.Linear(24, CLASSES)
-        drawn = np.random.randn(CLASSES, 24) * random.random()
-        self.head.weight.data = torch.from_numpy(drawn).float()
-        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
-        self.register_buffer("mask", torch.zeros(1, 3).expand(4, 3))
-        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
-        self.register_buffer("ids", torch.tensor([HASH]))
-        self.register_buffer("left", torch.tensor([200], dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.left += int(x.sum() > 0) * 6 - 4  # 2 or -4
-        outputs: Tensor = self.head(self.hidden(x.flatten(1)).relu())
-        return outputs
-
-
-HASH = 2**60 + 1  # not representable in float64
-
-
 class OddTask(TinyTask):
     """Mixes samples and evaluates on noisy ones, with random numbers of all kinds."""
 
@@ -371,7 +346,6 @@ class OddTask(TinyTask):
 ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "parameters of all kinds": (Mixed, {"optim": OptimConfig(name="adamw", clip_norm=0.5)}),
     "a buffer that is replaced": (Centered, {"optim": OptimConfig(clip_norm=0.5)}),
-    "tensors of odd types": (Collected, {}),
 }
 
 

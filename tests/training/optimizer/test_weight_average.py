@@ -26,7 +26,6 @@ from tiny import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, EmaConfig, EvalConfig, OptimConfig
@@ -46,36 +45,6 @@ def hashes(config: TrainConfig) -> list[str]:
 
 def trained(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("trained.safetensors"))
-
-
-def move_weights(model: nn.Module, step: int) -> None:
-    torch.manual_seed(step)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.copy_(tensor + 1 if tensor.dtype == torch.int64 else torch.randn(tensor.shape))
-
-
-@pytest.mark.parametrize(("peer", "on_device"), [("timm", True), ("torch", False)])
-def test_the_average_equals_that_of_timm_and_torch(peer: str, on_device: bool):
-    model = TinyNet()
-    ours = WeightAverage(model, EmaConfig(decay=0.9, warmup=False))
-    ours.on_device = on_device  # as on a GPU
-    if peer == "timm":
-        theirs: Any = pytest.importorskip("timm.utils").ModelEmaV3(model, decay=0.9)
-    else:
-        average = get_ema_multi_avg_fn(0.9)
-        theirs = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-        theirs.update_parameters(model)  # the first update copies
-    for step in range(1, 6):
-        move_weights(model, step)
-        ours.follow(NO, step)
-        (theirs.update if peer == "timm" else theirs.update_parameters)(model)
-    expected = theirs.module.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, tensor in ours.state_dict().items():
-        if peer == "torch" and not tensor.is_floating_point():
-            continue  # torch averages and rounds counters
-        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

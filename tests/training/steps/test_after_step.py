@@ -16,16 +16,14 @@ from tiny import (
     TinyNet,
     TinyTask,
     bits,
-    decode_tensors,
     newest,
     plain,
     run_tiny,
     tiny_config,
     weights,
 )
-from torch import Tensor, nn
+from torch import nn
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
@@ -82,17 +80,22 @@ class RenamesScalar(TinyTask):
         return loss, {"late" if self.session.step == 3 else "early": 1.0}
 
 
-def task_errors(workers: Group, folder: Path, task: type[TinyTask]) -> list[str]:
-    """The errors of three ranks; each rank must end with one."""
-    config = tiny_config(folder, "ended")
+class Adding(TinyTask):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 3:
+            model.late = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("task", "named"), [(RenamesScalar, "early late"), (Adding, "late Adding.after_step")]
+)
+def test_scalars_and_parameters_that_change_end_all_ranks_with_an_error(
+    task: type[TinyTask], named: str, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "ended", epochs=1)
     ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, task)
     assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
-    return [each.text for each in ended]
-
-
-def test_scalars_whose_names_change_end_all_ranks_with_an_error(workers: Group, tmp_path: Path):
-    texts = task_errors(workers, tmp_path, RenamesScalar)
-    assert all("late" in text and "early" in text for text in texts)
+    assert all(word in each.text for each in ended for word in named.split())
 
 
 # ------------------------------------------------------------------ after_step
@@ -148,30 +151,3 @@ def test_after_step_runs_after_each_applied_update_and_its_changes_are_in_the_ch
     workers(1 if exact else 3, run_tiny, plain(config), options, 0, 0, None, Teacher)
     assert bits(config) == bits(whole)
     assert newest(config).read("state.json") == newest(whole).read("state.json")
-
-
-def test_an_average_in_after_step_covers_the_weights_of_every_step(workers: Group, tmp_path: Path):
-    """Compared with the checkpoints of each step."""
-    often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
-    config = tiny_config(tmp_path, "average", epochs=1, checkpoint=often)
-    workers(1, run_tiny, plain(config), {"norm": True}, 0, 0, None, Teacher)
-
-    store = checkpoint_store(run_storage(config))
-    average: Tensor | None = None
-    for name in sorted(store.names()):
-        step = decode_tensors(store.open(name).read("model.safetensors"))
-        if average is not None:
-            average = average.lerp(step["conv.weight"], 0.1)
-            assert torch.equal(step["teacher.conv.weight"], average)
-        average = step["teacher.conv.weight"]
-
-
-class Adding(TinyTask):
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 3:
-            model.late = nn.Parameter(torch.zeros(2))
-
-
-def test_a_parameter_added_by_after_step_is_refused(workers: Group, tmp_path: Path):
-    texts = task_errors(workers, tmp_path, Adding)
-    assert all("Adding.after_step" in text and "late" in text for text in texts)
