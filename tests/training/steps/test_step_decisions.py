@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from logs import log_of
-from processes import Died, Group, Raised
+from processes import Died, Group
 from tiny import (
     STEPS_PER_EPOCH,
     ScriptedSession,
@@ -30,7 +30,6 @@ from tiny import (
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.failpoints import arm
 from raytrain_ddp.signals import STOP_SIGNALS
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -170,9 +169,7 @@ def test_the_failures_and_age_of_a_run_are_kept_for_the_next_start(workers: Grou
     workers(1, run_tiny, plain(config), None, 13)
     first = life_of(config)
     assert (first["attempt"], first["failures"], first["ended"]) == (1, 0, True)
-    text, folder = "train.before_step:raise@step=24", str(tmp_path / "fired")
-    (failed,) = workers.outcomes(1, run_armed, plain(config), text, folder)
-    assert isinstance(failed, Raised)
+    assert workers.outcomes(1, run_tiny, plain(config), None, 0, 24) == [Died(9)]
     workers(1, run_tiny, plain(config))
     last = life_of(config)
     assert (last["attempt"], last["failures"], last["ended"]) == (3, 1, True)
@@ -225,25 +222,19 @@ def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_a
 # ------------------------------------------------------------------ signals during an evaluation
 
 
-class StoppedInEvaluation(ScriptedSession):
+@dataclass(frozen=True)
+class StopInEvaluation:
     """Rank 1 is asked to stop before chunk `at` of the first evaluation."""
 
-    at = 0
+    at: int
 
-    def requests_in_evaluation(self) -> Requests:
-        asked, self.at = self.at == 0 and self.world.rank == 1, self.at - 1
-        return Requests(stop=15 if asked else 0)
+    def __call__(self, session: Any) -> None:
+        left = [*range(self.at, -99, -1)]
 
+        def requests() -> Requests:
+            return Requests(stop=15 if left.pop(0) == 0 and session.world.rank == 1 else 0)
 
-def run_stopped_in_evaluation(
-    rank: int, size: int, config: Mapping[str, Any], at: int
-) -> tuple[int, int, list[str]]:
-    made = from_dict(config)
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    with StoppedInEvaluation(made, world, 0, 0) as session:
-        session.at = at
-        outcome = train(made, TinyTask(made, **LONG), session)
-    return outcome.step, outcome.signal, [str(event["kind"]) for event in session.events]
+        session.requests_in_evaluation = requests
 
 
 LONG = {"eval_rows": 83}  # 11 chunks: three ranks have 3, 4 and 4
@@ -257,9 +248,9 @@ def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bit
     workers(3, run_tiny, plain(whole), LONG)
     # In the first evaluation, and then in its repetition at the last possible chunk.
     for at in (0, 1):
-        for step, number, kinds in workers(3, run_stopped_in_evaluation, plain(cut), at):
-            assert (step, number) == (STEPS_PER_EPOCH, 15)
-            assert "eval" not in kinds
+        for r in workers(3, run_tiny, plain(cut), LONG, 0, 0, StopInEvaluation(at)):
+            assert (r.outcome.step, r.outcome.signal) == (STEPS_PER_EPOCH, 15)
+            assert "eval" not in {event["kind"] for event in r.events}
     manifest = newest(cut).manifest
     assert (manifest.step, manifest.finished, manifest.metrics) == (STEPS_PER_EPOCH, False, {})
     workers(3, run_tiny, plain(cut), LONG)
@@ -272,8 +263,9 @@ def test_after_a_signal_in_its_last_chunk_an_evaluation_still_finishes(
     workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "late", epochs=1)
-    results = workers(3, run_stopped_in_evaluation, plain(config), 2)
-    assert [result[:2] for result in results] == [(STEPS_PER_EPOCH, 0)] * 3  # the run is finished
+    ran = workers(3, run_tiny, plain(config), LONG, 0, 0, StopInEvaluation(2))
+    ends = {(r.outcome.step, r.outcome.signal) for r in ran}
+    assert ends == {(STEPS_PER_EPOCH, 0)}  # the run is finished
 
 
 def test_an_evaluation_of_fewer_chunks_than_ranks_is_not_interrupted(
@@ -282,17 +274,6 @@ def test_an_evaluation_of_fewer_chunks_than_ranks_is_not_interrupted(
     config = tiny_config(tmp_path, "short", epochs=1)
     ran = workers(3, run_tiny, plain(config), {"eval_rows": 9})
     assert all(each.outcome.step == STEPS_PER_EPOCH for each in ran)
-
-
-def run_armed(rank: int, size: int, config: Mapping[str, Any], text: str, folder: str) -> int:
-    made = from_dict(config)
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    arm(text, folder)
-    try:
-        with ScriptedSession(made, world, 0, 0) as session:
-            return train(made, TinyTask(made), session).step
-    finally:
-        arm("", folder)
 
 
 def test_fault_55_two_sighups_of_a_closing_terminal_end_the_run_with_a_checkpoint(
