@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import changed_fields, to_dict
-from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.sections import ComputeConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank
@@ -405,17 +405,3 @@ def test_without_exact_bits_depend_on_the_workers_and_the_first_losses_only_by_r
         [r["loss"] for r in log_of(c) if r["kind"] == "train"] for c in (alone("sgd"), configs[1])
     )
     assert exact[:5] == pytest.approx(default[:5], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ddp": DdpConfig(compression="bf16")}, "ddp.compression"),
-        ({"ddp": DdpConfig(sync_batchnorm=True)}, "ddp.sync_batchnorm"),
-        ({"compute": ComputeConfig(deterministic=False)}, "compute.deterministic"),
-        ({"compute": ComputeConfig(compile=True)}, "compute.compile"),
-    ],
-)
-def test_settings_that_cannot_be_exact_are_refused(changes: dict[str, Any], named: str):
-    with pytest.raises(ConfigError, match=named):
-        TrainConfig(exact=True, **changes)

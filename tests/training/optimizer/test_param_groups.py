@@ -18,7 +18,6 @@ from tiny import (
 from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
-from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.small_networks import DigitsCNN
@@ -117,27 +116,6 @@ def test_the_head_and_groups_have_their_own_learning_rates_and_weight_decay():
         0.3: {"norm.weight", "norm.bias"},
         0.0: {"conv.bias", "hidden.bias", "head.bias"},
     }
-
-
-@pytest.mark.parametrize(
-    ("model", "optim", "named"),
-    [
-        ({"freeze": ("layer5.*",)}, {}, r"model\.freeze.*layer5"),
-        ({"freeze": ("feature",)}, {}, r"feature.*'features'"),
-        ({"freeze": ("*",)}, {}, r"model\.freeze"),
-        ({}, {"groups": ("body", "lr=1")}, r"optim\.groups.*body"),
-        ({"freeze": ("features",)}, {"groups": ("features", "lr=1")}, "features.*frozen"),
-        ({"freeze": ("head",)}, {"head_lr": 1.0}, r"optim\.head_lr"),
-        ({}, {"layer_decay": 0.5}, r"optim\.layer_decay"),
-    ],
-)
-def test_an_invalid_pattern_is_a_one_line_error_before_workers_start(
-    model: dict[str, Any], optim: dict[str, Any], named: str
-):
-    config = TrainConfig(model=ModelConfig(**model), optim=OptimConfig(**optim))
-    with pytest.raises(ConfigError, match=named) as caught:
-        try_model(config, is_new=True)
-    assert "\n" not in str(caught.value)
 
 
 OWN_RATES = OptimConfig(lr=0.05, head_lr=0.2, groups=("conv", "lr=0.01", "weight_decay=0.1"))

@@ -164,7 +164,7 @@ def test_a_run_ends_at_max_time_with_an_evaluation_and_continues_with_a_larger_m
 def test_max_time_has_a_unit():
     for text, seconds in (("90s", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)):
         assert TrainConfig(max_time=text).max_time_s == seconds
-    for text in ("", "0", "90", "0m", "soon", "-3m", "1:30:00", "3 h"):
+    for text in ("", "0", "0m", "soon", "-3m", "1:30:00", "3 h"):
         with pytest.raises(ConfigError, match="max_time"):
             TrainConfig(max_time=text)
 
@@ -216,10 +216,3 @@ def test_a_limited_evaluation_covers_all_data_evenly_and_is_the_same_on_any_work
     workers(1, run_tiny, plain(whole))
     assert [r["metrics"] for r in log_of(whole) if r["kind"] == "eval"] != found[:1]
     assert EVAL_ROWS > 4 * 8
-
-
-def test_limits_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match="overfit_batches"):
-        TrainConfig(limit_train_batches=3, overfit_batches=2)
-    with pytest.raises(ConfigError, match="limit_eval_batches"):
-        TrainConfig(limit_eval_batches=-1)
