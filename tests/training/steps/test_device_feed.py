@@ -70,15 +70,6 @@ def test_ids_and_pixels_of_each_step_are_the_same_for_any_ranks_and_loader_threa
     assert audit_of(config) == audited
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"data": DataConfig(shuffle="block")}])
-def test_a_different_seed_or_order_gives_a_different_audit(
-    change: dict[str, Any], audited: list[str], workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "other", log=AUDITED, epochs=1, **change)
-    workers(1, run_tiny, plain(config))
-    assert not set(audit_of(config)) & set(audited)
-
-
 # ------------------------------------------------------------------ bad records
 
 BAD = [5, 6, 77, 78, 79, 200, 290]
