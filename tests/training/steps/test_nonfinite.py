@@ -76,8 +76,10 @@ def rows_of(config: TrainConfig, step: int, slot: int, epoch: int = 0) -> list[i
 class OddTask(TinyTask):
     """Something becomes nonfinite in the batch that has `nan_row`."""
 
+    norm = True
+
     def __init__(self, config: TrainConfig, nan_row: int) -> None:
-        super().__init__(config)
+        super().__init__(config, norm=self.norm)
         self._odd_row = nan_row
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -91,7 +93,10 @@ class OddTask(TinyTask):
 
 
 class InfiniteLoss(OddTask):
-    """The loss is infinite, but the gradient is finite; a parameter without elements has none."""
+    """The loss is infinite, but the gradient is finite; a parameter without elements has none.
+    Without buffers, ranks exchange only gradients."""
+
+    norm = False
 
     def model(self) -> nn.Module:
         model = super().model()
