@@ -17,7 +17,7 @@ def rows_of(test: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d\d", match[1])] if match else []
 
 
-def tested_rows() -> tuple[dict[int, set[str]], dict[int, set[str]]]:
+def by_row() -> tuple[dict[int, set[str]], dict[int, set[str]]]:
     """Row -> the names of its tests that run by default, and of the others."""
     by_default, opt_in = defaultdict(set), defaultdict(set)
     for path in HERE.rglob("test_*.py"):
@@ -36,7 +36,7 @@ def test_each_row_of_the_fault_matrix_has_a_test_by_default_or_says_why_not():
     text = (HERE / "FAULTS.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| ([^|]*)\|$", text, re.MULTILINE)
     assert [int(row) for row, _ in rows] == list(ROWS)
-    by_default, opt_in = tested_rows()
+    by_default, opt_in = by_row()
     assert {*by_default, *opt_in} <= {*ROWS}
     without = [(int(row), remark) for row, remark in rows if int(row) not in by_default]
     for row, remark in without:
