@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 import warm_python
 from logs import log_of
 from PIL import Image
 from processes import Group
+from safetensors.torch import load_file, save_file
 from tiny import bits, plain, run_named, tiny_config
 
 from raytrain_ddp.config.input_sections import DataConfig
@@ -138,14 +140,8 @@ def test_the_examples_learn_what_can_be_learned(tmp_path: Path) -> None:
     assert best - 0.05 < found[-1]["auroc"] <= best + 0.01
 
 
-def test_the_fine_tuning_example_starts_from_a_file_and_resumes_after_a_kill(
-    tmp_path: Path,
-) -> None:
-    """With equal bits, including after the backbone is unfrozen."""
-    import timm  # seconds
-    import torch
-    from safetensors.torch import save_file
-
+def test_the_fine_tuning_example_starts_from_a_file(tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
     random = np.random.Generator(np.random.Philox(1))
     for place, name in enumerate(("cats", "dogs")):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -153,24 +149,14 @@ def test_the_fine_tuning_example_starts_from_a_file_and_resumes_after_a_kill(
             image = random.integers(0, 100, (32, 32, 3), np.uint8)
             image[..., place] += 120
             Image.fromarray(image).save(tmp_path / "photos" / name / f"{number}.jpg")
-    torch.manual_seed(0)
-    save_file(timm.create_model("test_resnet").state_dict(), tmp_path / "begun.safetensors")
+    weights = tmp_path / "begun.safetensors"
+    save_file(timm.create_model("test_resnet").state_dict(), weights)
     command = [sys.executable, str(EXAMPLES / "finetune.py"), str(tmp_path / "photos")]
-    command += ["timm:test_resnet", "--weights", str(tmp_path / "begun.safetensors")]
-    command += ["--size", "32", "--epochs", "3"]
-    ended = []
-    for name, failpoint in (("whole", ""), ("killed", "train.before_step:kill@step=3")):
-        for point in filter(None, (failpoint, "none")):
-            environment = {
-                **ONE_THREAD,
-                "RAYTRAIN_DDP_FAILPOINTS": "" if point == "none" else point,
-            }
-            done = warm_python.run(
-                [*command, "--storage", str(tmp_path / name)],
-                capture_output=True, text=True, timeout=280, env=environment,
-            )  # fmt: skip
-            assert (done.returncode == 0) == (point == "none"), done.stderr
-        assert "best: " in done.stdout
-        checkpoints = (tmp_path / name / "finetune" / "checkpoints").glob("step-*")
-        ended.append((max(checkpoints) / "model.safetensors").read_bytes())
-    assert ended[0] == ended[1]
+    command += ["timm:test_resnet", "--weights", str(weights), "--size", "32", "--epochs", "3"]
+    command += ["--storage", str(tmp_path)]
+    done = warm_python.run(command, capture_output=True, text=True, timeout=280, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    newest = max((tmp_path / "finetune/checkpoints").glob("step-*"))
+    before, after = (load_file(file) for file in (weights, newest / "model.safetensors"))
+    assert {*after} == {*before}
+    assert any(before[name].shape != after[name].shape for name in before), "another head"

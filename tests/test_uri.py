@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import socket
 import sys
 import threading
 from collections import Counter
@@ -31,9 +30,7 @@ from processes import Group
 from pyarrow import fs as pafs
 from s3 import CREDENTIALS, S3, s3_server
 
-from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import find_checkpoint
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.data.discovery import store_listing as listing_module
 from raytrain_ddp.data.formats import shard as shard_module
@@ -41,8 +38,6 @@ from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import CheckpointError, ConfigError, DataError, PreflightError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
-    answer_within,
-    attempt,
     below,
     open_uri,
     reason_of,
@@ -80,6 +75,8 @@ def short_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths_and_uris_are_opened_and_written_back():
+    assert below("/a/b", "c d") == "/a/b/c d"
+    assert below("s3://b/a?region=x", "c d") == "s3://b/a/c%20d?region=x"
     for uri, path in (
         ("/a/b c.parquet", "/a/b c.parquet"),
         ("file:///a/b%20c", "/a/b c"),
@@ -167,15 +164,6 @@ def test_fault_45_a_shareable_uri_keeps_the_location_but_not_the_credentials():
         assert shareable(shareable(uri)) == shareable(uri)
 
 
-def test_a_call_that_does_not_return_in_time_is_abandoned():
-    gate = threading.Event()
-    assert isinstance(answer_within(0.02, gate.wait), TimeoutError)
-    gate.set()
-    assert answer_within(20.0, lambda: 7) == 7
-    assert isinstance(answer_within(20.0, lambda: 1 // 0), ZeroDivisionError)
-    assert attempt(lambda: 7) == 7
-
-
 # ------------------------------------------------------------------ found in a store
 
 
@@ -236,14 +224,6 @@ def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: 
     reported = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
     with pytest.raises(DataError, match=reported):
         located(s3.uri("converted%20set"), None)
-
-
-def test_a_web_server_that_refuses_connections_is_not_a_missing_file():
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        uri = f"http://127.0.0.1:{bound.getsockname()[1]}/a.jpg"
-        with pytest.raises(PreflightError, match=r"a\.jpg cannot be reached: .*Connect call"):
-            listing_module.list_in_store(uri, uri)
 
 
 def test_fault_14_a_store_that_does_not_answer_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
@@ -366,14 +346,6 @@ def test_other_schemes_are_read_through_fsspec(pictures: Path):
     assert len(located("memory://pictures/train/*.parquet", None)[0].paths) == 2
 
 
-def test_row_groups_of_a_store_are_read_concurrently(s3: S3, pictures: Path):
-    source = opened(s3.uri("pictures/train/0.parquet"))
-    s3.most_at_once(delay_s=0.1)
-    assert len(all_of(source)) == 20
-    assert s3.most_at_once(delay_s=0.0) >= 3  # of five
-    source.close()
-
-
 # ------------------------------------------------------------------ saved configs and resuming
 
 
@@ -440,37 +412,12 @@ def test_fault_20_a_run_on_data_in_a_store_is_evaluated_from_its_saved_config(
     assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
 
 
-def test_the_address_of_a_folder_in_a_store_reopens_it_and_contains_no_secret(tmp_path: Path):
-    options = "endpoint_override=127.0.0.1:1&scheme=http&region=here"
-    place = f"s3://key:word@bucket/runs?{options}"
-    file_system, path = open_uri(place)
-    storage = Storage(file_system, path, False, shareable(place)).join("digits")
-    assert str(storage) == "s3://bucket/runs/digits"
-    assert storage.address == f"s3://bucket/runs/digits?{options}"
-    assert open_uri(storage.address)[1] == "bucket/runs/digits"
-    local = open_storage(str(tmp_path)).join("digits")
-    assert local.address == str(tmp_path / "digits")
-
-
-# ------------------------------------------------------------------ URIs where paths are expected
-
-
-@pytest.mark.parametrize("place", ["s3:/bucket/runs", "s3://bucket/x", "file:/tmp/x", "GS://b/x"])
-def test_a_uri_is_not_treated_as_a_local_folder(place: str):
-    with pytest.raises(ConfigError, match="must be a path on this machine"):
-        expanded(place)
-
-
-@pytest.mark.parametrize(
-    "place", ["runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x", "run-10:30:/x", "data:/x"]
-)
-def test_a_local_path_is_not_treated_as_a_uri(place: str):
-    assert str(expanded(place)).endswith(place.removeprefix("~"))
-
-
-def test_a_missing_slash_in_a_storage_uri_is_refused_before_any_write(tmp_path: Path):
-    with pytest.raises(ConfigError, match="URIs begin with s3://"):
-        fit_locally(TrainConfig(storage="s3:/bucket/runs"))
+def test_a_uri_is_not_treated_as_a_local_folder_and_a_path_not_as_a_uri():
+    for place in ("s3:/bucket/runs", "s3://bucket/x", "file:/tmp/x", "GS://b/x"):
+        with pytest.raises(ConfigError):
+            expanded(place)
+    for place in ("runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x", "data:/x"):
+        assert str(expanded(place)).endswith(place.removeprefix("~"))
 
 
 def test_a_missing_run_in_a_store_names_existing_runs_or_the_missing_bucket(s3: S3, tmp_path: Path):
@@ -486,8 +433,3 @@ def test_a_missing_run_in_a_store_names_existing_runs_or_the_missing_bucket(s3: 
     gone = s3.uri("own/digit").replace(f"s3://{s3.bucket}/", "s3://nobucket/")
     with pytest.raises(CheckpointError, match="Bucket nobucket does not exist"):
         find_checkpoint(gone)
-
-
-def test_the_uri_of_a_child_keeps_the_options():
-    assert below("/a/b", "c d") == "/a/b/c d"
-    assert below("s3://b/a?region=x", "c d") == "s3://b/a/c%20d?region=x"
