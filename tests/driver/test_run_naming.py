@@ -18,7 +18,6 @@ import pytest
 from PIL import Image
 from processes import Group, run_cli
 from rich.console import Console
-from s3 import s3_server
 from tiny import tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
@@ -35,7 +34,7 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
-from raytrain_ddp.driver.run_ownership import driven, owned
+from raytrain_ddp.driver.run_ownership import driven
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.runtime import launched
@@ -150,25 +149,6 @@ def test_a_run_is_named_after_its_recipe_or_the_given_name(
         assert named(check(args.config), default_name(args.recipe)) == meant
     printed = [dumps(parse_fit([recipe]).config) for recipe in ("digits", "own.toml", "mine.toml")]
     assert ["name =" in text.partition("[")[0] for text in printed] == [False, True, False]
-
-
-@pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    with s3_server() as server, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
-        yield f"s3://{server.bucket}/runs"
-
-
-def test_runs_in_a_bucket_are_named_the_same_way(bucket: str):
-    config = unnamed(bucket)
-    assert named(config, "digits") == ("digits", True)
-    begin(config, "digits")
-    other = unnamed(bucket, 0.1)
-    assert named(config, "digits") == ("digits", False)
-    run = find_run(other, "digits")
-    with owned(run, lambda _: None):
-        assert named(other, "digits") == ("digits-2", False)
-    assert (run.config.name, named(other, "digits")) == ("digits-2", ("digits-2", True))
 
 
 # ------------------------------------------------------------------ commands at the same time
@@ -415,19 +395,6 @@ def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
                    cwd=project, warm=True)  # fmt: skip
     assert done.status == 0, done.err
     assert meant("--data.source", "photos", *words) == (f"{run}-2", 0)
-
-
-def test_code_that_moved_is_the_same_and_other_code_of_an_unnamed_run_is_not(project: Path):
-    words = (*OF_PROJECT[:2], *OF_PROJECT[4:], *SMALL, "--model.name")
-    run = str(project / "runs/photos")
-    Path("code").mkdir()
-    shutil.copy("net.py", "code/net.py")
-    named = ("--name", "photos")
-    assert meant(*words, "code/net.py:make", *named) == (run, STEPS)
-    Path("code/net.py").write_text(f"{NET}\n# other")
-    assert meant(*words, "code/net.py:make") == (f"{run}-2", 0)
-    with pytest.raises(ConfigError, match=r"model\.name"):
-        meant(*words, "code/net.py:other", *named)
 
 
 def test_all_paths_of_a_config_are_absolute_when_a_run_starts(
