@@ -33,7 +33,6 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.fit import main as fit_main
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
 EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")
@@ -76,11 +75,6 @@ def test_print_config_is_toml_that_loads_to_the_same_config(tmp_path: Path):
         assert [path.name for path in tmp_path.iterdir()] == ["again.toml"]
 
 
-def test_flags_take_precedence_over_the_recipe():
-    config = parse_fit(["cifar10", "--epochs", "2"]).config
-    assert (config.epochs, config.optim.lr) == (2, load("cifar10").optim.lr)
-
-
 def test_dry_run_prints_the_plan_and_starts_no_worker(tmp_path: Path):
     argv = ("--dry-run", "--epochs", "10", "--batch-size", "96", "--micro-batch", "32")
     answer = run_cli("fit", *argv, "--scaling.num-workers", "2", cwd=tmp_path, warm=True)
@@ -100,19 +94,6 @@ def test_dry_run_prints_the_plan_and_starts_no_worker(tmp_path: Path):
     assert "MiB" in said
     assert "batch_size = 96" in said
     assert "[data]" not in said  # only what differs from the defaults
-
-
-def test_a_dry_run_says_what_this_machine_lacks_unless_it_is_local(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("raytrain_ddp.driver.dry_run.local_resources", lambda: {"CPU": 1.0})
-    lacks = []
-    for flags in (["--scaling.num-workers", "2"], ["--local"]):
-        assert fit_main(["--dry-run", "--exact", "--scaling.cpus-per-worker", "2", *flags]) == 0
-        lacks.append("this machine lacks" in capsys.readouterr().out)
-    assert lacks == [True, False]
-    assert [*tmp_path.iterdir()] == []
 
 
 def test_dry_run_of_a_finished_run_reports_that_it_is_finished(
@@ -280,26 +261,6 @@ def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_with_status_5(
     assert "step-" in answer.err
 
 
-def test_ctrl_c_during_a_fork_is_not_lost(tmp_path: Path):
-    script = """
-import os, signal, subprocess, sys, time
-from raytrain_ddp.ray_backend.ray_start import interruptible
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
-os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
-try:
-    with interruptible():
-        subprocess.run(["true"], preexec_fn=lambda: None, check=True)  # as Ray starts its own
-        time.sleep(20)
-except KeyboardInterrupt:
-    print("stopped", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-"""
-    command = [sys.executable, "-c", script]
-    ended = subprocess.run(
-        command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert (ended.stdout, ended.stderr) == ("stopped True\n", "")
-
-
 # ------------------------------------------------------------------ odd surroundings
 
 SHADOWS = ("csv", "dataclasses", "json", "random", "rich", "torch", "typing")
@@ -340,17 +301,6 @@ def test_files_named_like_modules_of_libraries_do_not_replace_them(tmp_path: Pat
         )
         assert done.returncode == 0, done.stderr
         assert "model          2 parameters" in done.stdout
-
-
-@pytest.mark.parametrize("columns", ["0", "99999999999"])
-def test_output_does_not_depend_on_a_usable_number_of_columns(
-    columns: str, finished: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(ENVIRONMENT, "COLUMNS", columns)
-    again = run_cli("fit", *TRAIN, *EPOCHS, cwd=finished, warm=True)
-    assert again.status == 0
-    assert "already complete" in again.out.replace("\n", " ")
-    assert len(again.out) < 10_000
 
 
 # ------------------------------------------------------------------ what is wrong with a storage

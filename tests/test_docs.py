@@ -19,7 +19,6 @@ import raytrain_ddp
 from raytrain_ddp.chaos.__main__ import parse as parse_chaos
 from raytrain_ddp.checkpoint import run_folder
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.command_line.help_page import negated
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.doctor.__main__ import parse as parse_doctor
@@ -50,20 +49,6 @@ DOCUMENTS += PAGES
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
 WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  # by hand
 
-# Flags of other programs: torchrun, srun, ray, ruff, pytest, pip, mkdocs, docs/generate.py,
-# benchmarks/data.py, and of scripts, the reader's own or those of examples/launchers/.
-FOREIGN = {
-    *("nproc-per-node", "nnodes", "rdzv-endpoint", "compile-bytecode", "strict", "signal"),
-    *("config", "head", "num-cpus", "check", "ignore", "resume", "temp-dir", "homepath"),
-    *("quick", "only", "out", "working-dir", "minutes", "ray-wheels"),
-    *("timm-train", "torchvision-train", "parts"),
-    *("model", "pretrained", "num-classes", "opt", "weight-decay", "layer-decay", "warmup-epochs"),
-    *("model-ema", "model-ema-decay", "data-binary"),  # of timm's train.py, and of curl
-    *("seconds", "batch"),  # of spot/__main__.py, and of scancel
-    *("rank", "world-size", "dist-url", "node-rank", "nodes", "lr"),
-    *("ntasks-per-node", "nr", "master", "port", "gpus", "local-rank", "shutdown-timeout"),
-    *("config.file", "storage.tsdb.path", "web.listen-address", "logdir"),
-}
 PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "fit": parse_fit,
     "chaos": parse_chaos,
@@ -83,9 +68,6 @@ def shown(path: Path) -> str:
 
 # Programs of this package that people do not type every day: `raytrain` does not list them.
 BESIDES: dict[str, Callable[[Sequence[str]], Any]] = {"spot": spot.parser().parse_args}
-FLAGS = {flag.name for command in PARSERS for flag in generate.flags_of(command)}
-KNOWN = FLAGS | {negated(name) for name in FLAGS}
-KNOWN |= {"help", "help-all", "version", "print-completion"}
 
 
 def file_of_tests(name: str) -> Path:
@@ -165,16 +147,6 @@ def test_every_file_of_a_run_is_in_the_reference():
     for name in names:
         if not name.startswith("damaged"):
             assert f"`{name}" in text, name
-
-
-def test_every_flag_in_a_document_exists():
-    for document in DOCUMENTS:
-        for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9.-]*\*?)", WRITTEN[document]):
-            name = flag.rstrip(".-")
-            if name.endswith("*"):  # --ddp.*
-                assert any(known.startswith(name[:-1]) for known in KNOWN), flag
-            else:
-                assert name in KNOWN | FOREIGN, f"--{flag}"
 
 
 def lines_of_code(text: str) -> Iterator[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_files import (
     all_of,
-    converted,
     hugging_face,
     located,
     opened,
@@ -26,16 +22,13 @@ from parquet_files import (
     write_images,
     write_parquet,
 )
-from processes import Group
 from pyarrow import fs as pafs
-from s3 import CREDENTIALS, S3, s3_server
+from s3 import S3, s3_server
 
-from raytrain_ddp.checkpoint.run_folder import find_checkpoint
-from raytrain_ddp.config.recipe import load
 from raytrain_ddp.data.discovery import store_listing as listing_module
 from raytrain_ddp.data.formats import shard as shard_module
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import CheckpointError, ConfigError, DataError, PreflightError
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
     below,
@@ -214,18 +207,6 @@ def test_fault_17_missing_store_objects_are_named_without_secrets(s3: S3, pictur
             assert "endpoint" not in str(error)
 
 
-def test_fault_17_all_missing_files_of_a_converted_set_in_a_store_are_named(s3: S3, tmp_path: Path):
-    s3.put_folder(converted(tmp_path), "converted set")
-    train, evaluation = located(s3.uri("converted%20set"), None)
-    assert names(train) == ["converted%20set/b.parquet", "converted%20set/a.parquet"]
-    assert names(evaluation) == ["converted%20set/c.parquet"]
-    s3.delete("converted set/a.parquet")
-    s3.put("converted set/c.parquet", b"short")
-    reported = r"2 of 3 files.*a.parquet is missing, c.parquet has 5 bytes, not 9"
-    with pytest.raises(DataError, match=reported):
-        located(s3.uri("converted%20set"), None)
-
-
 def test_fault_14_a_store_that_does_not_answer_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
     gate = threading.Event()
     monkeypatch.setattr(listing_module, "REACH_TIMEOUT_S", 0.1)
@@ -349,87 +330,9 @@ def test_other_schemes_are_read_through_fsspec(pictures: Path):
 # ------------------------------------------------------------------ saved configs and resuming
 
 
-def run_clis(rank: int, size: int, *calls: tuple[str, ...]) -> list[tuple[str, str]]:
-    """(output, error) of each ``raytrain argv...``, run in a long-lived process that has the
-    store's credentials in its environment."""
-    from importlib import import_module
-
-    from raytrain_ddp.errors import RaytrainError
-
-    before, answers = dict(os.environ), []
-    os.environ.update(CREDENTIALS)
-    for name, *argv in calls:
-        sys.stdout, error = io.StringIO(), ""
-        try:
-            import_module(f"raytrain_ddp.{name}").main(argv)
-        except RaytrainError as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        finally:
-            answers.append((sys.stdout.getvalue(), error))
-            sys.stdout = sys.__stdout__
-    os.environ.clear()
-    os.environ.update(before)
-    return answers
-
-
-def test_fault_20_a_run_on_data_in_a_store_is_evaluated_from_its_saved_config(
-    s3: S3, workers: Group, tmp_path: Path
-):
-    write_images(tmp_path / "set" / "train.parquet", 8)
-    images = {"some": [png(0), b"no image", png(2), None, png(4)], "none": [None] * 3}
-    for name, column in {**images, "many": [png(0)] + [None] * 101}.items():
-        columns = {"image": hugging_face(column), "label": [0] * len(column)}
-        write_parquet(tmp_path / "set" / f"{name}/test.parquet", columns)
-    s3.put_folder(tmp_path / "set", "written")
-    run = tmp_path / "runs" / "x"
-    source, evaluation = s3.uri("written/train.parquet"), s3.uri("written/some")
-    flags = {
-        **{
-            "--data.source": source,
-            "--data.eval-source": evaluation.replace("//", f"//KEY:{SECRET}@", 1),
-        },
-        **{"--data.bad-records": "skip", "--storage": str(run.parent), "--name": "x"},
-        **{"--epochs": "1", "--batch-size": "4", "--micro-batch": "4", "--data.workers": "1"},
-    }
-    fit, some, none, many = workers(
-        1,
-        run_clis,
-        ("fit", "--local", "--log.no-tensorboard", *(w for flag in flags.items() for w in flag)),
-        ("evaluate", str(run)),
-        ("evaluate", str(run), "--data", s3.uri("written/none")),
-        ("evaluate", str(run), "--data", s3.uri("written/many")),
-    )[0]
-    assert (fit[1], some[1]) == ("", "")
-    assert "3 of 5 images, each once; 2 bad records left out" in some[0]
-    assert "skipped" not in some[0]
-    assert none == ("", "DataError: none of the 3 images of the evaluation set can be read.")
-    assert many[0] == ""
-    assert many[1].startswith(
-        "DataError: 101 bad records in the evaluation set, more than data.max"
-    )
-    written = load(str(run / "config.toml")).data
-    assert (written.source, written.eval_source) == (source, evaluation)
-    assert not [p for p in run.rglob("*") if p.is_file() and SECRET.encode() in p.read_bytes()]
-
-
 def test_a_uri_is_not_treated_as_a_local_folder_and_a_path_not_as_a_uri():
     for place in ("s3:/bucket/runs", "s3://bucket/x", "file:/tmp/x", "GS://b/x"):
         with pytest.raises(ConfigError):
             expanded(place)
     for place in ("runs", "~/x", "/a/b:c/d", "torchvision:CIFAR10", "c:/x", "data:/x"):
         assert str(expanded(place)).endswith(place.removeprefix("~"))
-
-
-def test_a_missing_run_in_a_store_names_existing_runs_or_the_missing_bucket(s3: S3, tmp_path: Path):
-    s3.put("own/digits/config.toml", b"")
-    s3.put("own/photos/config.toml", b"")
-    for place in ("own/digit", "own"):
-        with pytest.raises(CheckpointError, match=r"own there are: digits, photos"):
-            find_checkpoint(s3.uri(place))
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint there \(looked for checkpoints/\)\.$"
-    ):
-        find_checkpoint(f"file://{tmp_path}/x/y")
-    gone = s3.uri("own/digit").replace(f"s3://{s3.bucket}/", "s3://nobucket/")
-    with pytest.raises(CheckpointError, match="Bucket nobucket does not exist"):
-        find_checkpoint(gone)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +11,6 @@ import pytest
 import yaml
 from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
 from processes import run_cli
-from slurm import FAKES, Job, free_number
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
@@ -119,24 +115,6 @@ def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path)
     assert reported.notes == []
 
 
-def test_the_emitted_job_runs_and_accepts_more_flags(tmp_path: Path):
-    words = ["digits", "--storage", str(tmp_path / "my runs"), *GPUS, "2", "--epochs", "5"]
-    script = tmp_path / "job.sbatch"
-    script.write_text(emitted("slurm", *words).text)
-    quick = FAKES / "quick"
-    path = f"{quick}:{FAKES}:{os.environ['PATH']}"
-    given = {"PATH": path, "PYTHONPATH": str(quick), "FAKE_FIT": "train"}
-    job = Job(tmp_path, free_number(), script, ["--epochs", "7"], **given)
-    try:
-        job.wait_until((tmp_path / "training").exists, 30)
-        job.warn(signal.SIGTERM)
-        assert job.status(30) == 143, job.output
-    finally:
-        job.end()
-    run = parse_fit(json.loads((tmp_path / "fit.json").read_text())).config
-    assert run == replace(parse_fit(words).config, epochs=7)
-
-
 # ------------------------------------------------------------------ kuberay
 
 
@@ -194,9 +172,7 @@ def test_the_cloud_is_chosen_by_the_storage(
 
 def test_a_worker_that_fits_no_known_machine_is_refused():
     with pytest.raises(ConfigError, match="aws"):
-        emitted(
-            "ray-up", "--storage", "s3://b/x", *GPUS, "2", "--scaling.cpus-per-worker", "500"
-        )
+        emitted("ray-up", "--storage", "s3://b/x", *GPUS, "2", "--scaling.cpus-per-worker", "500")
 
 
 def test_object_names_are_valid_in_kubernetes():

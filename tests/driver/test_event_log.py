@@ -159,25 +159,6 @@ def test_fault_12_a_run_killed_before_its_first_checkpoint_restarts(tmp_path: Pa
     assert find_run(config).manifest is None
 
 
-def test_per_rank_timings_are_thinned_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    now = [0.0]
-    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
-    run, shown = begun(tmp_path), []
-    few, many = [{"compute": 0.1}] * 2, [{"compute": 0.1}] * 1000
-    with EventLog(run, shown.append) as journal:
-        journal({"kind": "plan", "start_step": 0})
-        for second in range(2000):
-            now[0] = float(second)
-            journal({"kind": "ranks", "step": second, "split_s": few})
-        journal({"kind": "ranks", "step": 9999, "split_s": many})
-    steps = [step for kind, step in kinds_and_steps(run) if kind == "ranks"]
-    assert steps[:3] == [5, 10, 15]
-    assert 1900 < steps[-1] < 2000
-    assert steps[-1] - steps[-2] >= 35
-    assert len(steps) < 160
-    assert len(shown) == 2002
-
-
 # ------------------------------------------------------------------ an unresponsive storage
 
 

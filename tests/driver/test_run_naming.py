@@ -27,7 +27,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     run_storage,
 )
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.config.recipe import default_name, dumps, flat
+from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.dry_run import dry_run
@@ -329,15 +329,6 @@ def test_a_run_is_its_folder_wherever_that_lies(project: Path, place: str):
         assert meant_run == (str(project / place), STEPS)
 
 
-def test_a_copy_of_a_run_is_another_run_and_a_name_is_looked_up_in_runs(project: Path):
-    shutil.copytree("runs/photos", "runs/copy")
-    assert meant("copy", *SMALL) == (str(project / "runs/copy"), STEPS)
-    assert meant("photos", *SMALL) == (str(project / "runs/photos"), STEPS)
-    assert meant("copy", *SMALL, "--name", "new") == (str(project / "runs/new"), 0)
-    os.chdir("runs/copy")
-    assert meant("config.toml", *SMALL) == (str(project / "runs/copy"), STEPS)
-
-
 def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
     project: Path, trained_project: Path
 ):
@@ -395,22 +386,3 @@ def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
                    cwd=project, warm=True)  # fmt: skip
     assert done.status == 0, done.err
     assert meant("--data.source", "photos", *words) == (f"{run}-2", 0)
-
-
-def test_all_paths_of_a_config_are_absolute_when_a_run_starts(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-):
-    Path("w.pth").touch()
-    paths = {"storage": "runs", "data.root": ".", "model.weights": "w.pth",
-             "data.source": "photos", "data.eval_source": "photos/"}  # fmt: skip
-    words = [word for name, path in paths.items() for word in (f"--{name}", path)]
-    made = replace(parse_fit([*words, *OF_PROJECT[2:]]).config)
-    made = replace(made, data=replace(made.data, cache="a/../b"))
-    config = flat(check(made))
-    for name, path in {**paths, "data.cache": "b"}.items():
-        assert config[name] == str((project / path).resolve())
-    assert config["model.name"] == f"{project}/net.py:make"
-    assert config["model.args"] == {"table": f"{project}/tables/table.bin"}
-    task = flat(check(TrainConfig(task="net.py:make", task_options={"a": "net.py", "b": "x/y"})))
-    assert task["task"] == f"{project}/net.py:make"
-    assert task["task_options"] == {"a": f"{project}/net.py", "b": "x/y"}

@@ -69,11 +69,15 @@ def test_other_exits_and_user_signal_handlers_are_unchanged(tmp_path: Path):
 
 def test_a_stop_reports_the_step_after_which_the_same_command_continues(tmp_path: Path):
     config, shown = begun(tmp_path), []
-    with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
+
+    def stop() -> None:
         store = checkpoint_store(run_storage(config))
         store.claim(None, {})
         commit(store, 20)
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
+        stop()
     assert shown[0] == End(130)
     assert "step 20" in shown[1].text
 
