@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -238,29 +237,6 @@ def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(
         find_checkpoint(newest, "last")
 
 
-def damage_model(checkpoint: Path) -> None:
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
-    content[len(content) // 2] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
-
-
-def cut_manifest(checkpoint: Path) -> None:
-    content = (checkpoint / "manifest.json").read_bytes()
-    (checkpoint / "manifest.json").write_bytes(content[: len(content) // 2])
-
-
-@pytest.mark.parametrize("damage", [damage_model, cut_manifest])
-def test_fault_10_evaluate_of_a_damaged_checkpoint_exits_with_status_5(
-    damage: Callable[[Path], None], finished: Path, tmp_path: Path
-):
-    shutil.copytree(finished / "runs", tmp_path / "runs")
-    for checkpoint in (tmp_path / "runs/small/checkpoints").glob("step-*"):
-        damage(checkpoint)
-    answer = run_cli("evaluate", "small", cwd=tmp_path, warm=True)
-    assert (answer.status, answer.err.count("error: ")) == (5, 1)
-    assert "step-" in answer.err
-
-
 # ------------------------------------------------------------------ odd surroundings
 
 SHADOWS = ("csv", "dataclasses", "json", "random", "rich", "torch", "typing")
@@ -361,5 +337,5 @@ def test_without_ray_fit_says_so_in_one_line_and_trains_locally(
     answer = run_cli("fit", *argv, cwd=tmp_path, warm=True)
     assert answer.status == PreflightError.exit_status
     assert answer.err.count("\n") == 1
-    assert "Ray is not installed" in answer.err
+    assert "--local" in answer.err
     assert run_cli("fit", *argv, "--local", cwd=tmp_path, warm=True).status == 0

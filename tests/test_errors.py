@@ -29,7 +29,9 @@ def words_of(row: Row) -> list[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_faults_39_40_41_what_cannot_work_is_refused_in_one_line_with_its_exit_status(row: Row, tmp_path: Path):
+def test_faults_39_40_41_what_cannot_work_is_refused_in_one_line_with_its_exit_status(
+    row: Row, tmp_path: Path
+):
     for package in row.needs.split():
         pytest.importorskip(package)
     row.write_files(tmp_path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import warm_python
 from logs import log_of
@@ -93,6 +92,7 @@ def test_the_segmentation_example_has_the_same_mean_iou_on_three_workers_as_on_o
 
 def customers(path: Path, rows: int, seed: int) -> float:
     """Returns the area under the curve of the true probabilities, which is the best there is."""
+    pd = pytest.importorskip("pandas")
     random = np.random.Generator(np.random.Philox(seed))
     age, plan = random.normal(40, 10, rows), random.choice(["free", "paid"], rows)
     score = (age - 40) / 5 + 2 * (plan == "paid")

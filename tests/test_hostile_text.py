@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from cluster_checks import check_shell, configs
 
 from raytrain_ddp.command_line import parse_fit
@@ -19,6 +18,8 @@ from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.cluster_files import emit
 from raytrain_ddp.errors import ConfigError
+
+yaml = pytest.importorskip("yaml")
 
 CONTROL = [
     *("\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"),

@@ -125,6 +125,7 @@ def test_a_full_disk_is_waited_for_only_in_an_outage():
 def test_a_long_temporary_folder_leaves_room_for_the_sockets_of_ray(
     monkeypatch: pytest.MonkeyPatch,
 ):
+    pytest.importorskip("ray")
     from raytrain_ddp.ray_backend.ray_settings import short_folder
 
     for length in (20, 90, 200):

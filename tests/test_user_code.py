@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 import warm_python
 from processes import ENVIRONMENT
@@ -21,6 +20,8 @@ from tiny import tiny_config
 from raytrain_ddp import fit_locally, user_code
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.user_code import UserCode
+
+cloudpickle = pytest.importorskip("cloudpickle")
 
 FILES = {
     "mine.py": "import beside\nfrom kit.inner import parts\nfrom loose import thing\n"

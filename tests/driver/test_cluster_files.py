@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
 from processes import run_cli
 
@@ -19,6 +18,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.cluster_files import Kind, emit, object_name
 from raytrain_ddp.driver.machine_types import Machines, machines
 from raytrain_ddp.errors import ConfigError
+
+yaml = pytest.importorskip("yaml")
 
 GPUS = ("--scaling.use-gpu", "True", "--scaling.num-workers")
 

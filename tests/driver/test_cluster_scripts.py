@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster_checks import check_kubernetes, check_ray_up, opening
 from metadata_server import ACTION, aws_action, serve
 from slurm import ROOT
+
+yaml = pytest.importorskip("yaml")
 
 CLUSTERS = ROOT / "clusters"
 CLOUDS = ("aws", "gcp", "azure")

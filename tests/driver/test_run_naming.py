@@ -159,8 +159,7 @@ def quiet(_: object) -> None: ...
 
 def test_only_identical_simultaneous_commands_share_a_run_name(tmp_path: Path):
     """One of two identical ones exits with status 8, as always."""
-    gate = threading.Barrier(6)
-    done = threading.Barrier(6)
+    gate, done = (threading.Barrier(6, timeout=60) for _ in range(2))
 
     def start(lr: float) -> str | int:
         run = find_run(unnamed(tmp_path, lr))

@@ -99,3 +99,7 @@ def test_records_of_a_newer_version_stay_in_the_log(tmp_path: Path):
     tidy(config, run, committed)
     assert is_tidy(run)
     assert read_history(run) == log
+    leftover = Path(run.path, "checkpoints/step-00000003-a0001/model.safetensors")
+    leftover.parent.mkdir()
+    leftover.touch()
+    assert not is_tidy(run)

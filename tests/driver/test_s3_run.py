@@ -25,6 +25,7 @@ from raytrain_ddp.report.run_files import read_run
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3]:
+    pytest.importorskip("moto")
     with s3_server() as running:
         yield running
 
