@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 STORE_TESTS = {"test_store", "test_damage", "test_claims", "test_store_interleavings"}
+STORE_TESTS |= {"test_golden_checkpoints", "test_storage"}
 
 
 @pytest.fixture
