@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import run_cli
 from refused import Row
 from refused_commands import ROWS as COMMANDS
+from refused_config import ROWS as CONFIG
+from refused_config import VALUES
+
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
 
 COMMAND_NAMES = {"fit", "run", "evaluate", "predict", "export", "convert", "sweep", "report"}
 
 
-@pytest.mark.parametrize("row", COMMANDS, ids=str)
+@pytest.mark.parametrize("row", [*COMMANDS, *CONFIG], ids=str)
 def test_what_cannot_work_is_refused_in_one_line_with_its_exit_status(row: Row, tmp_path: Path):
     for name, content in row.files.items():
         path = tmp_path / name
@@ -36,3 +43,26 @@ def test_what_cannot_work_is_refused_in_one_line_with_its_exit_status(row: Row, 
         assert answer.heavy == []
     made = [path for path in tmp_path.rglob("*") if path not in before]
     assert [path for path in made if "__pycache__" not in path.parts] == []
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_value_that_cannot_work_is_refused_in_python_and_in_a_recipe(field: str):
+    section, _, name = field.rpartition(".")
+    for value in VALUES[field]:
+        given = {name: value}
+
+        def build(given: dict[str, Any] = given) -> object:
+            kind = type(getattr(TrainConfig(), section)) if section else TrainConfig
+            made = kind(**given)
+            return TrainConfig(**{section: made}) if section else made
+
+        def read(given: dict[str, Any] = given) -> object:
+            return from_dict({section: given} if section else given, where="mine.toml")
+
+        for act in (build, read):
+            with pytest.raises(ConfigError) as caught:
+                act()
+            assert caught.value.exit_status == 2
+            said = str(caught.value)
+            assert field in said or name in said.replace("-", "_"), said
+            assert "\n" not in said

@@ -164,34 +164,6 @@ def test_faults_31_45_a_second_start_is_refused_and_names_the_owner_but_no_secre
     assert notes == []
 
 
-def test_fault_31_of_many_simultaneous_starts_one_gets_the_lease(any_storage: Storage) -> None:
-    begin = threading.Barrier(4)
-    taken: list[Lease] = []
-    refused: list[str] = []
-
-    def start() -> None:
-        begin.wait()
-        try:
-            taken.append(Lease.take(any_storage, heartbeat_s=0.3))
-        except RunLockedError as error:
-            refused.append(str(error))
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(taken) + len(refused) == 4
-    assert taken
-    # A delayed process may have taken the lease from the one that already held it.
-    wait_until(lambda: sum(not is_lost(lease) for lease in taken) == 1)
-    wait_for_renewal(any_storage)
-    assert sum(not is_lost(lease) for lease in taken) == 1
-    for lease in taken:
-        lease.release()
-    assert not any_storage.exists(LEASE_FILE)
-
-
 @pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 @pytest.mark.parametrize("is_held", [True, False], ids=["held", "free"])
 def test_fault_31_another_start_before_any_operation_of_a_start_is_never_overlooked(
@@ -475,14 +447,6 @@ def test_release_does_not_wait_for_a_hung_storage(
         lease.release()
     go_on.set()
     wait_until(lambda: threading.active_count() == before)
-
-
-def test_invariant_11_no_thread_outlives_its_lease(run: Storage) -> None:
-    before = threading.active_count()
-    for _ in range(3):
-        Lease.take(run, heartbeat_s=0.05).release()
-    assert threading.active_count() == before
-    assert run.walk() == []
 
 
 def test_the_copy_of_a_run_in_progress_is_free_and_the_same_folder_by_another_path_is_not(

@@ -15,7 +15,7 @@ from s3 import S3, s3_server
 
 from raytrain_ddp.checkpoint import read_ahead, streams
 from raytrain_ddp.checkpoint.manifest import DamagedError
-from raytrain_ddp.checkpoint.read_ahead import RANGES, is_ranged
+from raytrain_ddp.checkpoint.read_ahead import RANGES
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.checkpoint.streams import new_memory
@@ -129,7 +129,7 @@ def test_a_damaged_byte_and_a_truncated_file_are_detected(server: S3):
     assert good.storage.read_into("model.safetensors", [new_memory(whole)]) == sha256(short)
 
 
-def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]], honest: bool = True) -> Any:
+def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]]) -> Any:
     """An fsspec file system with an event loop."""
     asyn = pytest.importorskip("fsspec.asyn")
 
@@ -138,7 +138,7 @@ def asynchronous(found: dict[str, bytes], asked: list[tuple[int, int]], honest: 
 
         async def _cat_file(self, path: str, start: int, end: int, **_: Any) -> bytes:
             asked.append((start, end))
-            return found[path][start:end] if honest else found[path]
+            return found[path][start:end]
 
     return pafs.PyFileSystem(pafs.FSSpecHandler(Cloud()))
 
@@ -150,23 +150,6 @@ def test_ranges_of_an_fsspec_file_add_up_to_the_file():
         folder = Storage(asynchronous({"place/file": data}, asked), "place", False)
         assert read(folder, "file", size) == (data, sha256(data), data)
         assert sorted(asked) == [(at, min(size, at + CHUNK)) for at in range(0, size, CHUNK)]
-
-
-@pytest.mark.usefixtures("small")
-def test_a_store_without_range_reads_is_an_error():
-    folder = Storage(
-        asynchronous({"place/file": draw(3 * CHUNK)}, [], honest=False), "place", False
-    )
-    with pytest.raises(OSError, match="place/file"):
-        read(folder, "file", 3 * CHUNK)
-
-
-@pytest.mark.usefixtures("small")
-def test_only_stores_that_allow_concurrent_reads_are_read_by_ranges():
-    memory = pytest.importorskip("fsspec.implementations.memory")
-    assert not is_ranged(pafs.PyFileSystem(pafs.FSSpecHandler(memory.MemoryFileSystem())), 1)
-    assert not is_ranged(pafs.LocalFileSystem(), 1)
-    assert is_ranged(pafs.S3FileSystem(anonymous=True, region="us-east-1"), 1)
 
 
 class Slow:

@@ -92,7 +92,8 @@ def samples() -> dict[str, Tensor]:
 
 
 def test_take_is_independent_of_its_sources() -> None:
-    sources = samples()
+    sources = samples() | {"tied": torch.ones(3)}
+    sources["tied too"] = sources["tied"]
     before = {name: tensor.detach().clone() for name, tensor in sources.items()}
     copies = HostSnapshot().take(sources)
     with torch.no_grad():
@@ -104,15 +105,7 @@ def test_take_is_independent_of_its_sources() -> None:
         assert same_bits(tensor, before[name]), name
         assert not tensor.requires_grad
         assert tensor.device.type == "cpu"
-
-
-def test_take_copies_tied_weights_separately() -> None:
-    layer = nn.Linear(3, 3, bias=False)
-    tied = nn.ModuleDict({"a": layer, "b": nn.Linear(3, 3, bias=False)})
-    tied["b"].weight = layer.weight
-    copies = HostSnapshot().take(tied.state_dict())
-    copies["a.weight"].zero_()
-    assert same_bits(copies["b.weight"], layer.weight)
+    assert copies["tied"].data_ptr() != copies["tied too"].data_ptr()
 
 
 def test_take_reuses_its_memory_as_long_as_the_tensors_fit() -> None:
@@ -182,14 +175,6 @@ def test_a_file_of_tensors_shares_their_memory() -> None:
     assert bytes(pieces[1][:4]) == b"\0\0\xe0\x40"  # 7.0: not a copy
 
 
-def test_tensors_are_viewed_without_a_copy() -> None:
-    ones = bytearray(whole(encode_tensors({"a": torch.ones(3), "b": torch.ones(3)})))
-    view_tensors(memoryview(ones))["a"].zero_()
-    again = decode(ones)
-    assert again["a"].tolist() == [0, 0, 0]
-    assert again["b"].tolist() == [1, 1, 1]
-
-
 def test_view_accepts_files_from_other_writers() -> None:
     """Their tensors may be at any position, in any order."""
     kinds = {"a": ("U8", [3], [0, 3]), "b": ("F32", [2], [3, 11]), "__metadata__": {}}
@@ -225,7 +210,10 @@ def test_a_state_is_the_same_after_a_round_trip() -> None:
     state: dict[Any, Any] = {"a/b": one, "a": {"b": two}, 0: three, "0": four, "__metadata__": one}
     state |= {"tensor": {"tensor": "a/b"}, "dict": [["tensor", "x"]], "list": {"list": []}}
     state |= {None: (), True: [(1, [one])], 2.5: {}, "": {"": two}, -1: 2**70, 1e300: "x\ud800"}
-    state |= {"order": {"tensor": [torch.ones(2, 3).T], "order": []}, "numbers": [float("nan"), -0.0, 1, 1.0]}
+    state |= {
+        "order": {"tensor": [torch.ones(2, 3).T], "order": []},
+        "numbers": [float("nan"), -0.0, 1, 1.0],
+    }
     state |= {"all": [*samples().values()]}
     assert_same(through_bytes(state), state)
 

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty_storage import Faults, Killed, commit, content, faulty_store, flip_bit, payload
-from pyarrow import fs as pafs
+from faulty_storage import Faults, Killed, commit, content, faulty_store, payload
 
 from raytrain_ddp.checkpoint import run_folder
 from raytrain_ddp.checkpoint import storage as storage_module
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, parsed_lines, path_of_run, run_storage
-from raytrain_ddp.checkpoint.storage import Storage, open_storage
-from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError, UnreachableError
 
@@ -61,17 +60,6 @@ def test_write_atomic_replaces_the_whole_file_or_nothing(
             assert left == ["x"] or (mode.endswith("kill") and len(left) == 2)
             CheckpointStore(open_storage(str(root))).sweep()
             assert os.listdir(root) == ["x"]
-
-
-def test_other_file_systems_are_not_local(root: Path) -> None:
-    fs = pafs.SubTreeFileSystem(str(root.parent.parent), pafs.LocalFileSystem())
-    store = CheckpointStore(Storage(fs, "run/checkpoints", False))
-    commit(store, 10)
-    commit(store, 20)
-    assert str(store.open(CheckpointName(20, 1))) == "subtree://run/checkpoints/step-00000020-a0001"
-    flip_bit(root / "step-00000020-a0001" / "state.json", 0)
-    assert content(store.latest(lambda line: None)) == payload(10)
-    assert (root / "step-00000020-a0001" / "damaged.txt").exists()
 
 
 def test_an_fsspec_store_can_hold_checkpoints(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Processes interleaved at random, and the store as a state machine."""
+"""The store as a state machine: processes that start, write, die and come back, in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from faulty_storage import (
     content,
     faulty_store,
     flip_bit,
-    in_turns,
     moved,
     payload,
     start,
@@ -30,54 +29,12 @@ from faulty_storage import (
 )
 
 pytest.importorskip("hypothesis")
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from raytrain_ddp.checkpoint.listing import ContendedError
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-
-
-@settings(
-    max_examples=int(os.environ.get("STORE_TURNS_EXAMPLES", "40")),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    is_local=st.booleans(),
-    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), min_size=5, max_size=40),
-)
-def test_invariants_08_09_interleaved_writers_always_leave_a_complete_checkpoint(
-    is_local: bool, turns: list[tuple[int, int]]
-) -> None:
-    def live(store: CheckpointStore) -> None:
-        for _ in range(5):
-            with suppress(ContendedError):
-                found, attempt = start(store)
-                break
-        else:
-            return
-        with suppress(RunLockedError, FileNotFoundError):
-            for further in (1, 2, 3):
-                commit(store, (found.name.step if found else 0) + further, attempt)
-                store.prune(2)
-
-    with tempfile.TemporaryDirectory(prefix="raytrain-turns-") as folder:
-        root = Path(folder)
-        first = both(root, is_local)
-        commit(first, 1, start(first)[1])
-        processes = [in_turns(root, is_local, live) for _ in range(3)]
-        for number, operations in [*turns, *((number, 2**30) for number in range(3))]:
-            processes[number].go_on(operations)
-            assert both(root, is_local).names()
-        for process in processes:
-            assert process.result is None, process.result
-        found, attempt = start(both(root, is_local))
-        assert found is not None
-        assert content(found) == payload(found.name.step, found.name.attempt)
-        assert attempt > max(claim.attempt for claim in claims_in(root)[:-1])
-
 
 # ------------------------------------------- invariants 8, 9: the store as a state machine
 
