@@ -111,6 +111,16 @@ def test_of_two_claims_with_one_number_the_one_with_the_older_base_fences_nothin
     assert CheckpointListing.of([paths[0], *paths[2:]]).fenced() == [CheckpointName(150, 2)]
 
 
+def test_what_a_start_resumed_from_is_not_fenced_off_by_itself() -> None:
+    """Not even if a later start has resumed from another one."""
+    paths = ["claim-a0002-from-step-00000100-a0001-00000000.json"]
+    paths += ["claim-a0003-from-step-00000150-a0001-00000000.json"]
+    paths += [f"step-00000{step}-a0001/manifest.json" for step in (100, 150, 200)]
+    listing = CheckpointListing.of(paths)
+    assert listing.names() == [CheckpointName(150, 1), CheckpointName(100, 1)]
+    assert listing.fenced() == [CheckpointName(200, 1)]
+
+
 def test_attempt_numbers_increase_although_old_claims_are_swept(root: Path) -> None:
     for attempt in range(1, 15):
         assert start(fresh(root))[1] == attempt
@@ -254,8 +264,8 @@ def test_fault_31_a_contended_start_can_be_retried(root: Path) -> None:
     """By any code that retries after an OSError; the error also survives pickling between
     processes. Otherwise, it would begin at step 0, and remove the other writer's work."""
     writer, store = fresh(root), fresh(root)
-    assert store.latest() is None
     start(writer)
+    assert store.latest() is None
     commit(writer, 10, 1)
     with pytest.raises(ContendedError) as caught:
         store.claim(None, {})

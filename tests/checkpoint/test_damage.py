@@ -248,7 +248,7 @@ def test_listing_during_a_write_does_not_raise(root: Path) -> None:
         writer.prune(2)
     done.set()
     thread.join()
-    assert {*outcomes} <= {1, 2, 3}
+    assert {*map(type, outcomes)} == {int}
 
 
 def test_fault_36_times_of_files_do_not_matter(root: Path) -> None:

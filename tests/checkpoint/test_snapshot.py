@@ -116,7 +116,7 @@ def test_take_reuses_its_memory_as_long_as_the_tensors_fit() -> None:
     second = snapshot.take({"a": a * 2, "b": b * 2})
     assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
     assert (second["a"].tolist(), second["b"].tolist()) == ([2, 2, 2], [2, 2])
-    for other in (torch.ones(4), torch.ones(3).double(), torch.ones(1, 3)):
+    for other in (torch.ones(4), torch.ones(4).double(), torch.ones(1, 4).double()):
         copies = snapshot.take({"a": other})
         assert list(copies) == ["a"]
         assert same_bits(copies["a"], other)
@@ -173,6 +173,9 @@ def test_a_file_of_tensors_shares_their_memory() -> None:
     assert [len(piece) for piece in pieces[1:]] == [24, 24]
     weight[0] = 7
     assert bytes(pieces[1][:4]) == b"\0\0\xe0\x40"  # 7.0: not a copy
+    data = bytearray(whole(encode_tensors({"odd": torch.ones(3, dtype=torch.bool), "a": weight})))
+    view_tensors(memoryview(data))["a"].zero_()
+    assert decode(data)["a"].tolist() == [0.0] * 6
 
 
 def test_view_accepts_files_from_other_writers() -> None:
@@ -192,7 +195,8 @@ def test_view_accepts_files_from_other_writers() -> None:
         "b": [1.5, -2.0],
     }
     offsets = (b"[3, 12]", b"[4, 12]", b"[3.0, 11]", b"[2, 3, 11]", b"[11]", b"[0, 8]")
-    damaged = [data.replace(b"[3, 11]", other) for other in offsets]
+    gap = data.replace(b"[3, 11]", b"[4, 12]") + b"x"
+    damaged = [gap, *(data.replace(b"[3, 11]", other) for other in offsets)]
     for bad in (*(data[:size] for size in range(len(data))), data + b"x", *damaged):
         with pytest.raises(CheckpointError):
             decode(bad)
@@ -227,9 +231,9 @@ def test_names_of_tensors_are_paths() -> None:
 
 def test_state_refuses_what_is_not_json_and_names_its_place() -> None:
     for value in ({1, 2}, b"bytes", object(), 1j, torch.float32, nn.Linear(1, 1)):
-        with pytest.raises(CheckpointError, match="State a/1: "):
+        with pytest.raises(CheckpointError, match="a/1"):
             flatten_state({"a": [0, value]})
-    with pytest.raises(CheckpointError, match=r"State a: .*\(1, 2\)"):
+    with pytest.raises(CheckpointError, match=r"\(1, 2\)"):
         flatten_state({"a": {(1, 2): 3}})
     tensors, structure = flatten_state({"a": torch.ones(1)})
     for found, wrong in (({}, structure), (tensors, {"unknown": 1}), (tensors, {"dict": [1]})):
@@ -246,72 +250,22 @@ def test_strides_are_restored() -> None:
             assert same_bits(again, weight)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.fc = nn.Linear(4, 5)
-        self.tied = nn.Linear(4, 5, bias=False)
-        self.tied.weight = self.fc.weight
-
-    def forward(self, images: Tensor) -> Tensor:  # (batch, 3, h, w) -> (batch, 5)
-        features = self.norm(self.conv(images)).relu().mean((2, 3))
-        out: Tensor = self.fc(features) + self.tied(features)
-        return out
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
-    "sgd_plain": lambda p: torch.optim.SGD(p, lr=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.99)),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, amsgrad=True),
-    "adamw_tensor_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
-    "groups": lambda p: torch.optim.AdamW(
-        [{"params": [q for q in p if q.dim() > 1]}, {"params": [q for q in p if q.dim() < 2]}]
-    ),
-}
-
-
-def train(model: nn.Module, optimizer: Any, scaler: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        images = torch.randn(6, 3, 7, 7, generator=generator)
-        loss = nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_continues_bitwise(kind: str) -> None:
-    memory_format = torch.contiguous_format if kind == "sgd" else torch.channels_last
-
-    def new(seed: int) -> tuple[nn.Module, Any, Any]:
-        torch.manual_seed(seed)
-        model = Net().to(memory_format=memory_format)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        return model, OPTIMIZERS[kind](list(model.parameters())), scaler
-
-    model, optimizer, scaler = new(0)
-    train(model, optimizer, scaler, range(3))
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(),
-    }
-    before = copy.deepcopy(state)
-    restored = through_bytes(state)
-    assert_same(restored, before)
-    assert vars(restored["model"]) == vars(model.state_dict())
-    train(model, optimizer, scaler, range(3, 6))
-
-    again = new(1)
-    for part, name in zip(again, state, strict=True):
-        part.load_state_dict(restored[name])
-    train(*again, range(3, 6))
-    assert_same(again[0].state_dict(), dict(model.state_dict()))
-    assert_same(again[1].state_dict(), optimizer.state_dict())
-    assert again[2].state_dict() == scaler.state_dict()
-    assert not same_bits(model.state_dict()["fc.weight"], before["model"]["fc.weight"])
+def test_states_of_modules_and_optimizers_are_the_same_after_a_round_trip() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    model = model.to(memory_format=torch.channels_last)
+    weights, others = [[p for p in model.parameters() if (p.dim() > 1) == k] for k in (True, False)]
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, amsgrad=True),
+        torch.optim.AdamW(weights, lr=torch.tensor(0.01), betas=(0.8, 0.99), foreach=False),
+        torch.optim.AdamW([{"params": weights}, {"params": others, "weight_decay": 0.0}]),
+    ):
+        model(torch.randn(6, 3, 3, 3)).sum().backward()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        before = copy.deepcopy(state)
+        restored = through_bytes(state)
+        assert_same(restored, before)
+        assert vars(restored["model"]) == vars(model.state_dict())  # the versions of its modules
+        optimizer.load_state_dict(restored["optimizer"])
+        assert_same(optimizer.state_dict(), before["optimizer"])

@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
             passed.add(newest)
         based = any(claim.base for claim in claims_in(self.root))
         if newest is None and (passed or noticed or based):
-            with pytest.raises(CheckpointError, match="No usable checkpoint"):
+            with pytest.raises(CheckpointError):
                 store.latest(reported.append)
             found = None
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -76,7 +75,6 @@ class Place:
                 text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
             text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
             changes.setdefault("_QUIET_S = 3.0", "_QUIET_S = 0.1")
-            changes.setdefault("raytrain-fork-node", f"raytrain-test-{owner}")
             ready = "        request, files = received"
             changes.setdefault(
                 ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
@@ -84,11 +82,6 @@ class Place:
             for word, instead in changes.items():
                 text = text.replace(word, instead)
             (folder / source.name).write_text(text)
-        found = importlib.util.spec_from_file_location("own_client", folder / "fork_client.py")
-        assert found is not None
-        assert found.loader is not None
-        self.client = importlib.util.module_from_spec(found)  # its public names
-        found.loader.exec_module(self.client)
         self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py"), "always"]
         self.command += [str(owner), "1", str(spares), str(self.workers / "probe.py")]
 
@@ -262,32 +255,6 @@ def test_each_process_takes_a_spare_which_is_then_replaced(
     os.kill(both[1]["pid"], signal.SIGKILL)
 
 
-def test_processes_of_an_announced_job_are_prepared(
-    tmp_path: Path, owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-):
-    name = f"raytrain-test-node-{owner.pid}"
-    changes = {"raytrain-fork-node": name, "_EXPECTED_WITHIN_S = 30.0": "_EXPECTED_WITHIN_S = 9.0"}
-    place = Place(tmp_path, 0, 1, **changes)  # owner 0: the raylet
-    monkeypatch.setenv("RAY_RAYLET_PID", str(owner.pid))
-
-    def loaded(job: str) -> bool:
-        report = place.run(env={**os.environ, "RAY_JOB_ID": job})
-        assert report["same"]["environment"]["RAY_JOB_ID"] == job
-        return bool(report["loaded"])
-
-    assert not place.client.expect_job(3, "")  # no server yet
-    assert not loaded("ff000000")
-    old = place.spares(1)
-    assert place.client.expect_job(2, "")  # presumably the next one
-    wait_until(lambda: len(place.waiting(place.servers()[0])) == 3)
-    assert [loaded("00010000"), loaded("00010000")] == [True, True]
-    wait_until(lambda: ended(old[0].pid))
-    place.spares(1)
-    place.client.expect_job(2, "07000000")  # a process that has connected
-    place.spares(3)
-    assert [loaded("07000000"), loaded("07000000"), loaded("08000000")] == [True, True, False]
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_without_a_spare_forks_itself(
     tmp_path: Path, owner: subprocess.Popen[bytes], number: int
@@ -322,12 +289,12 @@ def test_fault_59_forked_processes_survive_a_killed_server(place: Place):
 def test_a_client_that_dies_midway_leaves_no_process_or_open_file(place: Place):
     place.run()
     [server] = place.servers()
-    address = place.client.address_of(place.owner, 1, place.command[-1])
+    address = fork_client.address_of(place.owner, 1, place.command[-1])
     for sent in (b"", struct.pack("!I", 100), struct.pack("!I", 100) + b"half"):
-        connection = place.client.connect(address)
+        connection = fork_client.connect(address)
         assert connection is not None
         with connection:
-            assert connection.recv(1) == place.client.READY
+            assert connection.recv(1) == fork_client.READY
             if sent:
                 socket.send_fds(connection, [sent], [0, 1, 2])
     assert place.run()["parent"] == server.pid
