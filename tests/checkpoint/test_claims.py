@@ -213,25 +213,6 @@ def test_a_writer_whose_claim_was_deleted_commits_nothing(root: Path) -> None:
     assert [name.step for name in writer.names()] == [10]
 
 
-def test_the_base_of_a_start_stays_valid_despite_a_later_claim(root: Path) -> None:
-    """Attempt 2 resumes from step 10 of attempt 1; a zombie of attempt 1 commits 30 and removes 10;
-    attempt 3 resumes from 30. Every base of attempts 3 and 4 is kept."""
-    zombie, second = fresh(root), fresh(root)
-    start(zombie)
-    commit(zombie, 10, 1)
-    start(second)
-    with unaware(zombie, 1):
-        commit(zombie, 30, 1)
-    shutil.rmtree(root / "step-00000010-a0001")
-    third = fresh(root)
-    assert start(third) == (third.open(CheckpointName(30, 1)), 3)
-    commit(third, 40, 3)
-    fourth = fresh(root)
-    start(fourth)
-    commit(fourth, 50, 4)
-    assert [name.step for name in fourth.names()] == [50, 40, 30]
-
-
 def test_failpoints_of_commits_and_pruning_fire_at_their_documented_places(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,8 @@ class Place:
             text = source.read_text()
             head, _, rest = text.partition('_MODULES = """')
             if rest:
-                text = f'{head}_MODULES = """json numpy"""{rest.partition(chr(34) * 3)[2]}'
+                modules = '_MODULES = """json numpy numpy.random"""'
+                text = f"{head}{modules}{rest.partition(chr(34) * 3)[2]}"
             text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
             changes.setdefault("_QUIET_S = 3.0", "_QUIET_S = 0.1")
             ready = "        request, files = received"
