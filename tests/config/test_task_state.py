@@ -65,7 +65,10 @@ def held_by(k: int) -> dict[str, Any]:
         "objects": np.array([{"k": k}, Place(k)], dtype=object),
         "keys": {Fold: k, local_fold: 1, Place(3): 2},
         "bf16": torch.tensor([float(k)], dtype=torch.bfloat16),
-        "values": deque([range(k), slice(k), date(2026, 1, 1 + k), Decimal(k), bytearray([k])]),
+        "values": deque([range(k), slice(k)]),
+        "date": date(2026, 1, 1 + k),
+        "decimal": [Decimal(k), bytearray([3])],
+        "bytes": bytearray([k]),
         "slots": Slotted(k),
         "enum": Color(k),
     }
