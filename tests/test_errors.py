@@ -6,13 +6,18 @@ import re
 import shlex
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import ROOT, run_cli
 from refused import Row
+from refused_config import VALUES
 
 from raytrain_ddp import errors
 from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.recipe import from_dict
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError
 
 COMMANDS = {
     *("fit", "run", "evaluate", "predict", "export", "convert", "sweep", "report", "doctor"),
@@ -95,3 +100,26 @@ def test_each_error_ends_a_command_with_the_status_that_the_documentation_gives_
         with pytest.raises(SystemExit) as caught:
             run_command(main)
         assert (caught.value.code, capsys.readouterr().err) == (status, "error: line one\n")
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_value_that_cannot_work_is_refused_in_python_and_in_a_recipe(field: str):
+    section, _, name = field.rpartition(".")
+    for value in VALUES[field]:
+        given = {name: value}
+
+        def build(given: dict[str, Any] = given) -> object:
+            kind = type(getattr(TrainConfig(), section)) if section else TrainConfig
+            made = kind(**given)
+            return TrainConfig(**{section: made}) if section else made
+
+        def read(given: dict[str, Any] = given) -> object:
+            return from_dict({section: given} if section else given, where="mine.toml")
+
+        for act in (build, read):
+            with pytest.raises(ConfigError) as caught:
+                act()
+            assert caught.value.exit_status == 2
+            said = str(caught.value)
+            assert field in said or name in said.replace("-", "_"), said
+            assert "\n" not in said
