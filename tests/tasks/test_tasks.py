@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from raytrain_ddp.training import prepare as preparing
 def own(**methods: Any) -> type[TinyTask]:
     """A task class with other methods or attributes."""
     for name, method in methods.items():
-        if callable(method):
+        if isinstance(method, FunctionType):
             method.__qualname__ = f"Mine.{name}"
     return type("Mine", (TinyTask,), {"__module__": __name__, **methods})
 
@@ -39,18 +40,6 @@ def loss(change: Callable[[Tensor], Any]) -> dict[str, Any]:
 
 def metrics(make: Callable[[], Any]) -> dict[str, Any]:
     return {"metrics": lambda self: make()}
-
-
-class NoMerge:
-    """A legacy metric whose states cannot be merged."""
-
-    metric_state: Mapping[str, Tensor] = {}
-
-    def to(self, _: object) -> None: ...
-    def reset(self) -> None: ...
-    def update(self, _: Tensor) -> None: ...
-    def compute(self) -> Tensor:
-        return torch.zeros(())
 
 
 class Forgetful(tm.Metric):
@@ -75,11 +64,6 @@ class Forgetful(tm.Metric):
         return self.total + self.count
 
 
-class Told(tm.MeanMetric):
-    def compute(self) -> Any:
-        return "x"
-
-
 class NoSource:
     rows = 3
 
@@ -100,7 +84,6 @@ WRONG: list[tuple[dict[str, Any], str, int]] = [
     (loss(lambda x: x.item()), "float", 1),
     (loss(lambda x: x.expand(3)), "(3,)", 1),
     (loss(lambda x: {"loss": x}), "dict", 1),
-    (loss(lambda x: (x, 1)), "tuple", 1),
     (loss(lambda x: None), "None", 1),
     (loss(lambda x: x.detach()), "gradient", 1),
     (loss(lambda x: x.detach().long()), "int64", 1),
@@ -109,17 +92,14 @@ WRONG: list[tuple[dict[str, Any], str, int]] = [
     ({"model": lambda self: TinyNet().requires_grad_(False)}, "frozen", 1),
     ({"model": lambda self: None}, "None", 1),
     ({"model": lambda self: TinyNet}, "TinyNet()", 1),
-    ({"train_data": lambda self: None}, "None", 1),
     ({"train_data": lambda self: DataLoader(SET)}, "MapSource(loader.dataset)", 1),
     ({"eval_data": lambda self: [1, 2]}, "MapSource(dataset)", 1),
     ({"eval_data": lambda self: Data(NoSource(), id)}, "NoSource", 1),  # type: ignore[arg-type]
     ({"train_data": lambda self: EMPTY}, "training set", 4),
     ({"eval_data": lambda self: EMPTY}, "evaluation set", 4),
     (metrics(dict), "eval_data()", 1),
-    (metrics(lambda: None), "None", 1),
     (metrics(lambda: {"loss": 3, "top1": 4}), "int", 1),
     (metrics(mean(loss=tm.MeanMetric)), "'loss'", 1),
-    (metrics(lambda: {"loss": NoMerge(), "top1": NoMerge()}), "merge_state", 1),
     ({"evaluate": lambda self, model, batch, metrics: {"top1": 0.5}}, "dict", 1),
     ({**metrics(mean()), "evaluate": lambda self, *_: None}, "'loss'", 1),
     (metrics(wrapped), "'top1'", 1),
@@ -127,7 +107,6 @@ WRONG: list[tuple[dict[str, Any], str, int]] = [
     ({"monitor": "lost"}, "'lost'", 1),
     ({"goal": "low"}, "'low'", 1),
     (metrics(mean(loss=tm.CatMetric())), "(8,)", 1),
-    (metrics(mean(loss=Told())), "'loss'", 1),
 ]
 
 
@@ -141,10 +120,10 @@ def test_an_invalid_return_value_is_named_with_its_place_before_the_first_step(
     assert named in str(raised.value)
     if status == 1:
         assert isinstance(raised.value, TaskError)
-        place = Path(str(raised.value).split(":")[0])  # the user's own place comes first
-        assert place.is_relative_to(Path(__file__).parents[1])
-        method = [*methods][-1]
-        assert method in str(raised.value) or method in ("metrics", "optimizer")
+        name, method = [*methods.items()][-1]
+        assert name in str(raised.value)
+        if callable(method):  # the user's own place comes first
+            assert str(raised.value).startswith(f"{__file__}:")
 
 
 class VectorOnRanks(TinyTask):
@@ -206,9 +185,13 @@ def test_the_first_check_does_not_change_the_bits_and_a_resumed_run_is_checked(
     assert kept_steps(longer) == [7, 10]
 
 
-def test_a_metric_that_evaluate_never_updates_is_noted(tmp_path: Path):
-    task = own(**metrics(mean(extra=tm.MeanMetric())))
-    assert "'extra'" in dry_run(tiny_config(tmp_path, "noted", task=task))
+def test_what_is_odd_but_possible_is_noted(tmp_path: Path):
+    task = own(**metrics(mean(extra=tm.MeanMetric())), model=lambda self: TinyNet().eval())
+    config = tiny_config(tmp_path, "noted", task=task, epochs=1, limit_train_batches=1)
+    fit_locally(config)
+    noted = (tmp_path / "noted" / "events.jsonl").read_text()
+    assert "'extra'" in noted  # never updated
+    assert "evaluation mode" in noted
 
 
 # ------------------------------------------------------------------ the class
@@ -247,16 +230,6 @@ class Signature(Bare):
         ...
 
 
-class Static(Bare):
-    @staticmethod
-    def loss(batch: Any) -> Tensor:  # type: ignore[override]
-        return batch
-
-
-class NotCallable(Bare):
-    metrics = {"loss": 1}  # type: ignore[assignment]  # noqa: RUF012
-
-
 class WithoutConfig(Bare):
     def __init__(self) -> None: ...
 
@@ -275,12 +248,10 @@ def with_method(name: str) -> type:
     [
         (Lacking, "train_data() eval_data() loss() evaluate() 'train_datas'"),
         (Signature, "Signature.evaluate (model, batch, metrics)"),
-        (Static, "Static.loss (model, batch)"),
-        (NotCallable, "NotCallable.metrics dict"),
+        (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics dict"),
         (WithoutConfig, "WithoutConfig config"),
         (Late, "Late.moniter 'monitor'"),
         (int, "int"),
-        (5, "int"),
         (None, "NoneType"),
         (with_method("configure_optimizers"), "Mine.configure_optimizers optimizer(model)"),
         (with_method("lr_scheduler"), "Mine.lr_scheduler schedule(step)"),
@@ -311,33 +282,19 @@ def test_helper_methods_and_attributes_are_accepted():
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             return self.forward(model, batch).sum()
 
-        @property
-        def criterion(self) -> nn.Module:
-            return nn.CrossEntropyLoss()
-
-        def evaluate(self, model: nn.Module, batch: Any, metrics: Any) -> None:
-            [self.criterion(x, y) for x, y in batch]
-
         def plot(self) -> None: ...
 
     assert isinstance(load_task(TrainConfig(task=Helped)), Helped)
     assert isinstance(load_task(TrainConfig(task=Bare)), Bare)  # needs no constructor
+    made = load_task(TrainConfig(task=lambda config: Bare()))
+    assert isinstance(made, Bare)
 
 
 class Optioned(Bare):
     def __init__(
-        self,
-        config: TrainConfig,
-        rows: str,
-        noise: float = 1.0,
-        depth: int = 2,
-        flip: bool = False,
+        self, config: TrainConfig, rows: str, noise: float = 1.0, depth: int = 2, flip: bool = False
     ) -> None:
-        self._given = rows, noise, depth, flip
-
-    @property
-    def unit(self) -> str:
-        return f"{self._given}"
+        self.unit = str((rows, noise, depth, flip))
 
 
 @pytest.mark.parametrize(
@@ -345,9 +302,7 @@ class Optioned(Bare):
     [
         (Optioned, {"rowz": "5"}, "'rowz' 'rows'"),
         (Optioned, {"noise": "5"}, "'rows'"),
-        (Optioned, {"config": "5"}, "'config'"),
         (Optioned, {"rows": "5", "noise": "x"}, "noise 'x'"),
-        (Optioned, {"rows": "5", "depth": "1.5"}, "depth '1.5'"),
         (Optioned, {"rows": "5", "flip": "1"}, "flip '1'"),
         (Bare, {"rows": "5"}, "Bare 'rows'"),
         (Bare(), {"rows": "5"}, "task_options"),
@@ -393,15 +348,8 @@ class Backbone(nn.Module):
 
 
 def train_resting(rank: int, size: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-
-    class Resting(TinyTask):
-        def model(self) -> nn.Module:
-            kept["model"] = self.made = Backbone()  # type: ignore[assignment]
-            return kept["model"]
-
-    run_tiny(rank, size, config, {"rows": 35}, kind=Resting)
-    model = kept["model"]
+    model = Backbone()
+    run_tiny(rank, size, config, {"rows": 35}, kind=own(made=model, model=lambda self: model))
     modes = {name: module.training for name, module in model.named_modules()}
     return {"modes": modes, **{name: each.tolist() for name, each in model.named_buffers()}}
 
@@ -419,10 +367,3 @@ def test_modules_put_in_evaluation_mode_stay_in_it(
             assert found[f"{name}.running_mean"] == [0.0]
             assert found[f"{name}.num_batches_tracked"] == 0
         assert found["norm.num_batches_tracked"] == 4
-
-
-def test_a_model_entirely_in_evaluation_mode_is_noted(tmp_path: Path):
-    task = own(model=lambda self: TinyNet().eval())
-    config = tiny_config(tmp_path, "asleep", task=task, epochs=1, steps=0, limit_train_batches=1)
-    fit_locally(config)
-    assert "evaluation mode" in (tmp_path / "asleep" / "events.jsonl").read_text()
