@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import bits, tiny_config, weights
+from tiny import tiny_config, weights
 from torchvision.models import get_model
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md"
@@ -42,7 +40,6 @@ def config_of(folder: Path, name: str) -> TrainConfig:
         task_options={"teacher": TEACHER, "weights": str(folder / "teacher.safetensors")},
         data=DataConfig(image_size=32, workers=1),
         augment=AugmentConfig(mixup=0.2),
-        checkpoint=CheckpointConfig(every_steps=1, every_s=0.0),
         batch_size=8,
         micro_batch=4,
         limit_train_batches=2,
@@ -51,13 +48,9 @@ def config_of(folder: Path, name: str) -> TrainConfig:
     )
 
 
-def test_a_distillation_resumes_with_equal_bits_and_does_not_save_the_teacher(folder: Path):
+def test_a_distillation_logs_both_losses_and_does_not_save_the_teacher(folder: Path):
     config = config_of(folder, "run")
     result = fit_locally(config)
+    assert (result.status, result.step) == ("finished", 2)
     assert {"hard", "soft"} <= {*result.history[0]["scalars"]}
-    whole = bits(config)
     assert not any("teacher" in name for name in weights(config))
-    last = max((folder / "run" / "checkpoints").glob("step-*"))
-    shutil.rmtree(last)
-    assert fit_locally(config).step == 2
-    assert bits(config) == whole

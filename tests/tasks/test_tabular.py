@@ -110,17 +110,6 @@ def test_columns_that_only_number_the_rows_are_left_out_with_a_note(
     assert [left_out in note for note in task.notes] == [True] * bool(left_out)
 
 
-def test_labels_in_text_files_are_texts_in_either_unicode_form(tmp_path: Path):
-    composed, decomposed = "caf\u00e9", "cafe\u0301"
-    labels = ["07", "7", "10", composed, decomposed, "10"]
-    source = written(tmp_path / "t.csv", frame().assign(label=labels * 20))
-    rest = written(tmp_path / "e.parquet", frame(2).assign(label=[decomposed, "7"]))
-    task = Tabular(config_of(source, holdout=0.0, eval_source=str(rest)))
-    assert task.class_names == ["07", "10", "7", composed]
-    assert task.train_data().source.read(np.arange(6))["y"].tolist() == [0, 2, 1, 3, 3, 1]
-    assert task.eval_data().source.read(np.arange(2))["y"].tolist() == [3, 2]
-
-
 def test_other_rows_are_standardized_in_the_model_like_the_training_rows(tmp_path: Path):
     """Their columns are in another order; what is constant is not scaled by rounding."""
     table, other = frame().assign(c=14.62), frame(40).assign(c=15.0)  # its deviation is 9e-14
