@@ -34,7 +34,7 @@ ROWS = [
     Row("--data.target-columns a b", 2, "loss.name 'cross-entropy' bce", light=True),
     Row("--loss.name mse --data.target-columns a a", 2, "data.target_columns", light=True),
     Row("--task own.py:Mine", 1, "task own.py", ENDS),
-    Row("--task own.py:Mine --epochs 2 --local", 4, "arguments-1", SEES),
+    Row("--task own.py:Mine --epochs 2 --dry-run", 4, "arguments-1", SEES),
     Row("--task own.py:Mine", 2, "task own:Mine", PACKAGE),
     Row("--task own.py:Min", 2, "task 'Min' 'Mine'", {"own.py": "class Mine: ...\n"}, light=True),
 ]
