@@ -150,7 +150,7 @@ def test_digits_with_mixup_averages_and_adamw_have_the_same_weights_as_on_the_cp
     assert gpu["evaluated"] == pytest.approx(cpu["evaluated"], rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "tolerance"), zip(LOW_PRECISION, (0.03, 0.01), strict=True))
+@pytest.mark.parametrize(("changes", "tolerance"), [*zip(LOW_PRECISION, (0.03, 0.01), strict=True)])
 def test_two_gpus_in_low_precision_have_the_losses_of_fp32(
     gpus: Gpus, changes: dict[str, Any], tolerance: float
 ):
