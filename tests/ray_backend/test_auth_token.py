@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -50,16 +48,6 @@ def test_a_token_is_created_before_ray_starts_and_is_private_to_the_user(home: P
     assert file.read_text() == token
 
 
-def test_with_ray_already_imported_its_token_is_private_to_the_user(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    monkeypatch.setitem(sys.modules, "ray._raylet", ModuleType("ray._raylet"))
-    use_token(embedded=True)
-    assert mode(home / ".ray" / "auth_token") == 0o600
-    assert "RAY_AUTH_MODE" not in os.environ
-
-
 @pytest.mark.parametrize(("bits", "embedded"), [(0o640, True), (0o604, False), (0o777, True)])
 def test_fault_62_a_token_file_readable_by_others_is_made_private_and_reported(
     home: Path, bits: int, embedded: bool
@@ -72,16 +60,6 @@ def test_fault_62_a_token_file_readable_by_others_is_made_private_and_reported(
     assert f"{file} (mode {bits:03o})" in reported[0]
     use_token(embedded, reported.append)
     assert len(reported) == 1
-
-
-def test_the_permissions_of_a_token_at_another_path_are_fixed_too(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-):
-    file = written(home / "elsewhere" / "token", 0o644)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
-    use_token(embedded=True)
-    assert mode(file) == 0o600
-    assert not (home / ".ray").exists()
 
 
 def test_fault_62_a_token_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from event_records import event as made
 from event_records import to
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
@@ -105,16 +104,6 @@ def test_surviving_workers_need_no_capacity_for_the_lost_ones() -> None:
         fake.run(100)
 
 
-def test_a_node_change_is_reported_once_within_seconds():
-    fake = FakeWaiting(1, 3)
-    fake.run(30)
-    fake.nodes.pop()
-    fake.run(30)
-    fake.nodes.append({"CPU": 2, "GPU": 1})
-    fake.run(30)
-    assert [round(at / 30) for at in fake.changes] == [1, 2]
-
-
 def test_fault_42_workers_that_never_start_end_the_run_despite_free_capacity():
     fake = FakeWaiting(1, 3)
     with pytest.raises(PreflightError, match="1 to 3 workers"):
@@ -126,43 +115,6 @@ def test_fault_42_workers_that_never_start_end_the_run_despite_free_capacity():
     fake.waiting.lost()
     with pytest.raises(PreflightError):
         fake.run(600)
-
-
-def test_the_reason_for_a_slow_worker_start_is_reported_every_30_seconds():
-    now, stopped = [0.0], ["pid 7 (ray::RayTrainWorker)"]
-    nodes, notes = [{"CPU": 2.0, "GPU": 1.0}] * 3, list[str]()
-    watch = CapacityWatch(
-        layout(2, 3),
-        60,
-        lambda: nodes,
-        lambda: None,
-        lambda event: notes.append(event.text),
-        lambda: now[0],
-        lambda: stopped,
-    )
-
-    def wait(seconds: int) -> list[str]:
-        notes.clear()
-        for _ in range(seconds):
-            now[0] += 1
-            watch.look()
-        return list(notes)
-
-    first, _, third = wait(95)
-    assert "2 to 3 workers" in first
-    assert "90 s" in third
-    assert "pid 7 (ray::RayTrainWorker)" in third
-    for rank in (2, 0):
-        watch.take(made({"kind": "joined", "start": "a", "rank": rank, "node": "n"}))
-    (reported,) = wait(30)
-    assert "rank 0, 2" in reported
-    watch.take(made({"kind": "plan", "start_step": 0}))
-    assert wait(500) == []
-    watch.lost()  # both hosts, each with a worker, in the same second
-    del nodes[1:]
-    *_, last = wait(31)
-    assert "2 to 3 workers" in last
-    assert "room for 1 on 1" in last
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -316,9 +268,3 @@ def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
     assert [requests.save for _, requests in wished].count(True) == 1
     assert next(at for at, requests in wished if requests.stop) == 35.0
     assert "rank 0, 1" in taken.notes[-1]["text"]
-
-
-def test_preemption_notices_are_not_polled_on_a_local_ray(monkeypatch: pytest.MonkeyPatch):
-    taken = FakeNotice(monkeypatch, every_s=0)
-    taken.drain(30)
-    assert taken.steps(40) == []

@@ -120,13 +120,6 @@ def test_one_death_counts_once_however_often_ray_reports_it():
     assert scenario.killed(1, 5) is None
 
 
-def test_failures_separated_by_checkpoints_never_end_the_run():
-    scenario = Scenario(most=1)
-    for number in range(20):
-        scenario.start(at=10 * number).saved(10 * number + 5)
-        assert numbers(scenario.killed(1, 10 * number + 7))[3] == 1
-
-
 def test_a_checkpoint_whose_event_was_lost_counts_once_a_start_resumes_from_it():
     scenario = Scenario(most=0)
     with pytest.raises(RetriesExhausted):
@@ -383,9 +376,3 @@ def test_progress_after_a_start_from_an_older_checkpoint_counts_from_it():
     assert scenario.killed(1, 105) is not None
     scenario.start(at=20).saved(30)  # the one of step 100 was damaged
     assert numbers(scenario.killed(1, 35)) == (1, 35, 30, 1)
-
-
-def test_the_base_of_a_resumed_run_is_known_before_its_workers():
-    policy = FailurePolicy(3, committed=40)
-    shown = policy.take({"kind": "died", "texts": {0: "gone"}, "preempted": []})
-    assert numbers(shown) == (0, None, 40, 1)

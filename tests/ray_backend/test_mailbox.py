@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.events import Failed
-from raytrain_ddp.messages import ControllerStarted, InProgress, Joined
+from raytrain_ddp.messages import ControllerStarted
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox, Outbox
 
 
@@ -69,16 +68,6 @@ def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> No
     mailbox = Mailbox()
     mailbox.take({}, stop=15)
     assert mailbox.push([]).stop == 15
-
-
-def test_events_from_ranks_other_than_0_are_passed_on_unordered() -> None:
-    mailbox, inbox = Mailbox(), Inbox()
-    assert mailbox.join("s", 1, "n1")
-    mailbox.push([Failed()])
-    mailbox.push([InProgress(1)], "s", 0)
-    assert inbox.sort(mailbox.take(inbox.taken)) == [Joined("s", 1, "n1"), Failed(), InProgress(1)]
-    mailbox.close()
-    assert not mailbox.join("s", 2, "n2")
 
 
 def test_an_outbox_drops_events_that_the_driver_has_received() -> None:
