@@ -140,18 +140,6 @@ def test_a_shared_folder_is_detected_by_a_marker_file(tmp_path: Path, monkeypatc
     assert names_in(tmp_path) == {"script.py"}
 
 
-def test_a_marker_left_by_a_killed_run_is_removed_and_never_copied(tmp_path, monkeypatch):
-    in_folder(monkeypatch, tmp_path)
-    old, new = (tmp_path / f"{code_shipping.MARK}{name}" for name in ("old", "new"))
-    for mark in (old, new):
-        mark.touch()
-    os.utime(old, (0, 0))
-    assert code_shipping.contents(tmp_path) is not None
-    assert set(code_shipping.contents(tmp_path)) == {"script.py"}
-    provided(OtherMachine(shared=True))
-    assert (old.exists(), new.exists()) == (False, True)
-
-
 def test_the_reason_for_copying_a_folder_is_reported(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path)
     same = code_shipping.contents(tmp_path)

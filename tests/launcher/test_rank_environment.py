@@ -16,7 +16,6 @@ from raytrain_ddp.launcher.rank_environment import (
     not_passed_on,
     placeholder_values,
     rank_variables,
-    rendezvous_address,
 )
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions, fill
 from raytrain_ddp.run import parse
@@ -87,12 +86,6 @@ def test_ranks_are_ordered_by_node_then_gpu():
     assert [w.gpus for w in workers] == [["0"], ["2", "10"], ["2", "10"]]
     assert [w.rank for w in assign_ranks([w.seat for w in workers], first_node="a")] == [0, 1, 2]
     assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
-
-
-def test_ranks_on_one_node_rendezvous_over_loopback():
-    workers = three_on_two_nodes().workers
-    assert rendezvous_address(workers) == "10.0.0.9"
-    assert rendezvous_address(workers[1:]) == "127.0.0.1"
 
 
 def test_a_rank_gets_torchruns_environment_variables():
@@ -196,16 +189,6 @@ def test_the_drivers_environment_is_sent_without_machine_specific_variables():
     assert base_environment(driver, node, False, moved=there) == expected
     exported = base_environment(driver, node, False, ["NCCL_DEBUG", "VIRTUAL_ENV"], there)
     assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
-
-
-def test_on_the_local_machine_the_shell_environment_is_used_with_rays_network_variables():
-    driver = {"PATH": "/driver", "NCCL_DEBUG": "INFO", "RAY_ADDRESS": "x", "RANK": "5"}
-    node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "eth1", "CONDA": "/c"}
-    assert base_environment(driver, node, local=True) == {
-        "PATH": "/driver",
-        "NCCL_DEBUG": "INFO",
-        "GLOO_SOCKET_IFNAME": "eth1",
-    }
 
 
 @pytest.mark.parametrize(

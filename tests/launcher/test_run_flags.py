@@ -119,20 +119,6 @@ def test_flags_without_effect_are_named():
     assert parse(["--nproc-per-node", "2", "--standalone", "t.py"]).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("argv", "flags"),
-    [
-        (["-np", "4"], {"num_workers": 4}),  # as for mpirun
-        (["-n", "2", "--tee", "none"], {"show": "none"}),
-        (["-n", "2", "--tee", "0,2"], {"show": "0,2"}),
-        (["-n", "2", "--tee", "0"], {"show": "all", "tee": "0"}),
-    ],
-)
-def test_flags_of_other_launchers_are_understood(argv: list[str], flags: dict[str, Any]):
-    found = parse([*argv, "t.py"]).flags
-    assert {name: getattr(found, name) for name in flags} == flags
-
-
 def test_torchruns_environment_variables_set_the_defaults():
     environ = {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2", "PET_STANDALONE": "0", "PET_X": "1"}
     flags = parse(["--nnodes", "1", "t.py"], environ).flags

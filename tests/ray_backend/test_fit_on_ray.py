@@ -76,18 +76,18 @@ def finished(config: TrainConfig) -> Ears:
 def test_fit_trains_the_digits_and_writes_every_file_of_the_run(
     cluster: Any, tmp_path: Path
 ) -> None:
-    config = TrainConfig(storage=str(tmp_path), epochs=6)
+    config = TrainConfig(storage=str(tmp_path), epochs=4)
     result = fit(config, display=Ears())
     assert isinstance(result, FitResult)
     assert (result.status, result.exit_status) == ("finished", 0)
-    assert result.metrics["top1"] >= 0.97
-    assert result.step == result.total_steps == 6 * 23
+    assert result.metrics["top1"] >= 0.95
+    assert result.step == result.total_steps == 4 * 23
     run = tmp_path / "digits"
     for name in ("config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"):
         assert (run / name).exists(), name
     assert (run / "logs" / "rank-1.log").exists()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [*range(23, 139, 23)]
+    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [*range(23, 93, 23)]
     data = replace(config.data, classes=tuple("0123456789"))
     wanted = settled_without_gpu(replace(config, name="digits", data=data), 2)
     assert load(str(run / "config.toml")) == wanted
@@ -147,7 +147,8 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     assert broken[0] < failed[0]
     assert failed[1]["rank"] == 1
     assert 13 <= failed[1]["step"] <= 15  # or the step of the last event
-    assert [(p["start_step"], p.get("replaced")) for p in ears.of("plan")] == [(0, None), (14, [1])]
+    plans = [(plan["start_step"], *(plan.get("replaced") or ())) for plan in ears.of("plan")]
+    assert plans == [(0,), (14, 1)]
     assert (stopped.status, stopped.exit_status) == ("interrupted", 130)
     assert 30 <= stopped.step < 46
 
@@ -221,7 +222,8 @@ def test_killed_mailboxes_do_not_disturb_the_run(cluster: Any, tmp_path: Path) -
 def test_a_killed_ray_train_controller_restarts_all_workers(cluster: Any, tmp_path: Path) -> None:
     """There is capacity for one placement of the workers: that of the dead controller is freed."""
     (tmp_path / "slow").touch()
-    config = paced(tmp_path, "controller")
+    saves = CheckpointConfig(every_steps=5, every_s=0)
+    config = replace(paced(tmp_path, "controller", checkpoint=saves), epochs=1)
 
     def kill_controller() -> None:
         for process in processes("ray::TrainController"):
@@ -229,11 +231,13 @@ def test_a_killed_ray_train_controller_restarts_all_workers(cluster: Any, tmp_pa
         (tmp_path / "slow").unlink()
 
     ears = Ears()
-    once(ears, at_step(28), kill_controller)
+    once(ears, lambda event: event["kind"] == "checkpoint", kill_controller)
     assert fit(config, display=ears).status == "finished"
     assert len(ears.of("failed")) == 1
-    assert [plan["start_step"] for plan in ears.of("plan")] == [0, 23]
-    assert trained(config) == [*range(1, 47)]
+    plans = [plan["start_step"] for plan in ears.of("plan")]
+    assert len(plans) == 2
+    assert plans[1] in (5, 10, 15)
+    assert trained(config) == [*range(1, 24)]
     wait_until(lambda: not (processes("ray::TrainController") or processes("ray::RayTrainWorker")))
 
 
@@ -273,7 +277,7 @@ def test_fault_34_a_node_removed_with_notice_costs_no_step_and_no_failure(
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
 
-    notice_s = 12.0
+    notice_s = 10.0
     node = cluster.add_node(num_cpus=1)
     (tmp_path / "slow").touch()
     rarely = CheckpointConfig(every_epochs=0, every_s=0)
@@ -316,13 +320,13 @@ def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart
     are those of one process.
     """
     scaling = ScalingConfig(num_workers="1:4", resize_s=1)
-    options = {"exact": True, "epochs": 4, "scaling": scaling}
+    options = {"exact": True, "epochs": 3, "scaling": scaling}
     reference = paced(tmp_path, "reference", **options)
     torch.set_num_threads(1)
     fit_locally(reference, display=Ears())
     (tmp_path / "slow").touch()
     run = Running(paced(tmp_path, "grown", **options))
-    run.ears.wait(at_step(4))
+    run.ears.wait(at_step(2))
     node = cluster.add_node(num_cpus=1)
     at = run.ears.wait(at_size(4))
     run.ears.wait(lambda event: event["kind"] == "train", at)
@@ -334,7 +338,7 @@ def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart
     assert [event["world_size"] for event in plans][:3] == [3, 4, 3]
     assert all(event.get("replaced") is not None for event in plans[1:]), "from a checkpoint"
     assert len(run.ears.of("failed")) == 1
-    assert trained(run.config) == [*range(1, 4 * 23 + 1)]
+    assert trained(run.config) == [*range(1, 3 * 23 + 1)]
     assert weights(run.config) == weights(reference)
     wait_until(lambda: not processes("ray::SingleWorker"))
     cluster.remove_node(node, allow_graceful=False)
@@ -415,7 +419,9 @@ def test_no_process_is_left_when_the_driver_is_stopped_or_killed(
     assert status == expected, (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize("name", ["torchrun_env.py", "launch_local_rank.py"])
+@pytest.mark.parametrize(
+    "name", ["torchrun_env.py", pytest.param("launch_local_rank.py", marks=SLOW)]
+)
 def test_an_old_script_has_the_same_result_as_under_its_own_launcher(
     name: str, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
