@@ -14,10 +14,9 @@ from processes import run_cli
 from thread_ray import ThreadRay
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.launcher.capacity import connected, layout_for, missing_capacity
+from raytrain_ddp.launcher.capacity import layout_for, missing_capacity
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.script_launch import preview, run_script
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 from raytrain_ddp.run import parse, split
 
 # ------------------------------------------------------------------ words
@@ -270,20 +269,6 @@ class StartedRay(ThreadRay):
 
     def shutdown(self) -> None:
         self.ended = True
-
-
-def test_rays_settings_are_restored_after_the_run(monkeypatch: pytest.MonkeyPatch):
-    for name in ("RAY_AUTH_MODE", *SETTINGS):
-        monkeypatch.delenv(name, raising=False)
-    (fake := StartedRay()).install(monkeypatch)
-    monkeypatch.delitem(sys.modules, "ray._raylet", raising=False)
-    before = {**os.environ, "RAY_AUTH_MODE": "token"}  # Ray reads it once in a process
-    with connected(RunFlags(num_workers=1), lambda text: None):
-        assert fake.given["num_cpus"] == 1
-        assert fake.during["RAY_AUTH_MODE"] == "token"
-        assert SETTINGS.items() <= fake.during.items()
-    assert fake.ended
-    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("when", ["before Ray has taken SIGTERM", "after that"])

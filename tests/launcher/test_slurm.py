@@ -219,30 +219,3 @@ def test_the_wait_for_nodes_is_bounded(submit: Submit):
     assert job.status() == 3
     assert "1 of 2" in job.output
     assert job.requeued == []
-
-
-# ------------------------------------------------------------------ with a real Ray
-
-
-TRAIN = ("--scaling.num-workers", "2", "--scaling.use-gpu", "False", "--epochs")
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-def test_a_slurm_job_stopped_by_its_time_limit_resumes_when_requeued(tmp_path: Path):
-    log = tmp_path / "runs" / "digits" / "metrics.jsonl"
-    number = free_number()
-    first = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"))
-    first.wait_until(lambda: log.exists() and log.read_text().count("\n") > 10, 200)
-    first.warn()
-    assert first.status(120) == 143, first.output
-    assert first.requeued == [f"requeue {number}"]
-    assert processes_of(tmp_path) == []
-    assert not Path(f"/tmp/ray-{number}").exists()
-    again = Job(tmp_path, number, SBATCH, ("digits", *TRAIN, "60"), SLURM_RESTART_COUNT="1")
-    assert again.status(280) == 0, again.output
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    trained = [each["step"] for each in steps if each["kind"] == "train"]
-    assert trained == sorted({*trained})
-    assert trained[-1] == 60 * 23
-    assert again.requeued == [f"requeue {number}"], "no second one"

@@ -8,17 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from raytrain_ddp.config.recipe import changed_fields, to_dict
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process, usable_cpus
 from raytrain_ddp.config.sections import DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
-from raytrain_ddp.training.recording import local_session
-from raytrain_ddp.training.recording.local_session import join_world
 
 DGX = {"CPU": 224.0, "GPU": 8.0}
 
@@ -124,41 +120,10 @@ def test_cpus_are_counted_by_affinity_mask_and_slurm_variables(
     assert cpus_of_process(environ) == of_process
 
 
-@pytest.mark.parametrize(
-    ("gpus", "cpus", "exact", "expected"),
-    [
-        *((1, "auto", False, 6), (1, "auto", True, 6), (1, 3.0, False, 3), (1, 0.5, True, 1)),
-        *((0, "auto", False, 2), (0, "auto", True, 1), (0, 3.0, False, 3), (0, 3.0, True, 3)),
-    ],
-)
-def test_a_process_without_ray_uses_the_given_number_of_threads(
-    gpus: int,
-    cpus: float,
-    exact: bool,
-    expected: int,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(local_session, "cpus_of_process", lambda: 6)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.delenv("RANK", raising=False)
-    world = join_world(ScalingConfig(cpus_per_worker=cpus), exact)
-    assert world.threads == expected
-
-
 def test_invalid_cpus_per_worker_are_refused():
     for value in (0.0, -1.0, "many"):
         with pytest.raises(ConfigError, match=r"scaling\.cpus_per_worker"):
             ScalingConfig(cpus_per_worker=value)  # type: ignore[arg-type]
-
-
-def test_auto_resumes_an_exact_run_begun_with_one_cpu_per_worker():
-    begun = to_dict(config(exact=True, cpus_per_worker=1.0))
-    assert changed_fields(begun, config(exact=True)) == []
-    assert (
-        changed_fields(to_dict(config(exact=True)), config(exact=True, cpus_per_worker=1.0)) == []
-    )
-    assert changed_fields(begun, config(exact=True, cpus_per_worker=2.0)) != []
 
 
 # ------------------------------------------------------------------ GPUs that stay idle

@@ -15,7 +15,6 @@ import pytest
 from event_records import event as made
 
 from raytrain_ddp.ray_backend.prometheus import (
-    EVALUATING,
     GAUGES,
     PREFIX,
     STARTING,
@@ -188,19 +187,6 @@ def test_the_last_step_is_reported_between_the_lines_of_the_log_and_not_by_a_res
     reported.take({"kind": "at", "step": 8})
     assert reported["step"] == 7
     assert reported["last_step_timestamp_seconds"] > began
-
-
-def test_an_evaluation_is_reported_as_state_and_its_end_counts_as_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr(time, "time", lambda: now)
-    reported = FakeGauges().take(PLAN, TRAIN, {"kind": "evaluating", "step": 20})
-    assert reported["state"] == EVALUATING
-    now += 2000
-    reported.take(EVAL)
-    assert (reported["state"], reported["last_step_timestamp_seconds"]) == (TRAINING, now)
-    assert reported.take({"kind": "evaluating", "step": 46}, FAILED)["state"] == STARTING
 
 
 # ------------------------------------------------------------------ queries to Prometheus
