@@ -125,7 +125,7 @@ def test_a_permanent_start_error_is_not_retried(ray: Any) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_only_processes_started_by_a_failed_attempt_are_ended(tmp_path: Path) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    mine = subprocess.Popen(["sleep", "60"])
+    mine = subprocess.Popen(["bash", "-c", "exec -a session_2025 sleep 60"])  # of another Ray
     below = tmp_path / "below"
 
     def init() -> None:
