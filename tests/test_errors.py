@@ -9,11 +9,12 @@ import pytest
 from processes import run_cli
 from refused import Row
 from refused_commands import ROWS as COMMANDS
+from refused_data import ROWS as DATA
 
 COMMAND_NAMES = {"fit", "run", "evaluate", "predict", "export", "convert", "sweep", "report"}
 
 
-@pytest.mark.parametrize("row", COMMANDS, ids=str)
+@pytest.mark.parametrize("row", [*COMMANDS, *DATA], ids=str)
 def test_what_cannot_work_is_refused_in_one_line_with_its_exit_status(row: Row, tmp_path: Path):
     for name, content in row.files.items():
         path = tmp_path / name

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from parquet_files import png, write_parquet
 from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.holdout import HoldoutRows, held_out
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import ConfigError, DataError
 
@@ -129,30 +126,6 @@ def test_a_holdout_replaces_a_split_with_a_note_unless_one_is_requested(tmp_path
     for fields in ({"eval_source": "x"}, {"eval_split": "test"}, *wrong):
         with pytest.raises(ConfigError, match=r"data\.holdout"):
             DataConfig(**{"holdout": 0.1, **fields})
-
-
-def test_row_groups_are_read_once_per_part_and_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    rows, plan = 160, Plan(120, slots=3, micro_batch=5)
-    random = np.random.default_rng(0)
-    columns = {"image": [random.bytes(30_000) for _ in range(rows)], "label": [0, 1] * 80}
-    write_parquet(tmp_path / "x.parquet", columns, use_dictionary=False)
-    source: Any = splits_of(tmp_path, holdout=0.25, memory_mib=1).train  # of 4.8
-    assert source.blocks.sum() == 120
-    loads: list[Any] = []
-    load = pq.ParquetFile.iter_batches
-    monkeypatch.setattr(
-        pq.ParquetFile, "iter_batches", lambda *a, **k: loads.append(a) or load(*a, **k)
-    )
-    for epoch in range(2):
-        order = EpochOrder(source.blocks, "block", 7, epoch, 2)
-        with ThreadPoolExecutor(3) as pool:
-            parts = [order.read(*plan.span(k, j)) for k in range(8) for j in range(3)]
-            assert all(len(part) for part in pool.map(source.read, parts))
-    source.close()
-    # Twice, and those that lanes share on a busy machine.
-    assert len(loads) <= 2.5 * len(source.blocks)
 
 
 def test_the_held_out_part_is_not_augmented(tmp_path: Path):

@@ -399,7 +399,7 @@ def test_a_name_of_a_hub_is_recognized():
     for source, named in (
         ("ylecun/mnist", "hf://datasets/ylecun/mnist"),
         ("https://huggingface.co/datasets/ylecun/mnist", "hf://datasets/ylecun/mnist"),
-        ("x" * 300, "x" * 200),
+        ("x" * 300, "x" * 100),
         ("mnist", "'digits'"),
     ):
         with pytest.raises(DataError) as caught:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import tarfile
@@ -268,16 +267,6 @@ def test_quotation_marks_are_read_as_by_pandas_and_must_be_closed(tmp_path: Path
     assert named(splits(tmp_path / "lists"))[0] == texts == ['5" disk', "a big", 'x "y"', "b"]
 
 
-def test_the_format_follows_from_the_file_name_only(tmp_path: Path):
-    for folder in ("x.tsv_files", "x.jsonl.files"):
-        write_list(tmp_path / folder / "train.csv", ["a", "b"])
-        assert named(splits(tmp_path / folder))[0] == ["a", "b"]
-    content = (tmp_path / "x.tsv_files/train.csv").read_bytes()
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed/train.CSV.GZ").write_bytes(gzip.compress(content))
-    assert named(splits(tmp_path / "packed"))[0] == ["a", "b"]
-
-
 # ------------------------------------------------------------------ lists of labels, typed files
 
 
@@ -320,21 +309,3 @@ def test_the_odd_one_of_lists_of_labels_is_named(tmp_path: Path):
     with_class_names(tmp_path / "x/train.parquet", ["a", "a", "b"], [0, 1])
     with pytest.raises(DataError, match="'a'"):
         splits(tmp_path / "x")
-
-
-def test_an_unlabeled_test_split_of_any_type_is_ignored(tmp_path: Path):
-    write_named(tmp_path / "train.parquet", "label", ["x", "y"], None)
-    for empty in (
-        pa.array([None, None], pa.string()),
-        pa.array(["", ""]),
-        pa.array([None, None], pa.bool_()),
-        pa.array([None, float("nan")], pa.float64()),
-        pa.array([None, None], pa.null()),
-        pa.array([None, None]).cast(pa.string()).dictionary_encode(),
-        pa.array([-1, -1]),
-    ):
-        table = pa.table({"image": [png(0), png(1)], "label": empty})
-        pq.write_table(table, tmp_path / "test.parquet", write_statistics=False)
-        found = splits(tmp_path)
-        assert found.eval is None, empty.type
-        assert any("test" in note for note in found.notes)

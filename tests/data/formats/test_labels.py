@@ -155,18 +155,6 @@ def test_both_splits_are_mapped_by_name_despite_order_and_absent_classes(tmp_pat
         splits_of(tmp_path)
 
 
-def test_labels_with_gaps_are_mapped_to_consecutive_classes_with_a_note(tmp_path: Path):
-    written(tmp_path / "train.parquet", [0, 5, 900, 5])
-    written(tmp_path / "test.parquet", [900, 5])
-    splits = splits_of(tmp_path)
-    assert splits.class_names == ["0", "5", "900"]
-    assert labels_of(splits.eval) == [2, 1]
-    assert "0 to 900" in lines(splits)["note"]
-    written(tmp_path / "test.parquet", [900, 7])
-    with pytest.raises(DataError, match="row 1: label 7"):
-        splits_of(tmp_path)
-
-
 @pytest.mark.parametrize("train", [COMPOSED, DECOMPOSED])
 def test_class_names_in_another_unicode_form_are_the_same(train: str, tmp_path: Path):
     other = DECOMPOSED if train == COMPOSED else COMPOSED
@@ -212,19 +200,6 @@ def test_the_data_are_reported_with_their_classes_sizes_and_what_is_not_used(tmp
     assert reported["evaluation"].startswith("3 images of 2 of the 7 classes")
     for name in ("1 .txt", "1 .gif", "1 .DS_Store"):
         assert name in reported["note"]
-
-
-def test_identical_subfolders_of_classes_are_reported_and_how_to_hold_out(tmp_path: Path):
-    for fold in ("fold1", "fold2"):
-        for name in ("cat", "dog"):
-            folder(tmp_path / fold / name, images=1)
-    reported = lines(splits_of(tmp_path))
-    assert reported["class sizes"] == "2 each"
-    assert "cat, dog" in reported["note"]
-    assert reported["evaluation"] == "none"
-    assert "--data.holdout" in reported["note"]
-    folder(tmp_path / "fold2", more=1)
-    assert "cat, dog" not in str(lines(splits_of(tmp_path)))
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])

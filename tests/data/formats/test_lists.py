@@ -12,12 +12,11 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pytest
-from parquet_files import hugging_face, png, write_parquet
+from parquet_files import png
 from split_checks import labels_of, splits_of
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import locate
-from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -132,20 +131,6 @@ def test_lists_are_assigned_to_splits_by_name_like_parquet_files(tmp_path: Path)
         splits_of(tmp_path / "lists", root=root).summary()
 
 
-def test_a_root_is_used_only_for_lists(tmp_path: Path):
-    """Runs of earlier versions have root = "data" in their config."""
-    images = pictures(tmp_path / "set")
-    column = hugging_face([None] * ROWS, images)
-    write_parquet(tmp_path / "set/x.parquet", {"image": column, "label": LABELS["integers"]})
-    for root, notes in (("data", 0), (str(tmp_path), 1)):
-        opened = splits_of(tmp_path / "set/x.parquet", root=root)
-        assert opened.train.read(np.arange(1)) == [(png(0), 2)]
-        assert sum("data.root" in note for note in opened.notes) == notes
-    listed(tmp_path / "set/y.csv", images, LABELS["integers"])
-    opened = splits_of(tmp_path / "set/y.csv", root=str(tmp_path / "set"))
-    assert not any("data.root" in note for note in opened.notes)
-
-
 def test_a_list_next_to_other_data_is_named_as_unused_or_suggested(tmp_path: Path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -196,25 +181,6 @@ def test_images_that_are_listed_twice_are_reported(tmp_path: Path):
     assert sorted([*paths[0], *paths[1]]) == sorted(f"{tmp_path}/{path}" for path in images * 2)
     both = f"{len({*paths[0]} & {*paths[1]})} images "
     assert [note for note in held.summary().notes if note.startswith(both)]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_invalid_label_in_a_list_is_named_with_its_row(form: str, tmp_path: Path):
-    images = pictures(tmp_path)
-    for labels, row in (
-        (["a", "b", "a", "b", None, "a", "b"], 4),
-        ([1, 0, 1, 1, -1, 0, 1], 4),
-        ([0.5, 1.5, 1, 0, 2, 1, 1], 0),
-    ):
-        path = listed(tmp_path / form, images, labels)
-        if row == 0 and form not in ("list.jsonl", "list.parquet"):
-            assert len(splits_of(path).class_names) == 5  # texts
-            continue
-        with pytest.raises(DataError, match=rf"row {row}: label "):
-            splits_of(path)
-    nothing: list[Any] = [None] * ROWS
-    with pytest.raises(NoLabelsError):
-        splits_of(listed(tmp_path / form, images, nothing))
 
 
 BROKEN: Mapping[str, tuple[bytes, str]] = {  # what is named besides the file

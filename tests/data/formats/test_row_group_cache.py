@@ -166,25 +166,3 @@ def test_closing_ends_the_threads_and_drops_pending_reads(store: Store):
     count = len(store.loaded)
     assert groups.get(8, ALL).number == 8  # it remains usable
     assert len(store.loaded) == count + 1
-
-
-def test_many_threads_read_each_block_once(store: Store):
-    groups = groups_of(store, 60, fitting=20, threads=3)
-    windows = np.arange(240).reshape(6, 10, ROWS)  # ten blocks are read at a time
-    order = windows.transpose(0, 2, 1).reshape(-1)
-
-    def read(start: int) -> list[int]:
-        rows = order[start : start + 5]
-        return [groups.get(row // ROWS, np.array([row % ROWS])).number for row in rows]
-
-    with ThreadPoolExecutor(4) as pool:
-        futures = []
-        for start in range(0, 240, 5):
-            groups.ahead((order[start : start + 60] // ROWS).tolist())
-            futures.append(pool.submit(read, start))
-            if len(futures) > 6:
-                futures[-6].result()
-        numbers = [future.result() for future in futures]
-    assert [number for part in numbers for number in part] == (order // ROWS).tolist()
-    assert sorted(store.loaded) == list(range(60))
-    groups.close()

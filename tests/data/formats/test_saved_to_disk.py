@@ -10,7 +10,6 @@ import pytest
 from parquet_files import png
 from split_checks import labels_of, splits_of
 
-from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.epoch_order import EpochOrder
 from raytrain_ddp.errors import DataError
 
@@ -77,22 +76,6 @@ def test_a_saved_dict_has_the_splits_of_datasets(tmp_path: Path):
         splits_of(tmp_path / "saved")
 
 
-def test_an_image_that_is_null_is_a_bad_record_and_a_bad_label_is_named(tmp_path: Path):
-    plain = datasets.Features({**FEATURES, "label": datasets.Value("int64")})
-    images = [{"bytes": png(0), "path": None}, None, {"bytes": png(2), "path": None}]
-    columns = {"image": images, "label": [0, 1, 0]}
-    rows(range(3), plain, **columns).save_to_disk(tmp_path / "x")
-    with pytest.raises(DataError, match=r"\.arrow, row 1"):
-        splits_of(tmp_path / "x")
-    records = splits_of(tmp_path / "x", bad_records="skip").train.read(np.arange(3))
-    assert [isinstance(image, BadRecord) for image, _ in records] == [False, True, False]
-    for wrong in (None, -1):
-        saved = rows(range(3), plain, **{**columns, "label": [0, 1, wrong]})
-        saved.save_to_disk(tmp_path / f"{wrong}")
-        with pytest.raises(DataError, match=r"data-00000-of-00001\.arrow, row 2: label"):
-            splits_of(tmp_path / f"{wrong}")
-
-
 def test_a_broken_saved_data_set_is_named_with_its_file(tmp_path: Path):
     rows(range(6)).save_to_disk(tmp_path / "x")
     for name in ("data-00000-of-00001.arrow", "state.json"):
@@ -116,14 +99,6 @@ def test_a_broken_saved_data_set_is_named_with_its_file(tmp_path: Path):
     arrow.unlink()
     with pytest.raises(DataError, match=arrow.name):
         splits_of(tmp_path / "x")
-
-
-def test_the_fingerprint_depends_on_the_content(tmp_path: Path):
-    prints = []
-    for name, ids in (("a", range(6)), ("b", range(6)), ("c", range(1, 7))):
-        rows(ids).save_to_disk(tmp_path / name)
-        prints.append(splits_of(tmp_path / name).train.fingerprint())
-    assert prints[0] == prints[1] != prints[2]
 
 
 def test_the_arrow_files_of_the_cache_of_datasets_are_read_by_their_splits(

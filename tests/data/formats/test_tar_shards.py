@@ -176,14 +176,6 @@ def test_the_index_is_built_once_and_rebuilt_when_the_file_changes(tmp_path: Pat
     assert splits_of(path).train.fingerprint() != first.fingerprint()
 
 
-def test_an_index_that_cannot_be_saved_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tar(tmp_path / "x.tar", samples(range(5)))
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    for _ in range(2):
-        assert len(all_rows(splits_of(path).train)) == 5
-
-
 def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
     path = tar(tmp_path / "x.tar", [*samples(range(2)), ("x.cls", b"1"), *samples([3])])
     with pytest.raises(DataError, match=r"x\.tar, x: "):
@@ -369,5 +361,5 @@ def test_sparse_compressed_and_remote_tar_files_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="compressed"):
         splits_of(tmp_path / "packed")
     fsspec.filesystem("memory").pipe("/tars/x.tar", b"")
-    with pytest.raises(DataError, match="memory:///tars/x.tar"):
+    with pytest.raises(DataError, match=r"memory:///tars/x\.tar"):
         splits_of("memory://tars")

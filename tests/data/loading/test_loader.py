@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from raytrain_ddp.data.loading.loader import (
     shuffle_for,
     window_for,
 )
-from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
 from raytrain_ddp.data.loading.nested import samples_of
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
@@ -123,32 +122,6 @@ def test_bytes_prepared_ahead_are_bounded():
         assert items.taken <= taken + 3
     assert items.taken == 5 + 3
     results.close()
-
-
-def test_a_thread_is_added_only_while_the_consumer_waits(monkeypatch: pytest.MonkeyPatch):
-    """Each result takes a millisecond to consume; the clock is fake."""
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    gate = Gate(LoaderThreads(3, begin=1))
-
-    def consume(results: int, wait_s: float) -> int:
-        nonlocal now
-
-        class Coming(Future[int]):
-            def result(self, timeout: float | None = None) -> int:
-                nonlocal now
-                now += wait_s
-                return 0
-
-        for _ in range(results):
-            gate.passed(Coming(), lambda _: 1)
-            now += 1e-3
-        return gate.active
-
-    assert consume(128, 1e-5) == 1  # 1 % of the time
-    assert consume(32, 1e-4) == 2  # 9 %
-    assert consume(128, 1e-5) == 2
-    assert consume(320, 1e-4) == 3  # and never more than the limit
 
 
 @pytest.mark.parametrize("begin", [1, None])

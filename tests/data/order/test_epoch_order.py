@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, RowRuns, items_of_rank, runs_of
+from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank, runs_of
 from raytrain_ddp.data.order.permutation import Feistel, sorted_permutation
 
 pytest.importorskip("hypothesis")
@@ -205,18 +205,6 @@ def test_a_lane_reads_few_row_groups(
         assert max(readers) - min(readers) <= 1 + (window * length - 1) // shortest_lane
 
 
-def test_a_slot_never_returns_to_an_earlier_window():
-    order = EpochOrder(runs_of(4096, 16), "block", 1, 0, window=4)
-    plan = Plan(order.rows, 4, 8)
-    for slot in range(plan.slots):
-        rows = [order.read(*plan.span(step, slot)) for step in range(plan.steps_per_epoch)]
-        seen = [int(block) for block in np.concatenate(rows) // 16]
-        last = {block: place for place, block in enumerate(seen)}
-        first = {block: seen.index(block) for block in last}
-        alive = [sum(first[b] <= place <= last[b] for b in last) for place in range(len(seen))]
-        assert max(alive) <= 4  # so a cache of one window of row groups never fetches twice
-
-
 def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
     """Loader threads share one order, and there are more lanes than cached windows."""
     order = EpochOrder(runs_of(100 * 32, 8), "block", 4, 0, window=4)  # 100 windows of 32 rows
@@ -262,23 +250,6 @@ def test_both_kinds_of_permutation_reach_each_number_once(n: int):
         for permuted in (feistel(everything), sorted_permutation(n, 0, epoch, 1)):
             assert np.array_equal(np.sort(permuted), everything)
         assert np.array_equal(feistel.inverse(feistel(everything)), everything)
-
-
-@few
-@given(blocks, st.integers(0, 3))
-def test_row_runs_start_and_contain_positions_according_to_their_lengths(
-    lengths: np.ndarray, key: int
-):
-    permutation = Feistel(len(lengths), key)
-    order = permutation(np.arange(len(lengths)))
-    for runs, laid in (
-        (RowRuns.of(lengths), lengths),
-        (RowRuns.of(lengths).permuted(permutation), lengths[order]),
-    ):
-        starts = np.concatenate([[0], np.cumsum(laid)])
-        assert runs.start(np.arange(len(laid) + 1)).tolist() == starts.tolist()
-        holds = np.repeat(np.arange(len(laid)), laid)
-        assert runs.at(np.arange(laid.sum())).tolist() == holds.tolist()
 
 
 def test_feistel_permutations_are_uniform():

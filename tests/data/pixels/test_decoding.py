@@ -23,7 +23,6 @@ from raytrain_ddp.data.pixels.cropping import (
     place_image,
     random_box,
     resize_into,
-    shifted,
     to_tensor,
 )
 from raytrain_ddp.data.pixels.decoding import open_encoded_image, shrink_for
@@ -321,14 +320,6 @@ def test_an_image_of_the_right_size_is_unchanged():
     out = blank(32)
     centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
     assert torch.equal(out, to_tensor(pixels))
-
-
-def test_shifting_by_half_the_draws_changes_nothing():
-    image = to_tensor(smooth(32, 32))
-    assert torch.equal(shifted(image, [0.5, 0.5]), image)
-    down = shifted(image, [0.0, 0.5])
-    assert torch.equal(down[:, :, 4:], image[:, :, :-4])
-    assert not down[:, :, :4].any()
 
 
 # ------------------------------------------------------------------ JPEG at a fraction of its size

@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from raytrain_ddp.config.input_sections import AugmentConfig
-from raytrain_ddp.data.order.epoch_order import EpochOrder, runs_of
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.cropping import crop_draws, random_box, shift_of
-from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes, partners_of
+from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, draw_mix, erase_boxes
 from raytrain_ddp.data.pixels.image_batches import device_augmentation
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -29,7 +28,6 @@ N = 12_000
 SIZES = [(375, 500), (64, 256), (300, 100), (17, 23)]
 WIDTHS = (8, 32, 5)
 MIXED_SIZES, ALPHAS = [(224, 224), (64, 96)], (0.2, 1.0)
-ROWS, AT_ONCE = 240, 8
 Numbers = npt.NDArray[Any]
 
 
@@ -208,29 +206,6 @@ def cuts(drawn: list[Any]) -> Sample:
     return Sample({"share": np.array([share for share, _ in drawn]), **numbers}, {})
 
 
-def partner(repeats: int) -> Samples:
-    """Of shuffled epochs, in micro-batches: pairs of an image and its partner."""
-    pairs = []
-    for epoch in range(N // ROWS // repeats):
-        rows = EpochOrder(runs_of(ROWS, ROWS), "full", 7, epoch).read(0, ROWS)
-        for part in np.split(rows, ROWS // AT_ONCE):
-            copies = np.repeat(part, repeats)
-            pairs.append((copies, copies[partners_of(copies).numpy()]))
-    return [of_pairs(*(np.concatenate(x) for x in zip(*pairs, strict=True)))]
-
-
-def partner_reference() -> Samples:
-    order = torch.rand(N // ROWS, ROWS).argsort(1).view(-1, AT_ONCE)
-    return [of_pairs(order.flatten().numpy(), order.roll(1, 1).flatten().numpy())]
-
-
-def of_pairs(own: Numbers, other: Numbers) -> Sample:
-    kind, others = own % 12, other % 12
-    return Sample(
-        {}, {"pair": kind * 12 + others, "same class": kind == others, "itself": own == other}
-    )
-
-
 # ------------------------------------------------------------------ the tests
 
 Draw = Callable[[], Samples]
@@ -241,8 +216,6 @@ KINDS: dict[str, tuple[Draw, Draw]] = {
     "chances": (chances, chances_reference),
     "mixup": (mixup, mixup_reference),
     "cutmix": (cutmix, cutmix_reference),
-    "partner, repeats 1": (lambda: partner(1), partner_reference),
-    "partner, repeats 2": (lambda: partner(2), partner_reference),
 }
 
 
@@ -255,19 +228,3 @@ def test_the_distribution_equals_torchvisions(kind: str):
         torch.default_generator.manual_seed(2)
         largest, where = distance(ours(), expected)
     assert largest < 1, f"{where} differs"
-
-
-def test_a_small_difference_is_noticed():
-    """Two crops too few of ten tries, and a shift that never reaches the end."""
-    with torch.random.fork_rng():
-        torch.default_generator.manual_seed(1)
-        expected = crop_reference(), shift_reference()
-    draws = uniform(22, N // len(SIZES), 1)
-    draws[:, 4:12] = draws[:, 2:4].repeat(4, 1)
-    draws[:, 14:22] = draws[:, 12:14].repeat(4, 1)
-    few = [boxes([random_box(h, w, (0.08, 1.0), d) for d in draws], h, w) for h, w in SIZES]
-    assert distance(few, expected[0])[0] > 1
-    draws = uniform(2, N // len(WIDTHS), 3) * 0.95
-    places = [np.array([shift_of(width, d) for d in draws]) for width in WIDTHS]
-    short = [shifts(p[:, 1] - p[:, 0], p[:, 2] - p[:, 0]) for p in places]
-    assert distance(short, expected[1])[0] > 1
