@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from parquet_files import png, with_class_names
+from parquet_files import png
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.splits import Splits, open_splits
@@ -291,21 +291,3 @@ def test_lists_of_named_labels_are_mapped_by_name(notation: str, tmp_path: Path)
     assert found.train.labels().tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert found.eval is not None
     assert found.eval.labels().tolist() == [[0, 1, 0], [1, 0, 1], [0, 0, 0]]
-
-
-def test_the_odd_one_of_lists_of_labels_is_named(tmp_path: Path):
-    for labels, row in (
-        ([["a", 1], ["a"], ["a", "b"], []], 0),
-        ([["a"], ["b"], [], ["a", "b"], [1]], 4),
-        ([["a"], ["b"], "c"], 2),
-        ([["a"], None, 1, ["b"]], 2),
-    ):
-        folder, _ = written(tmp_path / str(row) / str(len(labels)), "json", labels)
-        with pytest.raises(DataError, match=f"row {row}"):
-            splits(folder, target_columns=("label",))
-    write_named(tmp_path / "x/train.parquet", "tags", [["None", "a"], [None], ["a"]], None)
-    with pytest.raises(DataError, match=r"row 1: tags"):  # null is not the class None
-        splits(tmp_path / "x", target_columns=("tags",)).train.labels()
-    with_class_names(tmp_path / "x/train.parquet", ["a", "a", "b"], [0, 1])
-    with pytest.raises(DataError, match="'a'"):
-        splits(tmp_path / "x")

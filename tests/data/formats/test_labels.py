@@ -128,17 +128,6 @@ def test_a_split_without_labels_or_with_unknown_ones_is_named(tmp_path: Path):
                 opened(path, [first, other]).labels()
 
 
-def test_files_of_a_split_may_omit_class_names_but_not_mix_types(tmp_path: Path):
-    named = with_class_names(tmp_path / "0.parquet", ["ape", "bat"], [1, 0])
-    numbers = written(tmp_path / "1.parquet", pa.array([0, 1], pa.int8()))
-    words = written(tmp_path / "2.parquet", ["bat", "ape"])
-    source = ShardImages([named, numbers, words], DataConfig())
-    assert source.class_names == ["ape", "bat"]
-    assert labels_of(source) == [1, 0, 0, 1, 1, 0]
-    with pytest.raises(DataError, match=r"integer in .*, string in"):
-        ShardImages([numbers, words], DataConfig())
-
-
 # ------------------------------------------------------------------ training and evaluation
 
 
@@ -186,20 +175,6 @@ def test_the_saved_config_has_the_classes_and_maps_labels_the_same(tmp_path: Pat
 
 
 # ------------------------------------------------------------------ what is reported or refused
-
-
-def test_the_data_are_reported_with_their_classes_sizes_and_what_is_not_used(tmp_path: Path):
-    folder(tmp_path / "train", **{f"c{number}": number + 1 for number in range(7)})
-    folder(tmp_path / "val", c0=1, c3=2)
-    (tmp_path / "train" / "c0" / "notes.txt").touch()
-    (tmp_path / "train" / "c1" / "x.gif").touch()
-    (tmp_path / "train" / ".DS_Store").touch()
-    reported = lines(splits_of(tmp_path))
-    assert reported["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
-    assert reported["class sizes"] == "1 (class c0) to 7 (class c6)"
-    assert reported["evaluation"].startswith("3 images of 2 of the 7 classes")
-    for name in ("1 .txt", "1 .gif", "1 .DS_Store"):
-        assert name in reported["note"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])

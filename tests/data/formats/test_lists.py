@@ -188,21 +188,14 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {  # what is named besides the file
     "empty.csv": (b"", ""),
     "header.csv": (b"image,label\n", "0 rows"),
     "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "'label'"),
-    "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "'image'"),
     "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9"),
     "utf-16.csv": ("image,label\n0.png,a\n".encode("utf-16"), "line 1"),
-    "utf-16-le.jsonl": ('{"image":"a"}\n'.encode("utf-16-le"), "line 1"),
     "null.csv": (b"image,label\r0.png,a\r1\x00.png,b\r", "line 3: byte 0x00"),
     "open.csv": (b'image,label\na.png,a\nb.png,"b\nc.png,c\n', "row 1"),
-    "last.csv": (b'image,label\na.png,a\nb.png,"b', "row 1"),
     "header.tsv": (b'"image\tlabel\na.png\ta\n', "header"),
-    "wide.csv": (b"image,label\na.png,a," + b"x" * 50_000 + b"\n", ""),
-    "column.csv": (b"image," + b"x" * 50_000 + b"\na.png,a\n", "'label'"),
     "empty.jsonl": (b"\n", "0 rows"),
-    "null.jsonl": (b"null\n", "row 0"),
     "digits.jsonl": (b'{"image":"a","label":' + b"9" * 5000 + b"}", "row 0"),
     "semicolons.csv": (b"image;label\na.png;1\n", "';'"),
-    "commas.tsv": (b"image,label\na.png,1\n", "','"),
     "cut.csv.gz": (b"\x1f\x8b\x08\x00cut", ""),
     "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1"),
     "mixed.jsonl": (b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n', "row 0: label 1"),
@@ -214,7 +207,6 @@ BROKEN: Mapping[str, tuple[bytes, str]] = {  # what is named besides the file
         b'{"image":"a","label":null}\n' + b'{"image":"a","label":1}\n' * 3 + b'{"label":"x"}\n',
         "row 4: label 'x'",
     ),
-    "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "row 0"),
 }
 
 
@@ -247,39 +239,20 @@ def test_lines_may_end_in_any_way_and_begin_with_a_byte_order_mark(mark: str, tm
             assert splits_of(path).train.read(np.arange(2)) == [(png(0), 1), (png(1), 0)]
 
 
-PATHS = {
-    "a null character": "pics/0\0.png",
-    "a data URI": f"data:image/png;base64,{'A' * 30_000}",
-    "a URL": "https://example.com/0.png",
-    "a URI": "s3://bucket/0.png",
-    "a name that is too long": "x" * 300 + ".png",
-    "a line break": "pics/0\n.png",
-    "home": "~/0.png",
-    "above": "../0.png",
-    "absolute": "/nowhere/0.png",
-    "backslashes": "pics\\0.png",
-    "a space at the end": "pics/0.png ",
-    "a folder": "pics",
-}
-
-
-@pytest.mark.parametrize("end", [".jsonl", ".parquet"])
-def test_a_path_that_leads_to_no_image_is_named_in_one_line(end: str, tmp_path: Path):
+def test_a_path_that_leads_to_no_image_is_a_bad_record_named_in_one_line(tmp_path: Path):
     images = pictures(tmp_path)
-    for kind, given in PATHS.items():
-        path = listed(tmp_path / f"list{end}", [*images[:6], given], LABELS["integers"])
-        source = splits_of(path, bad_records="skip").train
-        (record, _), *_ = source.read(np.array([6]))
-        assert isinstance(record, BadRecord), kind
-        assert len(str(record)) < 300
-        assert source.fingerprint()
-        if kind == "a folder":
-            continue
-        path = listed(tmp_path / f"all{end}", [given] * ROWS, LABELS["integers"])
-        with pytest.raises(DataError, match="row 0: ") as caught:
-            splits_of(path)
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 700
+    for given in (
+        *("pics/0\0.png", f"data:image/png;base64,{'A' * 30_000}", "https://example.com/0.png"),
+        *("s3://bucket/0.png", "x" * 300 + ".png", "pics/0\n.png", "~/0.png", "../0.png"),
+        *("/nowhere/0.png", "pics\\0.png", "pics/0.png ", "pics"),
+    ):
+        for end in (".jsonl", ".parquet"):
+            path = listed(tmp_path / f"list{end}", [*images[:6], given], LABELS["integers"])
+            source = splits_of(path, bad_records="skip").train
+            (record, _), *_ = source.read(np.array([6]))
+            assert isinstance(record, BadRecord), given
+            assert len(str(record)) < 300
+            assert source.fingerprint()
 
 
 def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_location(tmp_path: Path):
@@ -298,15 +271,3 @@ def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_locati
     assert len({other, fingerprint(one), fingerprint(two)}) == 3
     listed(one / "list.csv", pictures(one), [*reversed(LABELS["integers"])])
     assert len({other, fingerprint(one)}) == 2
-
-
-def test_many_rows_are_read_from_every_group(tmp_path: Path):
-    rows = 9000  # three groups
-    images = pictures(tmp_path)
-    labels = [row % 5 for row in range(rows)]
-    path = listed(tmp_path / "list.csv", [images[row % ROWS] for row in range(rows)], labels)
-    source = splits_of(path).train
-    chosen = np.array([0, 4095, 4096, 8191, 8192, 8999, 17])
-    assert source.read(chosen) == [(png(row % ROWS), row % 5) for row in chosen.tolist()]
-    assert source.where(8192).endswith("list.csv, row 8192")
-    assert not getattr(source, "prefers_blocks", True)

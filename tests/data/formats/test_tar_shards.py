@@ -186,20 +186,6 @@ def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
     assert source.where(2).endswith("x.tar, x")
 
 
-def test_one_of_several_images_is_named_by_a_flag(tmp_path: Path):
-    members: list[Member] = []
-    for row in (0, 1):
-        members += [(f"{row}.input.png", png(row)), (f"{row}.seg.png", png(row + 1))]
-        members.append((f"{row}.kind.txt", b"ab"[row : row + 1]))
-    path = tar(tmp_path / "x.tar", members)
-    with pytest.raises(DataError, match=r"x\.tar, 0: .*input\.png, seg\.png"):
-        splits_of(path)
-    with pytest.raises(DataError, match=r"x\.tar, 0: no label"):
-        splits_of(path, image_column="seg.png")
-    source = splits_of(path, image_column="seg.png", label_column="kind.txt").train
-    assert all_rows(source) == [(png(1), "a"), (png(2), "b")]
-
-
 TWO = [("a.png", png(1)), ("a.cls", b"0"), ("b.png", png(2)), ("b.cls", b"1")]
 LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
     "hard links": [*TWO, special("c.png", LINK, "a.png"), special("c.cls", LINK, "b.cls")],

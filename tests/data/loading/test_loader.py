@@ -124,25 +124,6 @@ def test_bytes_prepared_ahead_are_bounded():
     results.close()
 
 
-@pytest.mark.parametrize("begin", [1, None])
-def test_the_number_of_active_threads_is_limited(begin: int | None):
-    running: set[int] = set()
-    most: list[int] = []
-    together = threading.Barrier(begin or 3)
-
-    def work(item: int) -> int:
-        running.add(item)
-        together.wait(20.0)
-        most.append(len(running))
-        together.wait(20.0)
-        running.discard(item)
-        return item
-
-    # Too few to look at the wait.
-    assert list(prefetched(range(24), work, LoaderThreads(3, begin=begin))) == list(range(24))
-    assert max(most) == (begin or 3)
-
-
 # ------------------------------------------------------------------ steps
 
 
@@ -211,14 +192,6 @@ def test_an_empty_slot_has_a_batch_of_the_right_kind_and_an_order_can_be_kept():
     (one,), (other,) = same.steps(0, 2)
     assert torch.equal(one.batch["row"], other.batch["row"])
     assert not torch.equal(one.batch["draw"], other.batch["draw"])
-
-
-def test_closing_the_steps_ends_the_threads():
-    steps = loader_of(rows_data(107), Plan(107, 4, 6), "full", 3).steps(0, 10**6)
-    next(steps)
-    assert loader_threads()
-    steps.close()
-    assert loader_threads() == []
 
 
 @pytest.mark.parametrize("threads", [0, 2])
