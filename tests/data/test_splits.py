@@ -90,49 +90,6 @@ def test_files_are_split_as_datasets_splits_them_on_the_disk_in_a_store_and_by_a
         assert open_data_set(source, "data.source", DataConfig()).splits == expected
 
 
-def card(configs: str) -> str:
-    return f"---\nconfigs:\n{configs}---\n"
-
-
-TWO_CONFIGS = card(
-    "- config_name: plain\n  data_files:\n"
-    "  - {split: train, path: one/train-*}\n  - {split: test, path: [one/test-*]}\n"
-    "- config_name: other\n  data_files:\n  - {split: train, path: two/*.parquet}\n"
-)
-CARD_FILES = ("one/train-0.parquet", "one/test-0.parquet", "two/a.parquet", "two/b.parquet")
-CARDS = {
-    # name: (README.md, files, config)
-    "of several, one is asked for": (TWO_CONFIGS, CARD_FILES, "plain"),
-    "a default by name": (TWO_CONFIGS.replace("other", "default"), CARD_FILES, None),
-    "other names of splits": (
-        card("- config_name: x\n  data_files:\n  - {split: dev, path: a/**}\n"),
-        ("a/b/x.parquet", "a/y.parquet", "z.parquet"),
-        None,
-    ),
-    "files as a list": (
-        card("- config_name: x\n  data_files: [a.parquet, b.parquet]\n"),
-        ("a.parquet", "b.parquet", "test.parquet"),
-        None,
-    ),
-    "a folder": (
-        card("- config_name: x\n  data_dir: a\n- config_name: y\n  data_dir: b\n"),
-        ("a/train.parquet", "a/test.parquet", "b/train.parquet"),
-        "x",
-    ),
-    "no configs": ("---\nlicense: mit\n---\n", ("train.parquet", "test.parquet"), None),
-}
-
-
-@pytest.mark.parametrize("layout", CARDS)
-def test_the_readme_is_read_as_datasets_reads_it(layout: str, tmp_path: Path):
-    readme, files, config = CARDS[layout]
-    root = write(tmp_path / "root", *files, readme=readme)
-    theirs = of_datasets(root, config)
-    assert theirs
-    expected = {ROLE_OF.get(split, split): names for split, names in theirs.items()}
-    assert of_ours(root, config or "auto") == expected
-
-
 def test_rows_and_classes_are_those_that_datasets_loads(tmp_path: Path):
     cache = str(tmp_path / "cache")
     root = write(tmp_path / "parquet", *SAME["sharded"])

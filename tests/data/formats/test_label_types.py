@@ -245,19 +245,6 @@ def test_all_files_decide_together_and_an_evaluation_set_is_mapped_by_name(tmp_p
         assert (found.class_names, named(found)[0]) == (classes, [*first, *second])
 
 
-@pytest.mark.parametrize("folders", [("1", "2", "other"), ("01", "02", "03")])
-def test_integers_refer_to_classes_that_are_numbers_by_name(
-    folders: tuple[str, ...], tmp_path: Path
-):
-    for name in folders:
-        (tmp_path / "train" / name).mkdir(parents=True)
-        (tmp_path / "train" / name / "0.png").write_bytes(png(0))
-    table = pa.table({"image": [png(0), png(1)], "label": [1, 2]})
-    pq.write_table(table, tmp_path / "val.parquet")
-    found = splits(tmp_path / "train", eval_source=str(tmp_path / "val.parquet"))
-    assert named(found)[1] == [*folders[:2]]
-
-
 def test_quotation_marks_are_read_as_by_pandas_and_must_be_closed(tmp_path: Path):
     write_list(tmp_path / "lists/train.csv", ["a", "b", "c", '"a', "b", "a"])
     with pytest.raises(DataError, match=r"train\.csv, row 3"):

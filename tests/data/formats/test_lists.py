@@ -131,27 +131,6 @@ def test_lists_are_assigned_to_splits_by_name_like_parquet_files(tmp_path: Path)
         splits_of(tmp_path / "lists", root=root).summary()
 
 
-def test_a_list_next_to_other_data_is_named_as_unused_or_suggested(tmp_path: Path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(png(0))
-    listed(tmp_path / "metadata.csv", ["a/0.png", "b/0.png"], ["x", "y"])
-    found = locate(DataConfig(source=str(tmp_path)))
-    assert found.train.kind == "folder"
-    assert "metadata.csv" in "".join(found.notes)
-    assert splits_of(tmp_path / "metadata.csv").class_names == ["x", "y"]
-    listed(tmp_path / "all.parquet", ["a/0.png", "b/0.png"], ["x", "y"])
-    notes = "".join(locate(DataConfig(source=str(tmp_path))).notes)
-    assert "a, b" in notes
-    assert "metadata.csv" in notes
-    listed(tmp_path / "one/train.csv", pictures(tmp_path / "one"), LABELS["integers"])
-    with pytest.raises(DataError, match=r"'pics'.*train\.csv"):
-        splits_of(tmp_path / "one")
-    (tmp_path / "one/pics").rename(tmp_path / "one/train")
-    with pytest.raises(DataError, match=r"train\.csv"):
-        splits_of(tmp_path / "one")
-
-
 def test_a_missing_or_unnamed_image_or_a_device_is_a_bad_record(tmp_path: Path):
     images: list[Any] = pictures(tmp_path)
     images[2], images[4], images[5] = "gone.png", None, os.devnull

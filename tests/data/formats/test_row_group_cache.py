@@ -79,14 +79,6 @@ def test_a_block_stays_until_all_its_rows_have_been_read(store: Store):
     assert groups.reloads == 0
 
 
-def test_blocks_that_all_fit_in_memory_are_read_only_once(store: Store):
-    groups = groups_of(store, 3, fitting=3)
-    for _ in range(3):
-        for block in range(3):
-            groups.get(block, ALL)
-    assert store.loaded == [0, 1, 2]
-
-
 def test_the_least_recently_used_blocks_are_evicted_and_counted(store: Store):
     groups = groups_of(store, 4, fitting=2)
     for block in (0, 1, 0, 2, 0):  # 1 is evicted for 2

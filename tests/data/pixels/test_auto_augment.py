@@ -157,14 +157,6 @@ def test_jitter_gives_torchvisions_pixels_in_every_order():
         assert torch.equal(apply_policy(image, config, draws), expected)
 
 
-def test_a_jitter_that_is_off_draws_nothing_else():
-    config = AugmentConfig(jitter=(0.0, 0.0, 0.3, 0.0))
-    for order in range(24):
-        pixels = apply_policy(picture(), config, [pick(order, 24), 0.9, 0.9, 0.2, 0.9])
-        expected = v2.functional.adjust_saturation(picture(), 1 - 0.3 + 0.2 * 0.6)
-        assert torch.equal(pixels, expected)
-
-
 def test_our_own_kernels_give_torchvisions_pixels():
     """Hue for a grid of all colors; contrast and sharpness for many factors; the smallest
     images."""
