@@ -41,10 +41,6 @@ AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 @pytest.fixture(scope="module", autouse=True)
 def _keep_interpreter() -> Iterator[None]:
     """Keeps the interpreter that loader processes are forked from, for all tests."""
-    yield from kept()
-
-
-def kept() -> Iterator[None]:
     data = Data(MapSource([0]))
     data.processes()
     yield
@@ -199,14 +195,8 @@ def test_fault_56_threads_load_only_data_sets_declared_thread_safe(shared: bool)
 
 # ------------------------------------------------------------------ whole runs
 
-_kept: list[Any] = []
-
 
 def run_pictures(rank: int, size: int, *args: Any) -> WorkerResult:
-    """Like run_tiny, but keeps the interpreter that forks loader processes for the next run."""
-    if not _kept:
-        _kept.append(kept())
-        next(_kept[0])
     return run_tiny(rank, size, *args, kind=PicturesTask)
 
 

@@ -97,19 +97,20 @@ def test_closing_ends_the_threads_and_starts_no_further_item(threads: LoaderThre
 
     def work(item: int) -> None:
         begun.append(item)
-        if item:
+        if item > 1:
             assert got.wait(20.0)
             until(lambda: results.gi_running)  # it is being closed
 
     items = Items(10**9)
     results = prefetched(items, work, threads)
-    next(results)
+    assert [next(results), next(results)] == [None, None]
     got.set()
     assert loader_threads()
     results.close()
     assert loader_threads() == []
-    assert len(begun) <= 1 + 2 * (threads.begin or threads.most)  # running ones may finish
-    assert items.taken == 1 + (threads.begin or threads.most)
+    active = threads.begin or threads.most
+    assert len(begun) <= 2 + 2 * active  # running ones may finish; waiting ones are not started
+    assert items.taken == 2 + active * threads.ahead
 
 
 def test_bytes_prepared_ahead_are_bounded():
