@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import yaml
+import pytest
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.spot import __main__ as spot
+
+jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml")
 
 GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of

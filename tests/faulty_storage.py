@@ -6,8 +6,10 @@ import errno
 import json
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.listing import Claim
-from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.storage import (
-    Storage,
-    open_storage,
-)
+from raytrain_ddp.checkpoint.listing import CheckpointListing, Claim
+from raytrain_ddp.checkpoint.manifest import DamagedError, Manifest
+from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointStore
+from raytrain_ddp.errors import RunLockedError
 
 
 class Killed(BaseException):
@@ -284,6 +284,143 @@ def both(tmp_path: Path, is_local: bool) -> CheckpointStore:
     return CheckpointStore(replace(open_storage(str(tmp_path)), is_local=is_local))
 
 
-def skip_successor_checks(patch: pytest.MonkeyPatch) -> None:
-    """As if each process had checked for a successor just before there was one."""
-    patch.setattr(CheckpointStore, "_owned", lambda store, *_: store._list())
+@dataclass(frozen=True)
+class Unaware(Storage):
+    """As a process sees it that listed the claims before those of its successors were there."""
+
+    attempt: int = 0
+
+    def walk(self) -> list[str]:
+        claims = {path: Claim.parse(path) for path in super().walk()}
+        return [
+            path for path, claim in claims.items() if not claim or claim.attempt <= self.attempt
+        ]
+
+
+class Unmarkable(Storage):
+    """Damaged checkpoints cannot be set aside."""
+
+    def rename(self, old: str, new: str) -> None:
+        raise OSError(errno.EROFS, old)
+
+    def write_atomic(self, name: str, data: Any) -> None:
+        raise OSError(errno.EROFS, name)
+
+
+@contextmanager
+def moved(store: CheckpointStore, storage: Storage) -> Iterator[CheckpointStore]:
+    """The same writer, which reaches its checkpoints through `storage` meanwhile."""
+    before, store.storage = store.storage, storage
+    try:
+        yield store
+    finally:
+        store.storage = before
+
+
+def unaware(store: CheckpointStore, attempt: int) -> AbstractContextManager[CheckpointStore]:
+    """As if the writer had checked for a successor just before there was one."""
+    storage = store.storage
+    return moved(store, Unaware(storage.fs, storage.path, storage.is_local, attempt=attempt))
+
+
+def look_no_later_than(store: CheckpointStore, step: int) -> None:
+    """`latest` as if the checkpoints after `step` were damaged and could not be marked."""
+
+    def verify(checkpoint: Checkpoint) -> None:
+        if checkpoint.name.step > step:
+            raise DamagedError("as if")
+
+    storage = store.storage
+    with moved(store, Unmarkable(storage.fs, storage.path, storage.is_local)):
+        found = store.latest(lambda line: None, verify)
+    assert found is not None
+    assert found.name.step == step
+
+
+def next_attempt(store: CheckpointStore) -> int:
+    return CheckpointListing.of(store.storage.walk()).next_attempt()
+
+
+class Turns(Faults):
+    """A process whose operations each wait for their turn."""
+
+    def __init__(self, act: Callable[[Faults], Any]) -> None:
+        super().__init__()
+        self.turn, self.waits = threading.Semaphore(0), threading.Semaphore(0)
+        self.result: Any = None
+        self.ended = False
+        self.act = act
+        threading.Thread(target=self.run, daemon=True).start()
+        self.waits.acquire()
+
+    def run(self) -> None:
+        try:
+            self.result = self.act(self)
+        except Exception as error:
+            self.result = error
+        self.ended = True
+        self.waits.release()
+
+    def __call__(self, what: str, act: Callable[[], Any], _: Any = None) -> Any:
+        self.done.append(what)
+        self.waits.release()
+        self.turn.acquire()
+        return act()
+
+    def go_on(self, operations: int = 2**30) -> None:
+        while operations and not self.ended:
+            self.turn.release()
+            self.waits.acquire()
+            operations -= 1
+
+
+def in_turns(root: Path, is_local: bool, act: Callable[[CheckpointStore], Any]) -> Turns:
+    def run(faults: Faults) -> Any:
+        fs = pafs.PyFileSystem(FaultyHandler(faults, is_local))
+        return act(CheckpointStore(Storage(fs, str(root), is_local)))
+
+    return Turns(run)
+
+
+def operations_of(tmp_path: Path, prepare: Any, act: Any, is_local: bool) -> int:
+    prepare(tmp_path / "count")
+    process = in_turns(tmp_path / "count", is_local, act)
+    process.go_on()
+    assert not isinstance(process.result, Exception), process.result
+    return len(process.done)
+
+
+def interleaved(
+    tmp_path: Path,
+    is_local: bool,
+    prepare: Callable[[CheckpointStore], Any],
+    act: Callable[[CheckpointStore], Any],
+    other: Callable[[Path], Any],
+) -> Iterator[tuple[Path, Any, Any, str]]:
+    """Run ``act`` once for each of its operations, and run ``other`` before that operation.
+
+    Yields the folder, the results or errors of ``act`` and ``other``, and the operation.
+    """
+
+    def outcome(do: Callable[[], Any]) -> Any:
+        try:
+            return do()
+        except (OSError, RunLockedError) as error:
+            return error
+
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Faults()
+        store = faulty_store(tmp_path / "count", counter, is_local, patch)
+        prepare(store)
+        before = len(counter.done)
+        act(store)
+    for n in range(before, len(counter.done)):
+        root = tmp_path / str(n)
+        others: list[Any] = []
+        faults = Faults("meanwhile", n, lambda: others.append(outcome(lambda: other(root))))  # noqa: B023
+        with pytest.MonkeyPatch.context() as patch:
+            store = faulty_store(root, faults, is_local, patch)
+            prepare(store)
+            result = outcome(lambda: act(store))  # noqa: B023
+        assert len(others) == 1
+        yield root, result, others[0], f"before operation {n}, {counter.done[n]}"

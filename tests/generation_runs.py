@@ -171,8 +171,7 @@ def _make_storage_fail(folder: Path, times: int) -> None:
 
     CheckpointStore.names = failing_names  # type: ignore[method-assign]
     run_folder.open_storage = failing_open
-    async_checkpoint.retry_pauses = lambda: iter([0.01] * 4)
-    async_checkpoint._LATER_S = 0.01
+    async_checkpoint.retry_pauses = lambda: iter([0.01] * 100)
 
 
 def forks() -> Any:
@@ -206,7 +205,7 @@ class Run:
         outages: int = 0,
         **options: Any,
     ) -> None:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         given = points, least, size, backend, outages
         self._arguments = plain(config), options, str(folder), *given
         self._forks, self.folder, self._late_s = forks, folder, late_s

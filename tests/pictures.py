@@ -1,4 +1,5 @@
-"""Data sets as users write them: one keeps a file open, and draws from all global generators."""
+"""Pictures, and data sets as users write them: one keeps a file open, and draws from all global
+generators."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from tiny import TinyTask, tiny_arrays
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import Dataset, IterableDataset
 from torchvision import transforms
 from torchvision.transforms import v2
@@ -23,6 +25,15 @@ from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
 
 SIDE = 4
 BYTES = SIDE * SIDE
+
+
+def picture(height: int = 20, width: int = 26, seed: int = 0) -> Tensor:
+    """Soft shapes with noise, partly clipped; uint8 (3, height, width)."""
+    random = np.random.Generator(np.random.Philox(seed))
+    shapes = torch.from_numpy(random.random((1, 3, 4, 4)))
+    shapes = interpolate(shapes, (height, width), mode="bicubic")[0]
+    noise = torch.from_numpy(random.random((3, height, width)))
+    return (shapes * 320 - 40 + noise * 40).clamp(0, 255).to(torch.uint8)
 
 
 def write_pictures(path: Path, rows: int) -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+METHODS = (b"GET ", b"PUT ", b"POST", b"HEAD", b"DELE")
+HANG_S = 60.0
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -110,6 +114,68 @@ def s3_server() -> Iterator[S3]:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
+
+
+class Proxy:
+    """Forwards connections; the next `left` requests with a given method fail.
+
+    drops: the connection ends and the server never sees the request. cuts: the server has done
+    what was asked, and its answer is lost. hangs: nothing happens for HANG_S. slow: half a second
+    before the request is passed on.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.fault, self.method, self.left = "", b"", 0
+        self._over = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def arm(self, fault: str, method: str, times: int) -> None:
+        self.fault, self.method, self.left = fault, method.encode(), times
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._forward, args=(client,), daemon=True).start()
+
+    def _forward(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._to))
+        cut = threading.Event()
+        back = threading.Thread(target=self._back, args=(server, client, cut), daemon=True)
+        back.start()
+        with client, server, suppress(OSError):
+            while data := client.recv(1 << 16):
+                if data[:4] in METHODS and data.startswith(self.method) and self.left > 0:
+                    self.left -= 1
+                    if self.fault == "drops":
+                        break
+                    if self.fault == "hangs":
+                        self._over.wait(HANG_S)
+                        break
+                    if self.fault == "slow":
+                        time.sleep(0.5)
+                    if self.fault == "cuts":
+                        cut.set()
+                server.sendall(data)
+            for each in (client, server):
+                each.shutdown(socket.SHUT_RDWR)
+
+    @staticmethod
+    def _back(server: socket.socket, client: socket.socket, cut: threading.Event) -> None:
+        with suppress(OSError):
+            while data := server.recv(1 << 16):
+                if cut.is_set() and not data.startswith(b"HTTP/1.1 100"):
+                    break
+                client.sendall(data)
+            for each in (client, server):
+                each.shutdown(socket.SHUT_RDWR)
 
 
 def _serve() -> None:

@@ -1,4 +1,4 @@
-"""Rows of the fault matrix that belong to no other file; FAULTS.md lists all of them."""
+"""Rows of the fault matrix (FAULTS.md) that belong to no other file: clocks, secrets."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from logs import log_of
 from processes import Group, run_cli
 from tiny import WorkerResult, bits, newest, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, read_history, run_storage
-from raytrain_ddp.config.train_config import TrainConfig
-
 HOUR_S = 3600.0
-
-
-def log_of(config: TrainConfig) -> list[dict[str, object]]:
-    history = read_history(run_storage(config))
-    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in history]
 
 
 # ------------------------------------------------------------------ 36: clocks
@@ -45,7 +38,7 @@ def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
     whole, config = (tiny_config(tmp_path, name) for name in ("whole", "skewed"))
     workers(3, run_tiny, plain(whole))
     shuffled = random.Random(36)
-    for stop, offset_s in ((11, 0.0), (13, -HOUR_S), (24, 24 * HOUR_S), (0, -24 * HOUR_S)):
+    for stop, offset_s in ((11, 0.0), (13, -HOUR_S), (0, 24 * HOUR_S)):
         ran = workers(3, run_with_a_wrong_clock, plain(config), offset_s, stop)
         assert ran[0].outcome.step == (stop or ran[0].outcome.total_steps)
         for path in (tmp_path / "skewed").rglob("*"):
@@ -53,7 +46,7 @@ def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
             os.utime(path, (moment, moment))
     assert bits(config) == bits(whole)
     assert log_of(config) == log_of(whole)
-    assert newest(config).manifest.attempt == 4
+    assert newest(config).manifest.attempt == 3
 
 
 # ------------------------------------------------------------------ 45: secrets
@@ -89,22 +82,16 @@ def test_fault_45_no_secret_from_the_environment_appears_in_files_or_output(
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("--storage", f"s3://key:{CANARY}@bucket/runs?endpoint_override=127.0.0.1:9&scheme=http"),
-        ("--data.source", f"s3://key:{CANARY}@bucket/x?endpoint_override=127.0.0.1:9&scheme=http"),
-        ("--data.source", f"s3://bucket/x?secret_key={CANARY}&endpoint_override=127.0.0.1:9"),
+def test_fault_45_no_secret_of_a_uri_is_in_an_error(tmp_path: Path):
+    closed = "endpoint_override=127.0.0.1:9&scheme=http"
+    for flag, uri in (
+        ("--storage", f"s3://key:{CANARY}@bucket/runs?{closed}"),
+        ("--data.source", f"s3://bucket/x?secret_key={CANARY}&{closed}"),
         ("--storage", f"nonsense://user:{CANARY}@host/runs?token={CANARY}"),
-    ],
-)
-def test_fault_45_no_secret_of_a_uri_is_in_an_error(argv: tuple[str, ...], tmp_path: Path):
-    answer = run_cli("fit", "--local", *argv, cwd=tmp_path, warm=True)
-    assert answer.status in (2, 3, 4), answer
-    assert answer.err.startswith("error: ")
-    assert CANARY not in answer.out + answer.err
+    ):
+        answer = run_cli("fit", "--local", flag, uri, cwd=tmp_path, warm=True)
+        assert answer.status in (2, 3, 4), answer
+        assert answer.err.startswith("error: ")
+        assert CANARY not in answer.out + answer.err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
-
-
-# ------------------------------------------------------------------ 13: Ray's own state

@@ -106,10 +106,6 @@ def act():
     quiet = {"display": Display(Console(quiet=True), live=False)}
     if case.startswith("load"):
         load(f"{storage}/run", device="cpu" if "fails" not in case else "none")
-    elif case.startswith("sweep"):
-        from raytrain_ddp.sweep.__main__ import main
-        main(["digits", "--space", "optim.lr=0.1,0.2", "--trials", "2", "--steps", "3",
-              "--storage", storage, "--name", "sweep"])
     elif case.startswith("fit_locally"):
         fit_locally(config, **quiet)
     else:
@@ -153,29 +149,24 @@ def differences(case: str, folder: Path, fails: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("case", "fails", "ended"),
     [
-        ("fit_locally", "", "well"),
-        ("fit_locally own task", "", "well"),
         ("fit_locally own task", "raise", "ZeroDivisionError"),
         ("fit_locally own task", "interrupt", "well"),
         ("fit fails", "", "PreflightError"),
-        ("load", "", "well"),
         ("load own task", "", "well"),
         ("load fails", "", "ConfigError"),
     ],
 )
 def test_a_call_leaves_the_process_as_it_was(case: str, fails: str, ended: str, tmp_path: Path):
+    if "fit fails" in case:
+        pytest.importorskip("ray")
     assert differences(case, tmp_path, fails) == [f"ended {ended}"]
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("case", "fails", "ended"),
-    [
-        ("fit", "", "well"),
-        ("fit own task", "raise", "TaskError"),
-        ("in-process fit", "", "well"),
-        ("sweep", "", "well"),
-    ],
+    [("fit own task", "raise", "TaskError"), ("in-process fit", "", "well")],
 )
 def test_ray_leaves_the_process_as_it_was(case: str, fails: str, ended: str, tmp_path: Path):
+    pytest.importorskip("ray")
     assert differences(case, tmp_path, fails) == [f"ended {ended}"]

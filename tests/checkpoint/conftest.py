@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-STORE_TESTS = {"test_store", "test_damage", "test_claims", "test_store_interleavings"}
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -16,9 +14,6 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_waiting_for_the_disk(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips fsync: no test cuts the power. Tests that need the calls count them."""
-    if request.path.stem in STORE_TESTS:
-        monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -1,13 +1,7 @@
-"""Runs in Google Cloud Storage and Azure: local emulators.
-
-Azure's is Azurite (npm install -g azurite), accessed with adlfs.
-"""
+"""Runs in Google Cloud Storage: a local emulator."""
 
 from __future__ import annotations
 
-import os
-import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,21 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from faulty_storage import commit
 from tiny import bits, kept_steps, plain, run_tiny, tiny_config
 
-from raytrain_ddp.checkpoint import read_ahead
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.read_ahead import is_ranged
+from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.checkpoint.store import CheckpointStore
-from raytrain_ddp.checkpoint.streams import new_memory
 from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.errors import RunLockedError
 
-# Published by Microsoft: every Azurite has this account and key.
-ACCOUNT = "devstoreaccount1"
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 EMULATOR = "import sys; from gcp_storage_emulator.__main__ import main; main(sys.argv[1:])"
 
 
@@ -73,29 +60,10 @@ def gcs() -> Iterator[str]:
     process.wait()
 
 
-@pytest.fixture(scope="module")
-def azure() -> Iterator[str]:
-    adlfs = pytest.importorskip("adlfs")
-    program, port = shutil.which("azurite-blob"), free_port()
-    if program is None:
-        pytest.skip("there is no azurite-blob on PATH")
-    quiet = ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
-    process = serve([program, f"--blobPort={port}", *quiet], port)
-    made = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
-    made += f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
-    os.environ["AZURE_STORAGE_CONNECTION_STRING"] = made
-    adlfs.AzureBlobFileSystem(connection_string=made).mkdir("container")
-    yield "abfs://container/PLACE"
-    del os.environ["AZURE_STORAGE_CONNECTION_STRING"]
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture(params=["gcs", "azure"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture
+def place(gcs: str, tmp_path: Path) -> str:
     """A URI that no other test uses."""
-    uri: str = request.getfixturevalue(request.param)
-    return uri.replace("PLACE", tmp_path.name)
+    return gcs.replace("PLACE", tmp_path.name)
 
 
 def test_files_and_folders_behave_as_on_a_local_disk(place: str, tmp_path: Path):
@@ -121,41 +89,14 @@ def test_files_and_folders_behave_as_on_a_local_disk(place: str, tmp_path: Path)
     assert seen[0] == seen[1]
 
 
-def test_checkpoints_are_committed_listed_and_removed(place: str):
-    store = CheckpointStore(open_storage(place))
-    for step in (1, 2, 3):
-        commit(store, step)
-    assert [name.step for name in store.names()] == [3, 2, 1]
-    newest = store.latest()
-    assert newest is not None
-    assert newest.manifest.step == 3
-
-
-def test_ranges_add_up_to_the_file(place: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(read_ahead, "CHUNK_BYTES", 2**17)
-    folder, data = open_storage(place), random.Random(1).randbytes(3 * 2**20 + 7)
-    written = folder.write("large", data)
-    assert is_ranged(folder.fs, len(data))
-    view = new_memory(len(data))
-    assert written == (len(data), folder.read_into("large", [view[:100], view[100:]]))
-    assert view == data
-    assert folder.sha256("large") == written[1]
-
-
-def test_only_one_process_holds_the_lease(place: str):
-    storage = open_storage(place)
-    lease = Lease.take(storage)
-    with pytest.raises(RunLockedError):
-        Lease.take(storage)
-    lease.release()
-    Lease.take(storage).release()
-
-
 def test_a_stopped_run_resumes_with_the_same_bits(place: str, tmp_path: Path):
     alone = tiny_config(tmp_path, "alone")
     run_tiny(0, 1, plain(alone))
     config = replace(alone, name="run", storage=place)
-    stopped = run_tiny(0, 1, plain(config), stop_at=17)
+    with Lease.take(run_storage(config)):
+        with pytest.raises(RunLockedError):
+            Lease.take(run_storage(config))
+        stopped = run_tiny(0, 1, plain(config), stop_at=17)
     assert stopped.outcome.step == 17
     resumed = run_tiny(0, 1, plain(config))
     assert resumed.start_step == 17

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from processes import ENVIRONMENT
 from warm_python import WarmPython
 
-from raytrain_ddp.checkpoint.lease import LEASE_FILE
+from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner, holder, is_seen
 from raytrain_ddp.checkpoint.run_folder import EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 
@@ -72,3 +75,20 @@ def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resume
     assert starts(run)[1] >= 20
     end = read_history(run, EVENTS_FILE)[-1]
     assert (end["kind"], end["status"]) == ("end", 143)
+
+
+def test_an_old_copy_of_a_runs_folder_is_not_mistaken_for_the_active_one(tmp_path: Path):
+    """As on a host without the shared storage that once ran a run of the same name."""
+    run, other = open_storage(str(tmp_path / "run")), open_storage(str(tmp_path / "other host"))
+    other.mkdir()
+    with Lease.take(run):
+        token = holder(run)
+        assert token
+        assert is_seen(run, token, 0.1)
+        assert not is_seen(other, token, 0.1)  # no lease
+        other.write_atomic(LEASE_FILE, json.dumps(asdict(Owner.here())).encode())
+        assert not is_seen(other, token, 0.1)  # the lease of an older start
+        late = threading.Timer(0.3, other.write_atomic, (LEASE_FILE, run.read(LEASE_FILE)))
+        late.start()
+        assert is_seen(other, token, 20.0)  # NFS shows it after a delay
+        late.join()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from decimal import Decimal
 from enum import Enum
@@ -18,23 +18,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from tiny import TinyTask
+import warm_python
+from tiny import TinyTask, tiny_config
 from torch import nn
 from torch.utils.data import Subset
 
-from raytrain_ddp import (
-    ArraySource,
-    CheckpointConfig,
-    FitResult,
-    LogConfig,
-    TrainConfig,
-    fit_locally,
-)
+from raytrain_ddp import ArraySource, TrainConfig, fit_locally
 from raytrain_ddp.config.task_state import state_digest
 from raytrain_ddp.errors import ConfigError
+
+pd = pytest.importorskip("pandas")
+if importlib.util.find_spec("ml_dtypes"):  # registers bfloat16 with NumPy, as ONNX does
+    import ml_dtypes  # noqa: F401
 
 
 class Place:
@@ -51,47 +48,36 @@ class Color(Enum):
     RED, BLUE, GREEN, WHITE = range(4)
 
 
+def held_by(k: int) -> dict[str, Any]:
+    """How fold `k` of a cross-validation may differ from the others."""
+    rows = np.arange(20) % 5 == k
+    return {
+        "number": k,
+        "array": np.arange(20)[rows],
+        "tensor": torch.arange(20)[rows],
+        "subset": Subset(range(20), [k]),  # type: ignore[arg-type]
+        "source": ArraySource({"x": np.arange(20)[rows]}),
+        "set": {"a", str(k)},
+        "path": Path("folds") / str(k),
+        "namespace": SimpleNamespace(k=k),
+        "frame": pd.DataFrame({"x": np.arange(20)[rows]}),
+        "text": pd.Series([f"a{k}"]),
+        "objects": np.array([{"k": k}, Place(k)], dtype=object),
+        "keys": {Fold: k, local_fold: 1, Place(3): 2},
+        "bf16": torch.tensor([float(k)], dtype=torch.bfloat16),
+        "values": deque([range(k), slice(k)]),
+        "date": date(2026, 1, 1 + k),
+        "decimal": [Decimal(k), bytearray([3])],
+        "bytes": bytearray([k]),
+        "slots": Slotted(k),
+        "enum": Color(k),
+    }
+
+
 class Fold(TinyTask):
-    """A fold of a cross-validation.
-
-    Args:
-        kind: how it differs from the others.
-    """
-
     def __init__(self, k: int, kind: str = "number") -> None:
-        super().__init__(TrainConfig())
-        rows = np.arange(20) % 5 == k
-        held: dict[str, Any] = {
-            "number": k,
-            "array": np.arange(20)[rows],
-            "tensor": torch.arange(20)[rows],
-            "subset": Subset(range(20), [k]),  # type: ignore[arg-type]
-            "source": ArraySource({"x": np.arange(20)[rows]}),
-            "set": {"a", str(k)},
-            "path": Path("folds") / str(k),
-            "namespace": SimpleNamespace(k=k),
-            "frame": pd.DataFrame({"x": np.arange(20)[rows]}),
-            "text": pd.Series([f"a{k}"]),
-            "objects": np.array([{"k": k}, Place(k)], dtype=object),
-            "keys": {Fold: k, local_fold: 1, Place(3): 2},
-            "bf16": torch.tensor([float(k)], dtype=torch.bfloat16),
-            "values": deque([range(k), slice(k), date(2026, 1, 1 + k), Decimal(k), bytearray([k])]),
-            "slots": Slotted(k),
-            "enum": Color(k),
-        }
-        self.held, self.net, self.lock = held[kind], nn.Linear(2, 2), threading.Lock()
-
-
-KINDS = ["number", "array", "tensor", "subset", "source", "set", "path", "namespace"]
-if importlib.util.find_spec("ml_dtypes"):  # registers bfloat16 with NumPy, as ONNX does
-    import ml_dtypes  # noqa: F401
-KINDS += ["frame", "text", "objects", "keys", "bf16", "values", "slots", "enum"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_objects_with_different_contents_have_different_digests(kind: str):
-    names = [TrainConfig(task=Fold(k, kind)).task for k in (0, 1, 0)]
-    assert names[0] == names[2] != names[1]
+        super().__init__(TrainConfig(), rows=64 + k)
+        self.held, self.net, self.lock = held_by(k)[kind], nn.Linear(2, 2), threading.Lock()
 
 
 def local_fold(k: int) -> type[TinyTask]:
@@ -119,6 +105,23 @@ class ModuleTask(nn.Module, TinyTask):  # type: ignore[misc]
         self.k, self.layer = k, nn.Linear(2, 2)
 
 
+MADE: list[Callable[[int], Any]] = [
+    *(partial(Fold, kind=kind) for kind in held_by(0)),
+    lambda k: lambda: Fold(k),
+    lambda k: lambda config, k=k: Fold(k),
+    lambda k: partial(Fold, k),
+    lambda k: Fold(k).model,
+    lambda k: (lambda: Fold(0), lambda: Fold(1))[k],
+    *(local_fold, local_property, ModuleTask),
+]
+
+
+def test_tasks_with_different_contents_have_different_digests():
+    for number, made in enumerate(MADE):
+        names = [TrainConfig(task=made(k)).task for k in (0, 1, 0)]
+        assert names[0] == names[2] != names[1], number
+
+
 def test_objects_with_mutual_references_are_visited_once():
     places = [Place(number) for number in range(60)]
     for place in places:
@@ -126,36 +129,20 @@ def test_objects_with_mutual_references_are_visited_once():
     assert state_digest(places[0]) != state_digest(places[1])
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda k: lambda: Fold(k),
-        lambda k: lambda config, k=k: Fold(k),
-        lambda k: partial(Fold, k),
-        local_fold,
-        lambda k: Fold(k).model,
-        lambda k: (lambda: Fold(0), lambda: Fold(1))[k],
-        local_property,
-        ModuleTask,
-    ],
-)
-def test_functions_with_different_contents_have_different_digests(made: Callable[[int], Any]):
-    names = [TrainConfig(task=made(k)).task for k in (0, 1, 0)]
-    assert names[0] == names[2] != names[1]
+def names() -> list[str]:
+    return [TrainConfig(task=Fold(3, kind)).task for kind in held_by(0)]
 
 
-DIGESTS = "from test_task_state import *; print(*map(name_of, KINDS))"
-
-
-def name_of(kind: str) -> str:
-    return TrainConfig(task=Fold(3, kind)).task
-
-
-def test_an_objects_digest_is_the_same_in_another_process_and_after_training(tmp_path: Path):
-    folder = str(Path(__file__).parent)
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {DIGESTS}"]
-    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-    assert said.split() == [*map(name_of, KINDS)]
+def test_an_objects_digest_is_the_same_in_another_process_and_after_training():
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; import test_task_state as t; print(*t.names())"
+    )
+    done = warm_python.run(
+        [sys.executable, "-c", code],
+        **{"cwd": Path(__file__).parent, "env": {**os.environ, "OMP_NUM_THREADS": "1"}},
+        **{"capture_output": True, "text": True, "check": True},
+    )
+    assert done.stdout.split() == names()
     task = Fold(1)
     first = TrainConfig(task=task)
     task.held = task.step = 5  # type: ignore[attr-defined]
@@ -163,19 +150,11 @@ def test_an_objects_digest_is_the_same_in_another_process_and_after_training(tmp
 
 
 def test_each_fold_of_a_cross_validation_is_a_separate_run(tmp_path: Path):
-    def fold(k: int, **fields: Any) -> FitResult:
-        changes = {"checkpoint": CheckpointConfig(every_s=0), "log": LogConfig(tensorboard=False)}
-        task = Sized(k)
-        made = TrainConfig(task=task, storage=str(tmp_path), epochs=1, **changes, **fields)
-        return fit_locally(made)
+    config = replace(tiny_config(tmp_path, "cv"), steps=1, name=None)
 
-    paths = [Path(fold(k).path).name for k in (0, 1, 0, 1)]
-    assert paths == ["Sized", "Sized-2", "Sized", "Sized-2"]
-    fold(0, name="cv")
-    with pytest.raises(ConfigError, match=r"run cv is at step .*\n +task +'.*:Sized\(.*\)' -> "):
-        fold(1, name="cv")
+    def fold(k: int, **fields: Any) -> str:
+        return Path(fit_locally(replace(config, task=Fold(k), **fields)).path).name
 
-
-class Sized(TinyTask):
-    def __init__(self, k: int) -> None:
-        super().__init__(TrainConfig(), rows=64 + k)
+    assert [fold(k) for k in (0, 1, 0)] == ["Fold", "Fold-2", "Fold"]
+    with pytest.raises(ConfigError, match="task"):
+        fold(1, name="Fold")

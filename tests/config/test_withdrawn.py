@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import tomli_w
-from processes import run_cli
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, config_of, run_storage
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import load, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DEFAULTS, WITHDRAWN
+from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
+from raytrain_ddp.errors import ConfigError
 
 OTHERS = {"ddp.powersgd_rank": 2, "ddp.shard_optimizer": True, "scaling.on_divergence": "resync"}
 
@@ -58,63 +60,37 @@ def begun(folder: Path, *fields: tuple[str, Any]) -> TrainConfig:
 
 
 def ways(name: str, folder: Path) -> list[list[str]]:
-    """Commands that use it."""
+    """Command lines of `fit` that use it."""
     if "." not in name:
         return [[name], [name, "--describe"]]
     field, value = field_of(name)
     recipe = write(folder / "recipes" / "mine.toml", (field, value))
     config = write(folder / "runs" / "old" / "config.toml", (field, value))
     word = field.replace("_", "-")
-    found = [[f"--{word}", str(value)], [f"--{field}={value}"]]
-    found += [[recipe], [config], [config, "--dry-run"]]
-    if value is True:
-        section, _, last = word.rpartition(".")
-        found += [[f"--{word}"], [f"--{section}.no-{last}"], [f"--{field}", "false"]]
-    if field not in DEFAULTS:
-        begun(folder, (field, value))
-        found.append(["--name", "begun", "--storage", str(folder)])
-    return found
+    section, _, last = word.rpartition(".")
+    found = [[f"--{word}", str(value)], [f"--{field}={value}"], [recipe], [config, "--dry-run"]]
+    return [*found, [f"--{word}"], [f"--{section}.no-{last}"]] if value is True else found
 
 
-@pytest.mark.parametrize("name", WITHDRAWN)
-def test_a_withdrawn_name_is_refused_in_one_line_with_what_to_use_instead(
-    name: str, tmp_path: Path
-):
-    for command in ways(name, tmp_path):
-        answer = run_cli("fit", *command, "--local", cwd=tmp_path)
-        assert answer.status == 2, command
-        assert name.partition("=")[2] in answer.err
-        assert answer.err.endswith(f"{WITHDRAWN[name]}.\n")
-        assert answer.err.count("\n") == 1
+def test_a_withdrawn_name_is_refused_with_what_to_use_instead(tmp_path: Path):
+    for name, instead in WITHDRAWN.items():
+        for command in ways(name, tmp_path):
+            with pytest.raises(ConfigError) as caught:
+                dry_run(parse_fit([*command, "--local"]).config, local=True)
+            assert str(caught.value).endswith(f"{instead}."), command
 
 
-def test_a_space_of_a_sweep_and_an_allowed_change_are_refused_alike(tmp_path: Path):
-    for command, *argv in (
-        ("sweep", "digits", "--space", "ddp.powersgd-rank=1,2"),
-        ("fit", "--local", "--resume-from", "x", "--allow-change", "ddp.powersgd_rank"),
-    ):
-        answer = run_cli(command, *argv, cwd=tmp_path)
-        assert answer.status == 2
-        assert answer.err.endswith(f"{WITHDRAWN['ddp.powersgd_rank']}.\n")
+def test_a_run_goes_on_without_a_withdrawn_field_that_did_not_decide_its_result(tmp_path: Path):
+    for number, fields in enumerate([DEFAULTS, *({name: OTHERS[name]} for name in OTHERS)]):
+        config = begun(tmp_path / str(number), *fields.items())
+        assert find_run(config, None).manifest is not None
+        found = find_run(TrainConfig(storage=str(tmp_path / str(number))), "begun")
+        assert found.config.name == "begun"
+    decided = begun(tmp_path / "other", ("ddp.compression", "powersgd"))
+    with pytest.raises(ConfigError, match=WITHDRAWN["ddp.compression=powersgd"]):
+        find_run(decided, None)
 
 
-def test_files_and_runs_with_the_defaults_of_withdrawn_fields_are_used(tmp_path: Path):
+def test_a_config_with_the_defaults_of_withdrawn_fields_is_used(tmp_path: Path):
     written = write(tmp_path / "runs" / "old" / "config.toml", *DEFAULTS.items())
     assert load(written) == TrainConfig(name="old", storage=str(tmp_path / "runs"))
-    config = begun(tmp_path, *DEFAULTS.items())
-    assert find_run(config, None).manifest is not None
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_run_goes_on_without_a_withdrawn_field_that_did_not_decide_its_result(
-    name: str, tmp_path: Path
-):
-    config = begun(tmp_path, (name, OTHERS[name]))
-    assert find_run(config, None).manifest is not None
-    assert find_run(TrainConfig(storage=str(tmp_path)), "begun").config.name == "begun"
-
-
-def test_the_model_of_a_run_with_withdrawn_fields_can_be_used(tmp_path: Path):
-    config = begun(tmp_path, ("ddp.compression", "powersgd"), *OTHERS.items())
-    store = checkpoint_store(run_storage(config))
-    assert config_of(store.open(store.names()[0])) == config

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from parquet_files import png, write_parquet
-from processes import Group
 from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.formats.row_group_cache import RowGroupCache
 from raytrain_ddp.data.holdout import HoldoutRows, held_out
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import ConfigError, DataError
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def pictures(root: Path, rows: int = 60, classes: int = 3) -> Path:
@@ -36,9 +34,7 @@ def images_of(source: Any) -> list[bytes]:
     return [image for image, _ in source.read(np.arange(source.blocks.sum()))]
 
 
-# ------------------------------------------------------------------ which rows
-
-
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=300),
     st.floats(0.01, 0.99),
@@ -73,15 +69,11 @@ def test_the_held_out_rows_are_frozen_and_spread_over_the_data():
     assert tenths.max() < 250
     other = held_out(labels, 0.1, 1)
     assert 150 < len(np.intersect1d(held, other)) < 260  # as many as expected by chance
-
-
-def test_rows_of_small_classes_go_to_the_largest_remainders():
     labels = np.repeat([0, 1, 2, 3], [1, 4, 6, 9])  # 0.2: 0.2, 0.8, 1.2, 1.8 of 4 rows
     assert np.bincount(labels[held_out(labels, 0.2, 0)], minlength=4).tolist() == [0, 1, 1, 2]
-    with pytest.raises(DataError, match=r"data\.holdout = 0\.1 holds out none of the 3 rows"):
-        held_out(np.array([0, 1, 2]), 0.1, 0)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 9))
 def test_the_two_parts_contain_every_row_once(flags: list[bool], block: int):
     held = HoldoutRows(np.flatnonzero(flags), "")
@@ -96,16 +88,11 @@ def test_the_two_parts_contain_every_row_once(flags: list[bool], block: int):
         assert held.used(start, stop, True).tolist() == [not flag for flag in flags[start:stop]]
 
 
-# ------------------------------------------------------------------ any source
-
-
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
 def test_no_row_is_in_both_parts_and_none_is_lost(kind: str, tmp_path: Path):
     source = pictures(tmp_path)
     if kind == "folder":
-        for label, count in enumerate((50, 6, 4)):
-            folder(tmp_path / "set", **{f"c{label}": count})
-        source = tmp_path / "set"
+        source = folder(tmp_path / "set", c0=50, c1=6, c2=4)
     whole, splits = splits_of(source), splits_of(source, holdout=0.2)
     assert splits.eval is not None
     all_rows = Counter(zip(images_of(whole.train), labels_of(whole.train), strict=True))
@@ -125,131 +112,33 @@ def test_no_row_is_in_both_parts_and_none_is_lost(kind: str, tmp_path: Path):
     }
     assert len(marks) == 4
     assert splits.eval.fingerprint() not in marks
-    assert lines(splits)["evaluation"].endswith("0.2 of the training set (data.holdout)")
-
-
-def test_a_torchvision_set_without_splits_can_be_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from torchvision import datasets
-
-    class Whole:
-        """Like EuroSAT."""
-
-        classes = ("cat", "dog")
-
-        def __init__(self, root: str, download: bool = False) -> None:
-            self.targets = [0, 1] * 10
-
-        def __len__(self) -> int:
-            return 20
-
-        def __getitem__(self, row: int) -> Any:
-            return f"picture {row}", self.targets[row]
-
-    monkeypatch.setattr(datasets, "Whole", Whole, raising=False)
-    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, "Whole"))
-    source, root = "torchvision:Whole", str(tmp_path)
-    with pytest.raises(ConfigError, match=r"--data\.holdout 0\.1"):
-        splits_of(source, root=root)
-    splits = splits_of(source, root=root, holdout=0.2)
-    assert splits.eval is not None
-    assert sorted(labels_of(splits.eval)) == [0, 0, 1, 1]
-    assert sorted(images_of(splits.eval) + images_of(splits.train)) == sorted(
-        f"picture {row}" for row in range(20)
-    )
+    assert "data.holdout" in lines(splits)["evaluation"]
 
 
 def test_a_holdout_replaces_a_split_with_a_note_unless_one_is_requested(tmp_path: Path):
     pictures(tmp_path)
-    columns = {"image": [png(1)], "label": [1]}
-    write_parquet(tmp_path / "test.parquet", columns)
+    write_parquet(tmp_path / "test.parquet", {"image": [png(1)], "label": [1]})
     splits = splits_of(tmp_path, holdout=0.1)
     assert splits.eval is not None
     assert splits.eval.blocks.sum() == 6
-    assert "is not used" in lines(splits)["note"]
-    for fields in ({"eval_source": "x"}, {"eval_split": "test"}):
-        said = r"data\.holdout = 0\.1: already provides the evaluation data"
-        with pytest.raises(ConfigError, match=said):
-            DataConfig(holdout=0.1, **fields)
-    for wrong in (-0.1, 1.0, float("nan")):
+    assert "test" in lines(splits)["note"]
+    wrong: list[dict[str, Any]] = [{"holdout": part} for part in (-0.1, 1.0, float("nan"))]
+    for fields in ({"eval_source": "x"}, {"eval_split": "test"}, *wrong):
         with pytest.raises(ConfigError, match=r"data\.holdout"):
-            DataConfig(holdout=wrong)
+            DataConfig(**{"holdout": 0.1, **fields})
 
 
-def test_row_groups_are_read_once_per_part_and_evicted(tmp_path: Path):
-    rows, plan = 160, Plan(120, slots=3, micro_batch=5)
-    random = np.random.default_rng(0)
-    columns = {"image": [random.bytes(30_000) for _ in range(rows)], "label": [0, 1] * 80}
-    write_parquet(tmp_path / "x.parquet", columns, use_dictionary=False)
-    splits = splits_of(tmp_path, holdout=0.25, memory_mib=1)  # of 4.8
-    source: Any = splits.train
-    assert source.blocks.sum() == 120
-    for epoch in range(2):
-        order = EpochOrder(source.blocks, "block", 7, epoch, 2)
-        with ThreadPoolExecutor(3) as pool:
-            parts = [order.read(*plan.span(k, j)) for k in range(8) for j in range(3)]
-            assert all(len(part) for part in pool.map(source.read, parts))
-    groups: RowGroupCache = source._source._groups
-    loads, kept_bytes = groups.loads, groups._bytes
-    source.close()
-    assert loads <= 2.5 * len(source.blocks)  # twice, and those that lanes share on a busy machine
-    assert (
-        kept_bytes <= 2**20
-    )  # read row groups are evicted, although some of their rows are never read
-
-
-# ------------------------------------------------------------------ any number of ranks
-
-
-def look(rank: int, size: int, source: str, batch_size: int) -> Mapping[str, Any]:
-    """What this rank reads of both parts."""
+def test_the_held_out_part_is_not_augmented(tmp_path: Path):
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.loading.loader import TrainLoader
-    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-    from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.tasks.image_classification import ImageClassification
 
-    data = DataConfig(source=source, holdout=0.2, image_size=8)
-    config = TrainConfig(
-        data=data, batch_size=batch_size, micro_batch=4, augment=AugmentConfig(crop="random")
-    )
-    task = ImageClassification(config)
-    train, evaluation = task.train_data(), task.eval_data()
-    assert evaluation is not None
-    plan = Plan(train.rows, config.slots, 4)
-    loader = TrainLoader(
-        train, plan, "full", 1, 0, size, rank, LoaderThreads(0, None, 1, 2**20), False
-    )
-    steps = loader.steps(0, plan.steps_per_epoch)
-    seen = [
-        int(n) for slots in steps for slot in slots for n in slot.batch["label"][: slot.samples]
-    ]
-    everything = np.arange(evaluation.rows)
-
-    batch = evaluation.collate(evaluation.source.read(everything), Draws(0, 0, everything))
-    return {
-        "train": train.source.fingerprint(),
-        "eval": evaluation.source.fingerprint(),
-        "labels": seen,
-        "pixels": sha256(batch["image"].numpy().tobytes()).hexdigest(),
-    }
-
-
-def test_the_held_out_part_is_the_same_for_any_ranks_and_batch_and_is_not_augmented(
-    workers: Group, tmp_path: Path
-):
-    source = str(pictures(tmp_path, rows=80))
-    reported = {
-        (size, batch): workers(size, look, source, batch)
-        for size in (1, 2, 3)
-        for batch in (16, 32)
-    }
-    first = reported[1, 16][0]
-    assert len(first["labels"]) == 64
-    for seen in reported.values():
-        for name in ("train", "eval", "pixels"):
-            assert {of_rank[name] for of_rank in seen} == {first[name]}
-        assert Counter(label for of_rank in seen for label in of_rank["labels"]) == Counter(
-            first["labels"]
-        )
+    data = DataConfig(source=str(pictures(tmp_path, rows=80)), holdout=0.2, image_size=8)
+    pixels = set()
+    for crop in ("random", "none"):
+        config = TrainConfig(data=data, batch_size=16, micro_batch=4, augment=AugmentConfig(crop))
+        evaluation = ImageClassification(config).eval_data()
+        assert evaluation is not None
+        for epoch in (0, 1):
+            batch = evaluation.batch(Draws(0, epoch, np.arange(evaluation.rows)))
+            pixels.add(batch["image"].numpy().tobytes())
+    assert len(pixels) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from split_checks import labels_of, splits_of
 from torchvision import datasets
 
 from raytrain_ddp.data.torchvision_datasets import TorchvisionImages
@@ -50,10 +51,6 @@ class BySplit(Fake):
         self._make(split=split, download=download)
 
 
-class WithVal(BySplit):
-    splits = ("train", "val")
-
-
 class WithValid(BySplit):
     splits = ("train", "valid")
 
@@ -74,13 +71,6 @@ class NotDownloaded(Fake):
         self._make(split=split)
 
 
-class Whole(Fake):
-    """Like EuroSAT."""
-
-    def __init__(self, root: str, download: bool = False) -> None:
-        raise AssertionError("is not to be made")
-
-
 class WantsMore(Fake):
     def __init__(self, root: str, annotations: str, train: bool = True) -> None:
         self._make()
@@ -97,122 +87,95 @@ class Boxes(ByTrain):
     target = ({"box": 1},)
 
 
-class Unlabelled(ByTrain):
+class Unlabeled(ByTrain):
     target = None
 
 
-def opened(
-    fake: type[Any],
-    root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    train: bool = True,
-    split: str = "",
-) -> Any:
-    name = fake.__name__
-    monkeypatch.setattr(datasets, name, fake, raising=False)
-    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, name))
-    return TorchvisionImages(name, root, train, split=split)
+class Whole:
+    """Like EuroSAT: twenty rows without parts."""
+
+    classes = ("cat", "dog")
+
+    def __init__(self, root: str, download: bool = False) -> None:
+        self.targets = [0, 1] * 10
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, row: int) -> Any:
+        return f"picture {row}", self.targets[row]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [ByTrain, Passing, BySplit, WithValid, OfLetters, NotDownloaded, WantsMore, Gone]
+    names = []
+    for fake in (*found, Boxes, Unlabeled, Whole):
+        names.append(fake.__name__)
+        monkeypatch.setattr(datasets, fake.__name__, fake, raising=False)
+    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, *names))
+
+
+def opened(fake: type[Any], root: Path, train: bool = True, split: str = "") -> Any:
+    return TorchvisionImages(fake.__name__, root, train, split=split)
 
 
 @pytest.mark.parametrize(
-    ("fake", "train", "reported"),
+    ("fake", "train", "split", "requested"),
     [
-        (ByTrain, True, {"train": True, "download": True}),
-        (ByTrain, False, {"train": False, "download": True}),
-        (Passing, False, {"train": False, "download": True}),
-        (BySplit, True, {"split": "train", "download": True}),
-        (BySplit, False, {"split": "val", "download": True}),
-        (WithVal, False, {"split": "val", "download": True}),
-        (WithValid, False, {"split": "valid", "download": True}),
-        (NotDownloaded, True, {"split": "train"}),
-        (NotDownloaded, False, {"split": "val"}),
+        (ByTrain, True, "", {"train": True, "download": True}),
+        (ByTrain, False, "", {"train": False, "download": True}),
+        (Passing, False, "", {"train": False, "download": True}),
+        (BySplit, True, "", {"split": "train", "download": True}),
+        (BySplit, False, "", {"split": "val", "download": True}),
+        (WithValid, False, "", {"split": "valid", "download": True}),
+        (NotDownloaded, True, "", {"split": "train"}),
+        (NotDownloaded, False, "", {"split": "val"}),
+        (BySplit, True, "test", {"split": "test", "download": True}),
+        (BySplit, False, "val", {"split": "val", "download": True}),
+        (ByTrain, False, "Train", {"train": True, "download": True}),
+        (ByTrain, True, "testing", {"train": False, "download": True}),
     ],
 )
 def test_a_split_is_requested_with_the_data_sets_own_argument(
-    fake: type[Any],
-    train: bool,
-    reported: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fake: type[Any], train: bool, split: str, requested: dict[str, Any], tmp_path: Path
 ):
-    images = opened(fake, tmp_path / "root", monkeypatch, train)
-    assert images.read(np.array([0])) == [(reported, 1)]
+    images = opened(fake, tmp_path / "root", train, split)
+    assert images.read(np.array([0])) == [(requested, 1)]
     assert images.class_names == ["cat", "dog"]
+    assert images.split == requested.get("split", "train" if requested.get("train") else "test")
 
 
-@pytest.mark.parametrize(
-    ("fake", "split", "reported"),
-    [
-        (BySplit, "test", {"split": "test", "download": True}),
-        (BySplit, "val", {"split": "val", "download": True}),
-        (ByTrain, "Train", {"train": True, "download": True}),
-        (ByTrain, "testing", {"train": False, "download": True}),
-    ],
-)
-def test_a_named_split_is_requested(
-    fake: type[Any],
-    split: str,
-    reported: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    for train in (True, False):
-        images = opened(fake, tmp_path / "root", monkeypatch, train, split)
-        assert images.read(np.array([0])) == [(reported, 1)]
-        assert images.split == reported.get("split", "train" if reported.get("train") else "test")
+def test_what_a_set_lacks_is_refused_before_a_download(tmp_path: Path):
+    for fake in (BySplit, ByTrain, Whole):
+        with pytest.raises(DataError, match=f"{fake.__name__} .*'extra'"):
+            opened(fake, tmp_path / "root", split="extra")
+    sets = ["FakeData", "EuroSAT", "Caltech101", "VOCDetection", "WantsMore", "OfLetters", "Whole"]
+    for name in sets:
+        for train in (True, False):
+            with pytest.raises(ConfigError, match=f"torchvision:{name} "):
+                TorchvisionImages(name, tmp_path / "root", train)
+    for name in ("CIFAR11", "wrap_dataset_for_transforms_v2", "folder"):
+        with pytest.raises(ConfigError, match=f"'{name}'"):
+            TorchvisionImages(name, tmp_path / "root", True)
+    assert [path.name for path in tmp_path.glob("root/*") if path.name[0] != "."] == []
 
 
-@pytest.mark.parametrize(
-    ("fake", "reported"),
-    [
-        (BySplit, "Unknown value 'extra' for argument split"),
-        (ByTrain, "it has train and test"),
-        (Whole, "it has no known splits"),
-    ],
-)
-def test_a_split_that_a_set_lacks_is_refused(
-    fake: type[Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with pytest.raises(DataError, match=f"{fake.__name__} has no split 'extra': {reported}"):
-        opened(fake, tmp_path / "root", monkeypatch, split="extra")
+@pytest.mark.parametrize("fake", [Gone, Boxes, Unlabeled])
+def test_fault_21_a_set_without_classes_or_images_is_a_data_error(fake: type[Any], tmp_path: Path):
+    with pytest.raises(DataError, match=f"torchvision:{fake.__name__} "):
+        opened(fake, tmp_path)
 
 
-@pytest.mark.parametrize("fake", [Whole, WantsMore, OfLetters])
-def test_a_set_without_splits_is_refused_in_one_line(
-    fake: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    for train in (True, False):
-        with pytest.raises(ConfigError, match=f"^torchvision:{fake.__name__} has no") as caught:
-            opened(fake, tmp_path, monkeypatch, train)
-        assert "a folder" in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["FakeData", "EuroSAT", "Caltech101", "VOCDetection", "LSUN"])
-def test_torchvision_sets_without_splits_are_refused_before_a_download(name: str, tmp_path: Path):
-    for train in (True, False):
-        said = f"torchvision:{name} has no known train and test parts"
-        with pytest.raises(ConfigError, match=said):
-            TorchvisionImages(name, tmp_path / "root", train)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["CIFAR11", "wrap_dataset_for_transforms_v2", "folder"])
-def test_a_name_that_is_not_a_data_set_is_refused(name: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"torchvision has no data set '{name}'"):
-        TorchvisionImages(name, tmp_path, True)
-
-
-@pytest.mark.parametrize(
-    ("fake", "reported"),
-    [
-        (Gone, "torchvision:Gone cannot be loaded: Dataset not found"),
-        (Boxes, "torchvision:Boxes train, row 0: not an image and the number of a class"),
-        (Unlabelled, "torchvision:Unlabelled train, row 0: not an image"),
-    ],
-)
-def test_fault_21_a_set_without_classes_or_images_is_a_data_error(
-    fake: type[Any], reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with pytest.raises(DataError, match=reported):
-        opened(fake, tmp_path, monkeypatch)
+def test_a_set_without_splits_can_be_used_with_a_holdout(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"--data\.holdout"):
+        splits_of("torchvision:Whole", root=str(tmp_path))
+    splits = splits_of("torchvision:Whole", root=str(tmp_path), holdout=0.2)
+    assert splits.eval is not None
+    assert sorted(labels_of(splits.eval)) == [0, 0, 1, 1]
+    images = [
+        image
+        for part in (splits.train, splits.eval)
+        for image, _ in part.read(np.arange(part.blocks.sum()))
+    ]
+    assert sorted(images) == sorted(f"picture {row}" for row in range(20))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from cluster_checks import check_kubernetes, check_ray_up, in_ray, opening
-from metadata_server import ACTION, EVENTS, PREEMPTED, aws_action, azure_events, serve
-from slurm import FAKES, ROOT
+from cluster_checks import check_kubernetes, check_ray_up, opening
+from metadata_server import ACTION, aws_action, serve
+from slurm import ROOT
+
+yaml = pytest.importorskip("yaml")
 
 CLUSTERS = ROOT / "clusters"
 CLOUDS = ("aws", "gcp", "azure")
@@ -29,24 +27,13 @@ def text_of(name: str) -> str:
 # ------------------------------------------------------------------ ray up
 
 
-@pytest.mark.parametrize("name", ["lan", *CLOUDS])
-def test_a_ray_up_file_fits_rays_schema_and_explains_its_use(name: str):
-    cluster = check_ray_up(text_of(f"{name}.yaml"))
-    assert cluster["cluster_name"] == "raytrain"
-    assert list(opening(text_of(f"{name}.yaml"))) == ["bring up", "train", "take down"]
-
-
-def test_a_misspelled_field_is_detected():
-    with pytest.raises(Exception, match="idle_timeout_minuets"):
+def test_a_ray_up_file_fits_rays_schema_and_explains_its_use():
+    for name in ("lan", *CLOUDS):
+        cluster = check_ray_up(text_of(f"{name}.yaml"))
+        assert cluster["cluster_name"] == "raytrain"
+        assert list(opening(text_of(f"{name}.yaml"))) == ["bring up", "train", "take down"]
+    with pytest.raises(Exception, match="idle_timeout_minuets"):  # a misspelled field
         check_ray_up(text_of("aws.yaml").replace("idle_timeout_minutes", "idle_timeout_minuets"))
-
-
-@pytest.mark.parametrize("name", CLOUDS)
-def test_cloud_files_use_spot_workers_and_an_on_demand_head(name: str):
-    types = yaml.safe_load(text_of(f"{name}.yaml"))["available_node_types"]
-    spot = re.compile("spot", re.IGNORECASE)
-    assert spot.search(json.dumps(types["worker"]["node_config"]))
-    assert not spot.search(json.dumps(types["head"]["node_config"]))
 
 
 def test_aws_machines_allow_no_inbound_access_and_only_one_bucket():
@@ -66,116 +53,11 @@ def test_aws_machines_allow_no_inbound_access_and_only_one_bucket():
     assert "ray-cluster-name" in json.dumps(ends[0]["Condition"])
 
 
-def test_gcp_has_its_own_network_and_accounts():
-    text = text_of("gcp.yaml")
-    for kind, config in yaml.safe_load(text)["available_node_types"].items():
-        node = config["node_config"]
-        assert node["networkInterfaces"][0]["subnetwork"].endswith("/raytrain")
-        assert node["serviceAccounts"][0]["email"].startswith(f"raytrain-{kind}@")
-    assert re.findall(r"tcp:22 --source-ranges (\S+)", text) == ["203.0.113.0/24"]
-
-
 def program(folder: Path, name: str, body: str) -> None:
     """A command of that name, in sh."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{body}\n")
     (folder / name).chmod(0o755)
-
-
-def test_azures_first_command_restricts_rays_ssh_rule(tmp_path: Path):
-    """With Azure's own command line: no installed file is edited."""
-    text = text_of("azure.yaml")
-    template = json.loads(
-        in_ray("autoscaler/_private/_azure/azure-config-template.json").read_text()
-    )
-    rules = [
-        (rule["name"], rule["properties"]["destinationPortRange"])
-        for resource in template["resources"]
-        for rule in resource.get("properties", {}).get("securityRules", [])
-    ]
-    assert rules == [("SSH", "22")]
-    for name in ("ray", "az"):
-        list_them = '[ "$3" != list ] || echo one two'
-        program(tmp_path / "bin", name, f'echo "{name} $*" >> {tmp_path}/calls; {list_them}')
-    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    subprocess.run(["bash", "-c", opening(text)["bring up"]], env=path, check=True)
-    up, listed, *updates = (tmp_path / "calls").read_text().splitlines()
-    assert up.startswith("ray up ")
-    assert listed.startswith("az network nsg list --resource-group raytrain ")
-    assert yaml.safe_load(text)["provider"]["resource_group"] == "raytrain"
-    rest = "--name SSH --source-address-prefixes 203.0.113.0/24"
-    group = "az network nsg rule update --resource-group raytrain --nsg-name"
-    assert updates == [f"{group} {name} {rest}" for name in ("one", "two")]
-    assert "sed -i" not in text
-
-
-def larger(name: str) -> str:
-    """A cloud's file with its lines for machines with several GPUs."""
-    return re.sub(r"(?m)^( +)# (\w+: .*) # several GPUs.*$", r"\1\2", text_of(f"{name}.yaml"))
-
-
-def test_aws_machines_match_the_run_instances_api():
-    """Strictly, by AWS's own description of its API; also with several GPUs."""
-    from botocore.session import get_session
-    from botocore.validate import ParamValidator
-
-    model = get_session().get_service_model("ec2").operation_model("RunInstances")
-    for text in (text_of("aws.yaml"), larger("aws")):
-        for config in yaml.safe_load(text)["available_node_types"].values():
-            # Ray adds the numbers.
-            params = {**config["node_config"], "MinCount": 1, "MaxCount": 1}
-            report = ParamValidator().validate(params, model.input_shape)
-            assert not report.has_errors(), report.generate_report()
-    worker = yaml.safe_load(larger("aws"))["available_node_types"]["worker"]["node_config"]
-    assert worker["NetworkInterfaces"][0]["InterfaceType"] == "efa"
-    assert worker["Placement"] == {"GroupName": "raytrain"}
-
-
-def test_azure_machines_match_rays_template():
-    template = json.loads(in_ray("autoscaler/_private/_azure/azure-vm-template.json").read_text())
-    for text in (text_of("azure.yaml"), larger("azure")):
-        for config in yaml.safe_load(text)["available_node_types"].values():
-            assert {*config["node_config"]} == {"azure_arm_parameters"}
-            given = config["node_config"]["azure_arm_parameters"]
-            for name, value in given.items():
-                kind = template["parameters"][name]["type"]
-                kinds = {"string": str, "int": int, "bool": bool, "object": dict}
-                assert isinstance(value, kinds[kind]), name
-    assert given["enableAcceleratedNetworking"] is True
-
-
-def test_google_machines_match_the_instances_insert_api():
-    """Strictly, by Google's own description of its API, if its client is installed."""
-    pytest.importorskip("googleapiclient")
-    from googleapiclient.discovery_cache import get_static_doc  # type: ignore[import-not-found]
-
-    schemas = json.loads(get_static_doc("compute", "v1"))["schemas"]
-
-    def check(value: object, schema: dict[str, Any], where: str) -> None:
-        schema = schemas[schema["$ref"]] if "$ref" in schema else schema
-        if isinstance(value, dict):
-            for name, each in value.items():
-                assert name in schema["properties"], f"{where}.{name} does not exist"
-                check(each, schema["properties"][name], f"{where}.{name}")
-        elif isinstance(value, list):
-            for each in value:
-                check(each, schema["items"], where)
-        else:
-            kinds = {"string": (str, int), "boolean": bool, "integer": int}
-            assert isinstance(value, kinds[schema["type"]]), where
-            assert value in schema.get("enum", [value]), f"{where}: {value}"
-
-    for text in (text_of("gcp.yaml"), larger("gcp")):
-        for kind, config in yaml.safe_load(text)["available_node_types"].items():
-            check(config["node_config"], {"$ref": "Instance"}, kind)
-
-
-def test_google_workers_request_the_gpu_driver():
-    for text in (text_of("gcp.yaml"), larger("gcp")):
-        worker = yaml.safe_load(text)["available_node_types"]["worker"]["node_config"]
-        assert worker["metadata"]["items"] == [{"key": "install-nvidia-driver", "value": "True"}]
-        assert worker["scheduling"]["onHostMaintenance"] == "TERMINATE"
-    assert worker["resourcePolicies"]
 
 
 def versions() -> list[dict[str, str]]:
@@ -209,57 +91,9 @@ def test_all_versions_match_the_table():
         assert f"{oldest[key]}.".startswith(f"{lowest[1]}."), key
 
 
-def test_the_table_has_the_cuda_version_of_the_installed_torch():
-    rows = {row["torch"]: row for row in versions()}
-    row = rows.get(metadata.version("torch").partition("+")[0])
-    needs = " ".join(metadata.requires("torch") or ())
-    found = re.search(r"(?:cuda-toolkit\S*|nvidia-cuda-runtime\S*)==(\d+\.\d+)", needs)
-    if row is None or found is None:
-        pytest.skip("another torch, or one without CUDA")
-    assert found[1] == row["CUDA"]
-    # NVIDIA's table of minor version compatibility.
-    assert row["lowest driver"] == {"13": "580.65.06", "12": "525.60.13"}[found[1][:2]]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "driver", "fits"),
-    [
-        (True, "580.65.06", True),
-        (True, "595.10", True),
-        (True, "570.172.08", False),
-        (True, "", False),
-        (False, "", True),
-    ],
-)
-@pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_worker_with_an_outdated_driver_reports_it(
-    tmp_path: Path, cloud: str, gpu: bool, driver: str, fits: bool
-):
-    (command,) = yaml.safe_load(text_of(f"{cloud}.yaml"))["worker_setup_commands"]
-    (tmp_path / "vendor").write_text("0x10de\n" if gpu else "0x1d0f\n")
-    command = command.replace("/sys/bus/pci/devices/*/vendor", str(tmp_path / "vendor"))
-    program(tmp_path / "bin", "nvidia-smi", f'[ -n "{driver}" ] && echo {driver}')
-    program(tmp_path / "bin", "sleep", "")
-    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run(
-        ["bash", "-c", f"({command})"], env=path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode == 0) == fits
-    if not fits:
-        assert f"driver is '{driver}'; torch 2.15.0 needs 580.65.06" in done.stderr
-
-
-NOTICES = {
-    "aws": (ACTION, aws_action(in_s=3600)),
-    "azure": (EVENTS, azure_events("Preempt", in_s=3600)),
-    "gcp": (PREEMPTED, "TRUE"),
-}
-
-
-@pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path, cloud: str):
+def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path):
     """Its line unchanged, in a shell that ends; only the metadata service is replaced."""
-    cluster = yaml.safe_load(text_of(f"{cloud}.yaml"))
+    cluster = yaml.safe_load(text_of("aws.yaml"))
     assert "raytrain_ddp.spot" not in json.dumps(cluster["head_start_ray_commands"])
     ours, notes = tmp_path / "bin", tmp_path / "notes"
     with serve() as cloud_says:
@@ -276,68 +110,10 @@ def test_a_cloud_worker_is_drained_at_its_notice_but_never_a_head(tmp_path: Path
         while not cloud_says.asked and time.monotonic() < deadline:
             time.sleep(0.05)
         assert notes.read_text() == "start  ens5\n"
-        path, text = NOTICES[cloud]
-        cloud_says.texts[path] = text
+        cloud_says.texts[ACTION] = aws_action(in_s=3600)
         while "drain-node" not in notes.read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
     assert notes.read_text() == f"start  ens5\ndrain-node h{port}:6379 ens5\n"
-
-
-class LanMachine:
-    """A machine of lan.yaml, with commands that record how they are called."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.cluster = yaml.safe_load(text_of("lan.yaml"))
-
-    def run(self, command: str, **variables: str) -> None:
-        path = f"{FAKES / 'lan'}:{os.environ['PATH']}"
-        home = {"HOME": str(self.home), "FAKE_NOTES": str(self.home), "PATH": path}
-        ours = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "OMP_"))}
-        subprocess.run(
-            ["bash", "-c", f"({command})"], env={**ours, **home, **variables}, check=True
-        )
-
-    def noted(self, name: str) -> list[str]:
-        return (self.home / name).read_text(encoding="utf-8").splitlines()
-
-
-@pytest.fixture
-def lan_machine(tmp_path: Path) -> LanMachine:
-    return LanMachine(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["head", "worker"])
-def test_a_lan_machine_uses_the_address_of_its_ssh_connection(lan_machine: LanMachine, kind: str):
-    """Not the address of its host name, which is 127.0.1.1 on Debian."""
-    start = lan_machine.cluster[f"{kind}_start_ray_commands"][-1]
-    ssh = "192.168.1.5 40000 192.168.1.11 22"
-    lan_machine.run(start, SSH_CONNECTION=ssh, RAY_HEAD_IP="192.168.1.10", OMP_NUM_THREADS="1")
-    call, *environment = lan_machine.noted("ray")
-    assert "--node-ip-address=192.168.1.11" in call.split()
-    assert ("--head" in call) == (kind == "head")
-    assert ("--address=192.168.1.10:6379" in call) == (kind == "worker")
-    assert {"GLOO_SOCKET_IFNAME=eth7", "NCCL_SOCKET_IFNAME=eth7"} <= {*environment}
-    assert "RAY_AUTH_MODE=token" in environment
-    assert not any(line.startswith("OMP_NUM_THREADS") for line in environment)
-
-
-def test_ray_down_stops_ray_on_all_lan_workers(lan_machine: LanMachine):
-    for command in lan_machine.cluster["head_setup_commands"]:
-        lan_machine.run(command)
-    config = {"auth": {"ssh_user": "you"}, "provider": {"worker_ips": ["w1", "w2"]}}
-    (lan_machine.home / "ray_bootstrap_config.yaml").write_text(yaml.safe_dump(config))
-    down = opening(text_of("lan.yaml"))["take down"]
-    script = re.search(r"'(python .*)' && ray down", down)
-    assert script is not None
-    lan_machine.run(script[1])
-    assert lan_machine.noted("ray")[0] == "ray stop"
-    ended = sorted(line.split()[-3:] for line in lan_machine.noted("ssh"))
-    assert ended == [[f"you@w{n}", "~/raytrain/bin/ray", "stop"] for n in (1, 2)]
-
-
-def test_the_lan_uses_the_autoscaler_that_starts_all_workers():
-    assert opening(text_of("lan.yaml"))["bring up"].startswith("RAY_UP_enable_autoscaler_v2=0 ")
 
 
 # ------------------------------------------------------------------ Kubernetes
@@ -355,47 +131,12 @@ def test_kubernetes_objects_have_only_fields_known_to_kuberay():
     assert all("nvidia.com/gpu" in limit for limit in limits)
 
 
-def test_commented_kubernetes_lines_are_valid_fields():
-    """Queues, a node selector, a volume for runs, as they are once uncommented."""
-    line = r"(?m)^( +)# (- \{.*|[\w./-]+: [\w{].*)$"
-    text = text_of("kuberay.yaml")
-    assert len(re.findall(line, text)) == 2 * 3 + 2 + 2 * 4
-    job, cluster = check_kubernetes(re.sub(line, r"\1\2", text))
-    for resource in (job, cluster):
-        assert "kueue.x-k8s.io/queue-name" in resource["metadata"]["labels"]
-    worker = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]
-    assert worker["nodeSelector"]
-    assert worker["volumes"][1]["persistentVolumeClaim"] == {"claimName": "raytrain"}
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "why"),
-    [
+def test_a_misspelled_kubernetes_field_is_detected():
+    for right, wrong, why in (
         ("terminationGracePeriodSeconds: 60", "terminationGraceSeconds: 60", "terminationGrace"),
         ("preStop:", "prestop:", "prestop"),
         ("backoffLimit: 2 ", 'backoffLimit: "2" ', "backoffLimit is '2'"),
-        ('{num-cpus: "0"}', "{num-cpus: 0}", "rayStartParams"),
-        ("maxReplicas: 1", "maxreplicas: 1", "maxreplicas"),
         ("groupName: gpu\n", "replicas: 1\n", "groupName"),
-        ("mode: token", "modus: token", "modus"),
-    ],
-)
-def test_a_misspelled_kubernetes_field_is_detected(right: str, wrong: str, why: str):
-    with pytest.raises(AssertionError, match=why):
-        check_kubernetes(text_of("kuberay.yaml").replace(right, wrong, 1))
-
-
-def test_the_image_has_the_ray_version_in_the_kuberay_file():
-    docker = text_of("Dockerfile")
-    assert re.search(r"apt-get install .* wget\b", docker), "for KubeRay's probes"
-    versions = re.findall(r'rayVersion: "(.*)"', text_of("kuberay.yaml"))
-    assert {*versions} == {*re.findall(r"ARG RAY=(.*)", docker)}
-    sources = [source for line in re.findall(r"COPY (.*)", docker) for source in line.split()[:-1]]
-    assert sources
-    assert all((ROOT / source).exists() for source in sources)
-
-
-def test_the_readme_names_every_file():
-    names = {path.name for path in CLUSTERS.iterdir()} - {"README.md"}
-    readme = text_of("README.md")
-    assert all(f"`{name}`" in readme for name in names)
+    ):
+        with pytest.raises(AssertionError, match=why):
+            check_kubernetes(text_of("kuberay.yaml").replace(right, wrong, 1))

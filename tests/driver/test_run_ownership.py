@@ -1,21 +1,35 @@
-"""How a command ends that holds a run but is not training yet."""
+"""How a command ends that holds a run but is not training, and what a later one completes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_storage import commit
+from faulty_storage import commit, manifest, payload
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
+from raytrain_ddp.checkpoint.run_folder import (
+    checkpoint_store,
+    read_events,
+    read_history,
+    run_storage,
+)
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.finish import is_tidy, tidy
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.driver.run_ownership import owned
-from raytrain_ddp.events import End, Note
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import End
+
+
+def begun(folder: Path) -> TrainConfig:
+    config = TrainConfig(name="run", storage=str(folder))
+    run_storage(config).mkdir()
+    run_storage(config).write_atomic("config.toml", b"")
+    return config
 
 
 def by_signal() -> None:
@@ -27,17 +41,13 @@ def by_rays_handler() -> None:
 
 
 @pytest.mark.parametrize("end", [by_signal, by_rays_handler])
-def test_sigterm_before_training_ends_as_ctrl_c_does(end: object, tmp_path: Path):
-    assert callable(end)
-    config = TrainConfig(name="run", storage=str(tmp_path))
-    folder = run_storage(config)
-    folder.mkdir()
-    folder.write_atomic("config.toml", b"")
+def test_sigterm_before_training_ends_as_ctrl_c_does(end: Callable[[], None], tmp_path: Path):
+    config = begun(tmp_path)
     with pytest.raises(KeyboardInterrupt) as caught, owned(find_run(config), print):
         end()
     assert caught.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert [each.event for each in read_events(folder)] == [End(143)]
+    assert [each.event for each in read_events(run_storage(config))] == [End(143)]
     with owned(find_run(config), print):  # the lease was released
         pass
 
@@ -58,18 +68,38 @@ def test_other_exits_and_user_signal_handlers_are_unchanged(tmp_path: Path):
 
 
 def test_a_stop_reports_the_step_after_which_the_same_command_continues(tmp_path: Path):
-    config = TrainConfig(name="run", storage=str(tmp_path))
-    folder = run_storage(config)
-    folder.mkdir()
-    folder.write_atomic("config.toml", b"")
-    shown: list[Event] = []
+    config, shown = begun(tmp_path), []
 
     def stop() -> None:
-        store = checkpoint_store(folder)
+        store = checkpoint_store(run_storage(config))
         store.claim(None, {})
         commit(store, 20)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
         stop()
-    assert shown == [End(130), Note("run the same command again to continue after step 20.")]
+    assert shown[0] == End(130)
+    assert "step 20" in shown[1].text
+
+
+def test_records_of_a_newer_version_stay_in_the_log(tmp_path: Path):
+    config = TrainConfig(storage=str(tmp_path), name="newer")
+    run = run_storage(config)
+    log = [
+        {"kind": "train", "step": 1, "loss": 1.5, "energy_j": 3.0},
+        {"kind": "weather", "step": 1, "clouds": [1, 2]},
+        {"kind": "eval", "step": 2, "metrics": {"top1": 0.5}, "best": True, "by_class": {"a": 1}},
+    ]
+    files = {**payload(2), "log.json": json.dumps(log).encode()}
+    store = checkpoint_store(run)
+    store.commit(manifest(1), payload(1))
+    committed = store.commit(manifest(2), files).manifest
+    run.write_atomic("metrics.jsonl", (json.dumps(log[0]) + "\n").encode())
+    assert not is_tidy(run)
+    tidy(config, run, committed)
+    assert is_tidy(run)
+    assert read_history(run) == log
+    leftover = Path(run.path, "checkpoints/step-00000003-a0001/model.safetensors")
+    leftover.parent.mkdir()
+    leftover.touch()
+    assert not is_tidy(run)

@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from logs import log_of
 from processes import Died, Group
 from s3 import CREDENTIALS, S3, s3_server
 from tiny import TOTAL_STEPS, bits, newest, plain, run_tiny, tiny_config
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import (
-    CLOCKS,
     find_checkpoint,
-    read_history,
-    run_storage,
 )
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -27,13 +25,9 @@ from raytrain_ddp.report.run_files import read_run
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3]:
+    pytest.importorskip("moto")
     with s3_server() as running:
         yield running
-
-
-def timeless(config: TrainConfig) -> list[dict[str, object]]:
-    records = read_history(run_storage(config))
-    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +60,7 @@ def test_fault_01_15_a_killed_run_in_a_bucket_with_failing_writes_gives_the_same
     assert server.failing()["PUT"] == 0
     assert newest(config).name.step == TOTAL_STEPS
     assert bits(config) == bits(whole)
-    assert timeless(config) == timeless(whole)
+    assert log_of(config) == log_of(whole)
 
 
 def test_the_result_of_a_run_in_a_bucket_opens_without_further_settings(

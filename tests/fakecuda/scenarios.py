@@ -29,7 +29,6 @@ from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession, join_world
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World, choose_device
-from raytrain_ddp.training.start import settling
 
 
 def trains(
@@ -83,21 +82,6 @@ def fits(
     losses = [event.loss for event in events if hasattr(event, "loss")]
     weights = _weights_of(folder / name) if rank == 0 else {}
     return {"step": outcome.step, "losses": losses, **weights}
-
-
-def settles(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What auto resolves to on a GPU, and the message if nothing fits."""
-    digits = {"name": "auto", "storage": str(folder), "batch_size": 48, "micro_batch": "auto"}
-    config = _changed(digits, {"scaling": {"num_workers": size}})
-    world = World(rank, size, rank, torch.device("cuda", rank), 1)
-    chosen, notes = settling.settled(config, world)
-    settling._MEMORY = 1e-6
-    compute = [chosen.compute.precision, chosen.compute.channels_last]
-    return {
-        "chosen": [chosen.micro_batch, *compute],
-        "notes": notes,
-        "lack": _message(lambda: settling.settled(config, world)),
-    }
 
 
 def _changed(base: dict[str, Any], changes: Mapping[str, Any]) -> TrainConfig:

@@ -1,6 +1,6 @@
 """Training on GPUs that are emulated: what of it does not need a real one.
 
-It shows: that each line for GPUs runs and is right; when the host waits for the device; what is
+It shows: that what is for GPUs runs and is right; when the host waits for the device; what is
 copied from which memory; which collectives are made; missing waits between streams. It does not
 show NCCL, the results of CUDA's kernels, cuDNN and cuBLAS, nor speed.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import building
-import gpu_lines
 import pytest
 
 Report = dict[str, Any]  # per rank: the scenario's result, and the counts of emulated.report()
@@ -151,22 +150,17 @@ def test_digits_with_mixup_averages_and_adamw_have_the_same_weights_as_on_the_cp
     assert gpu["evaluated"] == pytest.approx(cpu["evaluated"], rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("changes", LOW_PRECISION, ids=["bf16", "fp16"])
-def test_two_gpus_train_in_low_precision(gpus: Gpus, changes: dict[str, Any]):
-    reports = gpus("fits", 2, device="cuda", name="low", changes=changes)
-    assert [report["result"]["step"] for report in reports] == [6, 6]
-
-
-def test_auto_is_settled_with_the_memory_of_the_gpus(gpus: Gpus):
-    for report in gpus("settles", 2):
-        found = report["result"]
-        assert found["chosen"] == [24, "bf16", True]
-        assert found["notes"][0] == "On Emulated H100 on a CPU: bf16, channels_last images (auto)."
-        assert (
-            "micro_batch = 24 (auto: the largest that fits Emulated H100 on a CPU)"
-            in found["notes"][1]
-        )
-        assert "not even 1 samples fit the memory of Emulated H100" in found["lack"]
+@pytest.mark.parametrize(("changes", "tolerance"), [*zip(LOW_PRECISION, (0.03, 0.01), strict=True)])
+def test_two_gpus_in_low_precision_have_the_losses_of_fp32(
+    gpus: Gpus, changes: dict[str, Any], tolerance: float
+):
+    """Nearly, but not exactly."""
+    of = {"device": "cuda", "name": "low"}
+    low, again = (gpus("fits", 2, changes=each, **of) for each in (changes, {}))
+    found, wanted = ([report["result"] for report in reports] for reports in (low, again))
+    assert [result["step"] for result in found] == [6, 6]
+    assert found[0]["losses"] == pytest.approx(wanted[0]["losses"], rel=tolerance)
+    assert found[0]["losses"] != wanted[0]["losses"]
 
 
 # ------------------------------------------------------------------ waits, copies, streams
@@ -273,12 +267,12 @@ def test_gpus_are_detected_joined_and_measured(gpus: Gpus):
     assert [result["device"] for result in results] == ["cuda:0", "cuda:1"]
     for result in results:
         assert result["chosen"] == ["cuda", "cpu", "cuda:1"]
-        assert result["refused"] == "--device cuda:2: torch finds 2 GPUs on this machine."
+        assert "cuda:2" in result["refused"]
         assert [gpu["total"] for gpu in result["gpus"]] == [80 * 2**30] * 2
         assert result["measured"]["latency_s"] > 0
         assert result["measured"]["cpu_latency_s"] > 0
         assert [*result["measured"]["bus_bytes_per_s"]] == ["1"]
-        assert "of 80.0 GiB on its GPU in use at its peak. Lower --micro-batch" in result["memory"]
+        assert "--micro-batch" in result["memory"]
 
 
 # ------------------------------------------------------------------ the tests for real GPUs
@@ -307,41 +301,3 @@ def test_the_tests_for_real_gpus_pass_on_an_emulated_gpu(libraries: Path, tmp_pa
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert "5 passed" in done.stdout
-
-
-# ------------------------------------------------------------------ lines
-
-
-NOT_SEEN = {  # the start of a line: why
-    "training/runtime/connections.py: done = torch.cuda.Event": "see test_replaced_gpu_workers.py",
-    "training/monitoring/profiler.py": "the profiler of GPUs, CUPTI, needs a driver",
-    "training/recording/local_session.py: gpus = torch.cuda.device_count() if": "a note about idle "
-    "GPUs",
-    "training/start/settling.py: sizes = [size for size": "with sync_batchnorm: CUDA's own kernels",
-    'predict/cluster_workers.py: raise PreflightError("--device cuda': "of a cluster without GPUs",
-    "config/train_config.py: raise ConfigError(": "of sync_batchnorm, see test_placement.py",
-    "warm/fork_server.py": "it looks for GPUs, so as not to have one",
-}
-
-
-def test_each_line_for_gpus_is_executed(gpus: Gpus):
-    """In one of the scenarios above."""
-    gpus("surrounds", 2, backend="")
-    gpus("settles", 2)
-    gpus("trains", device="cuda", exact=True)
-    for changes in (MIXED, *LOW_PRECISION):
-        one = changes is MIXED
-        gpus(
-            "fits", 1 if one else 2, device="cuda", name="mixed" if one else "low", changes=changes
-        )
-    gpus("trains", 3, device="cuda", exact=True)
-    executed = {line for report in gpus.all_reports() for line in report["lines"]}
-    missing = {
-        f"{file}: {text}"
-        for file, lines in gpu_lines.find().items()
-        for line, text in lines.items()
-        if f"{file}:{line}" not in executed
-    }
-    unseen = {line for line in missing if line.startswith((*NOT_SEEN,))}
-    assert sorted(missing - unseen) == [], "lines for GPUs that no scenario reaches"
-    assert all(any(line.startswith(known) for line in unseen) for known in NOT_SEEN)

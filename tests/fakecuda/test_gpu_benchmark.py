@@ -81,44 +81,6 @@ def test_each_fit_has_a_valid_config(gpu: ModuleType, tiny: bool, tmp_path: Path
         assert config.compute.compile == ("compiled" in job.name)
 
 
-def test_a_shorter_plan_has_a_part_of_the_longer_one_and_names_what_it_lacks(
-    gpu: ModuleType, tmp_path: Path
-):
-    kept = {}
-    for minutes in gpu.PLANS:
-        args = asked(minutes=minutes, torchvision_train=Path("train.py"))
-        folder = tmp_path / str(minutes)
-        folder.mkdir()
-        why = {job.name: gpu.left_out(job, args) for job in gpu.jobs(args, folder, 1)}
-        kept[minutes] = {name for name, reason in why.items() if not reason}
-        assert "--timm-train" in why["ResNet-50, timm's script"] or minutes < 12
-    assert kept[4] < kept[8] < kept[12]
-
-
-def test_the_report_keeps_what_was_measured_before_a_measurement_fails(
-    gpu: ModuleType, tmp_path: Path
-):
-    report = gpu.Report(tmp_path / "gpu.md")
-    report.head(["GPUs: 1 x made up"])
-    programs = {
-        "quick": "print('= 7 images/s')",
-        "failing": "print('= 1 of 2'); raise ValueError('odd')",
-        "stuck": "import time; print('= 3 of 50', flush=True); time.sleep(60)",
-    }
-    for name, program in programs.items():
-        job = gpu.Job(name, ["-c", program], 2.0 if name == "stuck" else 60.0)
-        gpu.tell(report, job, gpu.measure(job, float("inf")))
-    rows = (tmp_path / "gpu.md").read_text().splitlines()
-    assert "- GPUs: 1 x made up" in rows
-    assert [row.split(" | ")[1] for row in rows if row.startswith("| ")][2:] == [
-        "7 images/s",
-        "FAILED (1): ValueError: odd. 1 of 2",
-        "CUT after 2 s. 3 of 50",
-    ]
-    assert report.failed == 2
-    assert "ValueError: odd" in (tmp_path / "gpu.log").read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("python", ["", sys.executable], ids=["without Ray", "this environment"])

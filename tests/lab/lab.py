@@ -85,13 +85,6 @@ class Lab:
     def boot(self, host: str) -> None:
         self._do("boot", host)
 
-    def slow(self, host: str, rate: str) -> None:
-        """Limits its link in both directions; `fast` removes the limit."""
-        self._do("slow", host, rate)
-
-    def fast(self, host: str) -> None:
-        self._do("fast", host)
-
     def processes(self, host: str) -> list[str]:
         """Priority and command of each process except the host's own (ssh and this command)."""
         lines = self._do("ps", host).splitlines()[1:]

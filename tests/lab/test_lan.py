@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from cluster import Cluster, Run
+from cluster import Cluster
 
 
 @pytest.mark.lab
@@ -27,30 +27,6 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
     assert (here / "curves.png").read_bytes() == (
         lan.shared / "runs" / "digits" / "curves.png"
     ).read_bytes()
-
-
-@pytest.mark.lab
-@pytest.mark.timeout(900)
-def test_the_users_recipe_and_task_reach_all_hosts_through_the_working_dir(undisturbed: Run):
-    passes = {host: len(times) for host, times in undisturbed.passes().items()}
-    assert passes.keys() == {"head", "w1", "w2"}
-    assert len({*passes.values()}) == 1, passes
-    assert undisturbed.sizes() == [3]
-    assert undisturbed.command is not None
-    assert f"{undisturbed.name}: finished at step 360 of 360" in undisturbed.command.output()
-
-
-@pytest.mark.lab
-@pytest.mark.timeout(900)
-def test_a_storage_not_shared_by_all_hosts_is_refused_before_the_first_step(lan: Cluster):
-    command = lan.train("--scaling.num-workers 3", storage="/tmp/runs")
-    assert command.wait(240) != 0, command
-    output = command.output().partition("Status message")
-    assert "command failed with exit code 3" in output[2]
-    (error,) = re.findall(r"error: .*", output[0])
-    assert re.search(r"storage = /tmp/runs: node w\d does not see .* shared folder", error)
-    assert "step 1/" not in output[0]
-    assert not (lan.lab.home("head") / "runs" / "digits" / "checkpoints").exists()
 
 
 @pytest.mark.lab

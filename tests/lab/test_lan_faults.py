@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 from cluster import Cluster, Run
@@ -33,14 +31,11 @@ def test_fault_04_a_host_is_power_cycled_and_the_run_ends_with_the_same_bits(
 ):
     with lan.own("--scaling.num-workers 3 --scaling.wait-s 120") as run:
         run.wait_for_step(12)
-        off = time.time()
         lan.lab.crash("w2")
         time.sleep(15)
         lan.lab.boot("w2")
         run.wait_for_start(2)
         run.finish()
-    begin, end = run.standstill(off)
-    print(f"power off for 15 s, 3 workers: no step from {begin:.1f} to {end:.1f} s")
     assert run.sizes() == [3, 3]
     assert len(run.events("failed")) == 1
     check_same_training(run, undisturbed)
@@ -57,13 +52,9 @@ def test_fault_04_28_the_others_continue_without_a_powered_off_host_which_rejoin
         off = time.time()
         lan.lab.crash("w2")
         went_on = run.wait_for_start(2)
-        begin, end = run.standstill(off, but="w2")
-        on = time.time()
         lan.lab.boot("w2")
-        grown = run.wait_for_start(3)
+        run.wait_for_start(3)
         run.finish()
-    print(f"power off, 2:3 workers: no step from {begin:.1f} to {end:.1f} s; on again:", end=" ")
-    print(f"with 3 after {grown - on:.1f} s")
     assert run.sizes() == [3, 2, 3]
     assert went_on - off < STANDSTILL_S
     assert len(run.events("failed")) == 1
@@ -72,9 +63,7 @@ def test_fault_04_28_the_others_continue_without_a_powered_off_host_which_rejoin
 
 @pytest.mark.lab
 @pytest.mark.timeout(900)
-def test_fault_07_a_link_down_for_three_seconds_and_a_slow_link_restart_nothing(
-    lan: Cluster, undisturbed: Run
-):
+def test_fault_07_a_link_down_for_three_seconds_restarts_nothing(lan: Cluster, undisturbed: Run):
     with lan.own("--scaling.num-workers 3") as run:
         run.wait_for_step(12)
         out = time.time()
@@ -82,70 +71,11 @@ def test_fault_07_a_link_down_for_three_seconds_and_a_slow_link_restart_nothing(
         time.sleep(3)
         lan.lab.heal("w2")
         run.wait_for("steps", lambda: len(run.times(out + 3)) > 60)
-        before, slow = run.times(out + 5), time.time()
-        lan.lab.slow("w2", "100mbit")
-        run.wait_for("steps", lambda: len(run.times(slow)) > 60)
-        while_slow = run.times(slow + 1)
-        lan.lab.fast("w2")
         run.finish()
     begin, end = run.standstill(out)
-    usual, slower = (
-        1e3
-        * statistics.median(b - a for a, b in pairwise(times[::3]))  # a forward pass of each host
-        for times in (before, while_slow)
-    )
-    print(f"cable out for 3 s: no step from {begin:.1f} to {end:.1f} s;", end=" ")
-    print(f"step {usual:.0f} ms, at 100 Mbit/s {slower:.0f} ms")
     assert 2 < end - begin < 15
     assert run.sizes() == [3]
     assert run.events("failed") == []
-    assert run.weights() == undisturbed.weights()
-
-
-@pytest.mark.lab
-@pytest.mark.timeout(900)
-def test_fault_07_28_the_others_continue_without_a_host_offline_for_a_minute(
-    lan: Cluster, undisturbed: Run
-):
-    with lan.own("--scaling.num-workers 2:3") as run:
-        run.wait_for_step(12)
-        out = time.time()
-        lan.lab.cut("w2")
-        went_on = run.wait_for_start(2)
-        begin, end = run.standstill(out, but="w2")
-        assert run.sizes() == [3, 2]
-        time.sleep(max(0.0, out + 60 - time.time()))
-        back = time.time()
-        lan.lab.heal("w2")
-        grown = run.wait_for_start(3)
-        run.finish()
-    print(f"cable out for 60 s, 2:3 workers: no step from {begin:.1f} to {end:.1f} s;", end=" ")
-    print(f"with 3 {grown - back:.1f} s after it was in again")
-    assert run.sizes() == [3, 2, 3]
-    assert went_on - out < STANDSTILL_S
-    check_same_training(run, undisturbed)
-
-
-@pytest.mark.lab
-@pytest.mark.timeout(900)
-def test_fault_33_a_worker_stopped_on_another_host_during_evaluation_is_named_soon(
-    lan: Cluster, undisturbed: Run
-):
-    """The others would wait for half an hour; only its own host sees that it is stopped."""
-    flags = "--eval.every-epochs 1 --scaling.hang-s 5"
-    with lan.own(f"--scaling.num-workers 3 {flags}") as run:
-        run.wait_for_step(12)
-        (run.notes / "stop-w2").touch()
-        run.wait_for("the stop", lambda: not (run.notes / "stop-w2").exists())
-        stopped = time.time()
-        run.wait_for_start(2)
-        run.finish()
-    begin, end = run.standstill(stopped)
-    print(f"stopped in an evaluation: no step from {begin:.1f} to {end:.1f} s")
-    (failed,) = run.events("failed")
-    assert "(w2) did not enter" in failed["message"]
-    assert "its process is stopped (SIGSTOP" in failed["message"]
-    assert run.sizes() == [3, 3]
     assert run.weights() == undisturbed.weights()
 
 
@@ -172,17 +102,13 @@ def test_fault_04_63_the_rest_continues_after_two_hosts_power_off_in_the_same_se
             begin, end = run.standstill(off)
         else:
             run.wait_for("a word", lambda: any(WAITS in e["text"] for e in run.events("note")))
-        on = time.time()
         for host in ("w1", "w2"):
             lan.lab.boot(host)
         again = run.wait_for("three", lambda: len(run.sizes()) > 1 and run.sizes()[-1] == 3)
         run.wait_for("a step of three", lambda: run.times(again))
         if "exact" not in workers:
             begin, end = run.standstill(off)
-            print(f"power on after {on - off:.1f} s;", end=" ")
         run.finish()
-    print(f"two hosts off, {workers} workers: no step from {begin:.1f} to {end:.1f} s;", end=" ")
-    print(f"sizes {run.sizes()}")
     assert end - begin < STANDSTILL_S
     assert run.sizes()[0] == run.sizes()[-1] == 3
     assert all(event["replaced"] is not None for event in run.events("plan")[1:])

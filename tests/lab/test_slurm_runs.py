@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -87,75 +86,4 @@ def test_the_unedited_script_trains_across_nodes_is_requeued_and_has_equal_bits(
     assert weights(config) == undisturbed
     plans = [e.event for e in read_events(run_storage(config)) if isinstance(e.event, Plan)]
     assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}] * 2
-    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
-
-
-def test_two_jobs_with_their_own_ray_train_on_the_same_nodes(
-    slurm: SlurmCluster, tmp_path: Path, undisturbed: bytes
-):
-    """Neither joins the other's Ray, uses its ports, or ends its processes."""
-    (tmp_path / "slow").touch()
-    configs = [paced(tmp_path, name) for name in ("one", "two")]
-    jobs = [
-        slurm.submit(f"--cpus-per-task=1 {SBATCH} {flags(config)}", PYTHONPATH=ROOT / "tests")
-        for config in configs
-    ]
-    for config, job in zip(configs, jobs, strict=True):
-        wait_until(lambda c=config: steps_of(c) >= 3, 400, job)
-    assert [job.state for job in jobs] == ["RUNNING"] * 2
-    jobs[0].cancel("--batch --signal=TERM")
-    jobs[0].wait({"FAILED"}, 100)
-    done = steps_of(configs[0])
-    assert 3 <= done < 120
-    (tmp_path / "slow").unlink()
-    jobs[1].wait({"COMPLETED"}, 300)
-    assert steps_of(configs[1]) == 120
-    assert weights(configs[1]) == undisturbed
-    plans = [e.event for e in read_events(run_storage(configs[1])) if isinstance(e.event, Plan)]
-    assert [{*plan.hosts} for plan in plans] == [{"n1", "n2"}]
-    wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))
-
-
-SHOWS = """
-import json, os, sys
-from pathlib import Path
-
-own = {name: value for name, value in os.environ.items() if name.startswith("SLURM")}
-Path(sys.argv[1], f"{os.environ['SLURM_PROCID']}.json").write_text(json.dumps(own))
-"""
-# What scripts read, and what is the same on one node whichever of the two starts them.
-READ = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS"),
-    *("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"),
-    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME"),
-)
-
-
-def test_run_env_slurm_gives_a_script_the_same_environment_as_srun(
-    slurm: SlurmCluster, tmp_path: Path
-):
-    """Also outside an allocation, except for the number and name of the job."""
-    (tmp_path / "shows.py").write_text(SHOWS)
-    places = {name: tmp_path / name for name in ("srun", "inside", "outside")}
-    for place in places.values():
-        place.mkdir()
-    run = "python -m raytrain_ddp.run --env slurm --nproc-per-node 2 shows.py"
-    wrap = f"srun --ntasks=2 python shows.py {places['srun']} && {run} {places['inside']}"
-    there = f"cd {tmp_path} &&"
-    flags = f"--nodes=1 --ntasks=2 --cpus-per-task=2 --mem=8G --chdir={tmp_path}"
-    job = slurm.submit(f"{flags} --wrap '{wrap}'")
-    job.wait({"COMPLETED"}, 200)
-    slurm.sh(f"{there} {run} {places['outside']}", 200)
-    found = {
-        name: [json.loads((place / f"{rank}.json").read_text()) for rank in range(2)]
-        for name, place in places.items()
-    }
-    for rank in range(2):
-        expected = {name: found["srun"][rank].get(name) for name in READ}
-        assert {name: found["inside"][rank].get(name) for name in READ} == expected
-        unknown = dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JOB_NAME"))
-        outside = {name: found["outside"][rank].get(name) for name in READ}
-        assert outside | unknown == expected | unknown
-        assert outside["SLURM_JOB_ID"].isdigit()
-    slurm.lab.run("n1", "rm -rf /tmp/ray")  # logs, as left by any Ray
     wait_until(lambda: not slurm.left_on_nodes(), 60, LeftOn(slurm))

@@ -1,485 +1,457 @@
-"""Real Ray: one Ray for all tests in this file, and few fits, because each starts its workers
-cold."""
+"""Real Ray: one of two nodes for all tests of this file, and few fits, because each starts its
+workers cold. What needs minutes is in test_ray_faults.py."""
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+pytest.importorskip("ray")
+import psutil
+import torch
+import warm_python
 from logs import log_of
-from rich.console import Console
+from old_launchers import compare
+from processes import ENVIRONMENT
+from ray_cluster import (
+    TASKS,
+    Ears,
+    Running,
+    at_size,
+    at_step,
+    once,
+    paced,
+    processes,
+    trained,
+    two_nodes,
+    wait_until,
+    weights,
+)
 
-import raytrain_ddp.predict.__main__ as predict
 from raytrain_ddp import FitResult, TrainConfig, fit, fit_locally
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
+from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.automatic import settled_without_gpu
-from raytrain_ddp.config.recipe import load
-from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig, ScalingConfig
-from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
+from raytrain_ddp.config.recipe import dumps, load
+from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, ScalingConfig
+from raytrain_ddp.errors import PreflightError, TaskError
+from raytrain_ddp.events import End
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
-from raytrain_ddp.predict.output_parts import OutputParts
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS, quick_start
-from raytrain_ddp.warm.warm_start import py_executable, start_early
+from raytrain_ddp.launcher.script_launch import run_script
+from raytrain_ddp.run import parse
 
-HERE = Path(__file__).parents[1]
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
+SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_for_all(unchanged_process: None) -> Iterator[None]:
-    """A Ray of this test session that `fit` finds and leaves running.
-
-    Its processes are forked: a result equal to a torchrun run therefore also holds for normal
-    processes.
-    """
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.pop("RAY_ADDRESS", None)
-    os.environ.update({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", **SETTINGS})
-    import ray
-
-    start_early("always", 1)
-    with quick_start(is_warm=True, has_dashboard=False):
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"py_executable": py_executable("always", os.getpid(), 1, 1)},
-        )
-    started = "\n".join(" ".join(_command(p)) for p in psutil.Process().children(recursive=True))
-    assert "/raylet " in started
-    for idle in ("dashboard/dashboard.py", "log_monitor.py", "autoscaler/_private/monitor.py"):
-        assert idle not in started
-    yield
-    ray.shutdown()
+@pytest.fixture(scope="module")
+def cluster(unchanged_process: None) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        own = Path(tempfile.mkdtemp(prefix="test-ray-"))  # of what `run` starts
+        patch.setenv("TMPDIR", str(own))
+        patch.setenv("RAY_TMPDIR", "/tmp")
+        with two_nodes() as made:
+            made.own = own
+            yield made
+    assert list(own.glob("raytrain-run-*")) == []
 
 
-def shown() -> tuple[Display, io.StringIO]:
-    """A display that writes plain lines into a string."""
-    text = io.StringIO()
-    return Display(Console(file=text, width=120), live=False), text
+def finished(config: TrainConfig) -> Ears:
+    ears = Ears()
+    assert fit(config, display=ears).status == "finished"
+    return ears
 
 
-def weights(config: TrainConfig) -> bytes:
-    """The model and optimizer files of the newest checkpoint: equal bytes mean equal bits."""
-    newest = checkpoint_store(run_storage(config)).latest()
-    assert newest is not None
-    return newest.read("model.safetensors") + newest.read("optimizer.safetensors")
-
-
-def timeless(records: list[dict[str, object]]) -> list[dict[str, object]]:
-    return [{k: v for k, v in record.items() if k not in CLOCKS} for record in records]
-
-
-def three_workers(storage: Path, name: str, **options: object) -> TrainConfig:
-    config = TrainConfig(
-        name=name,
-        storage=str(storage),
-        epochs=3,
-        scaling=ScalingConfig(num_workers=3),
-        log=LogConfig(every_steps=1),
-        task=f"{HERE / 'ray_tasks.py'}:Paced",
-        task_options={"slow": str(storage / "slow")},
-    )
-    return replace(config, **options)  # type: ignore[arg-type]
-
-
-def without_ray(config: TrainConfig, workers: int) -> None:
-    """Runs the config under torchrun."""
-    run_storage(config).mkdir()
-    recipe = Path(config.storage) / f"{config.name}.toml"
-    from raytrain_ddp.config.recipe import dumps
-
-    recipe.write_text(dumps(config))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
-    command = [*torchrun, "--standalone", "-m", "raytrain_ddp.fit", str(recipe)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
-
-
-def actor_is_gone(actor: str, within_s: float = 20) -> bool:
-    """Whether this session's Ray no longer has such an actor."""
-    for _ in range(int(within_s / 0.2)):
-        below = psutil.Process().children(recursive=True)
-        titles = [line for process in below for line in _command(process)[:1]]
-        if not any(title.startswith(f"ray::{actor}") for title in titles):
-            return True
-        time.sleep(0.2)
-    return False
-
-
-def _command(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
-def interrupt_at(step: int, config: TrainConfig) -> threading.Thread:
-    """Sends Ctrl-C to this process once the log has reached `step`."""
-    return at_step(step, config, lambda _: os.kill(os.getpid(), signal.SIGINT))
-
-
-def at_step(step: int, config: TrainConfig, do: Callable[[int], object]) -> threading.Thread:
-    """Runs an action once the log has reached `step`, with the step reached."""
-    log = Path(config.storage) / str(config.name) / "metrics.jsonl"
-
-    def watch() -> None:
-        for _ in range(12_000):  # ten minutes: startup is slow on a busy machine
-            lines = log.read_text().splitlines() if log.exists() else []
-            if lines and json.loads(lines[-1]).get("step", 0) >= step:
-                do(json.loads(lines[-1])["step"])
-                return
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
-def test_fit_trains_the_digits_and_writes_every_file_of_the_run(tmp_path: Path) -> None:
-    display, text = shown()
-    config = TrainConfig(storage=str(tmp_path))
-    result = fit(config, display=display)
+def test_fit_trains_the_digits_and_writes_every_file_of_the_run(
+    cluster: Any, tmp_path: Path
+) -> None:
+    config = TrainConfig(storage=str(tmp_path), epochs=4)
+    result = fit(config, display=Ears())
     assert isinstance(result, FitResult)
-    assert result.status == "finished"
-    assert result.exit_status == 0
-    assert result.metrics["top1"] >= 0.985
-    assert result.step == result.total_steps == 12 * 23
+    assert (result.status, result.exit_status) == ("finished", 0)
+    assert result.metrics["top1"] >= 0.95
+    assert result.step == result.total_steps == 4 * 23
     run = tmp_path / "digits"
     for name in ("config.toml", "metrics.jsonl", "checkpoints", "curves.png", "tensorboard"):
         assert (run / name).exists(), name
     assert (run / "logs" / "rank-1.log").exists()
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [*range(23, 277, 23)]
+    assert [r["step"] for r in result.history if r["kind"] == "eval"] == [*range(23, 93, 23)]
     data = replace(config.data, classes=tuple("0123456789"))
     wanted = settled_without_gpu(replace(config, name="digits", data=data), 2)
     assert load(str(run / "config.toml")) == wanted
-    out = text.getvalue()
-    for words in ("placing 2 workers", "preparing the model", "64 = 4 slots x 16", "finished"):
-        assert words in out
-    assert "raytrain_ddp.evaluate" in out
-    assert f"raytrain_ddp.predict {run} --out digits.csv" in out
 
-    display, text = shown()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    again = fit(config, display=display)
+    again = fit(config, display=Ears())
     assert again.status == "already complete"
     assert again.metrics == result.metrics
-    assert "already complete" in text.getvalue()
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run of three processes under torchrun."""
-    config = three_workers(tmp_path_factory.mktemp("reference"), "undisturbed")
-    without_ray(config, workers=3)
+    config = paced(tmp_path_factory.mktemp("reference"), "undisturbed")
+    run_storage(config).mkdir()
+    recipe = Path(config.storage) / "undisturbed.toml"
+    recipe.write_text(dumps(config))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command = [*torchrun, "--standalone", "-m", "raytrain_ddp.fit", str(recipe)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
     return config
 
 
 def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
-    undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of three Ray workers is killed and replaced while the others survive and the task's files
     are broken; then Ctrl-C and the same command again.
 
     Weights and log are those of three undisturbed processes under torchrun.
     """
-    monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=33")
+    monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=15")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
     sources = {"own_paced.py": "from own_base import Paced\n\nclass Own(Paced): ...\n"}
     sources["own_base.py"] = "from ray_tasks import Paced\n"
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
-    config = three_workers(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
+    config = paced(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
     # Where Ray Train would keep its state: if it is not writable, Ray Train fails.
     (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
-    display, text = shown()
-    edited: list[int] = []
+    ears = Ears()
+    broken: list[float] = []
 
-    def edit(step: int) -> None:
+    def break_files() -> None:
         for name in sources:
             (tmp_path / name).write_text("1 / 0\n")
-        edited.append(step)
+        broken.append(time.monotonic())
 
-    editing = at_step(20, config, edit)
-    watch = interrupt_at(step=50, config=config)
-    stopped = fit(config, display=display)
-    watch.join(timeout=10)
-    editing.join(timeout=10)
-    assert edited[0] < 33, "before the worker died"
+    once(ears, at_step(3), break_files)
+    once(ears, at_step(30), lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped = fit(config, display=ears)
     assert len(list((tmp_path / "fired").iterdir())) == 1
-    (reported,) = [line for line in text.getvalue().splitlines() if "rank 1 failed" in line]
-    # Step 33, or the step of the last event.
-    assert re.search(r"at step 3[0-3];", reported)
-    for words in ("crashed, or was killed", "only its process is replaced", "1 of at most 3"):
-        assert words in reported
-    assert "rank 1 replaced; continuing after step 32 of 69" in text.getvalue()
-    assert "restarted" not in text.getvalue()
-    assert stopped.status == "interrupted"
-    assert stopped.exit_status == 130
-    assert 50 <= stopped.step < 69
+    (failed,) = [(at, event) for at, event in ears.heard if event["kind"] == "failed"]
+    assert broken[0] < failed[0]
+    assert failed[1]["rank"] == 1
+    assert 13 <= failed[1]["step"] <= 15  # or the step of the last event
+    plans = [(plan["start_step"], *(plan.get("replaced") or ())) for plan in ears.of("plan")]
+    assert plans == [(0,), (14, 1)]
+    assert (stopped.status, stopped.exit_status) == ("interrupted", 130)
+    assert 30 <= stopped.step < 46
 
     (tmp_path / "slow").unlink()
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
-    display, text = shown()
-    finished = fit(config, display=display)
-    assert finished.status == "finished"
-    assert f"step-{stopped.step:08d}" in text.getvalue()
+    assert [plan["start_step"] for plan in finished(config).of("plan")] == [stopped.step]
     assert weights(config) == weights(undisturbed)
-    assert log_of(undisturbed) == timeless([dict(r) for r in finished.history])
-    steps = [record["step"] for record in finished.history if record["kind"] == "train"]
-    assert steps == list(range(1, 70))
+    assert log_of(config) == log_of(undisturbed)
+    assert trained(config) == [*range(1, 47)]
 
 
-def test_a_separate_evaluating_worker_gives_the_same_metrics_although_it_and_rank_0_die(
-    undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_fault_05_after_a_killed_driver_the_same_command_ends_with_the_same_bits(
+    cluster: Any, undisturbed: TrainConfig, tmp_path: Path
 ) -> None:
-    dies = "evaluate.checkpoint:kill@step=23;train.after_backward:kill@rank=0,step=30"
-    monkeypatch.setenv(VARIABLE, dies)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
-    config = three_workers(tmp_path, "disturbed", eval=EvalConfig(asynchronous=True))
-    display, text = shown()
-    result = fit(config, display=display)
-    assert len(list((tmp_path / "fired").iterdir())) == 2
-    assert result.status == "finished"
-    assert weights(config) == weights(undisturbed)
-    for kind in ("train", "eval"):  # the order of the two kinds depends on timing
-        log = [record for record in log_of(config) if record["kind"] == kind]
-        assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
-    order = [(record["kind"], record["step"]) for record in log_of(config)]
-    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it continued
-    assert actor_is_gone("_Actor")
-
-
-def test_an_evaluation_failing_in_another_process_is_reported_with_its_own_message() -> None:
-    """Ray's error would contain the traceback of the other process."""
-    import ray
-
-    from raytrain_ddp.ray_backend.evaluator import Evaluator  # imports Ray
-
-    @ray.remote
-    def fail(error: Exception) -> None:
-        raise error
-
-    for error, kind in ((DataError("3 bad"), DataError), (KeyError("x"), RetriesExhausted)):
-        evaluator = object.__new__(Evaluator)
-        evaluator._asked = {"step-1": (answer := fail.remote(error))}
-        evaluator._failed = {}
-        ray.wait([answer], timeout=60)
-        with pytest.raises(kind) as caught:
-            evaluator.look()
-        words = "3 bad" if kind is DataError else "KeyError: 'x'"
-        assert str(caught.value) == f"the evaluation of step-1 failed: {words}"
-
-
-def test_workers_are_placed_individually_if_the_others_continue_without_them() -> None:
-    """The Ray of these tests has capacity for four."""
-    from raytrain_ddp.ray_backend.placement import Layout
-    from raytrain_ddp.ray_backend.replacing import start_of  # imports Ray
-
-    def start(
-        least: int, most: int, placement: str = "PACK", backend: str = "gloo", **options: Any
-    ) -> tuple[int, ...]:
-        made_of = {key: options.pop(key) for key in [*options] if key != "exact"}
-        scaling = ScalingConfig(placement=placement, **made_of)  # type: ignore[arg-type]
-        layout = Layout(least, most, "nccl" in backend, {"CPU": 1.0}, backend)
-        made = start_of(TrainConfig(scaling=scaling, **options), layout)
-        return made.placed.most, made.least, made.size
-
-    assert start(3, 3) == (3, 3, 3)
-    assert start(3, 3, exact=True) == (1, 1, 3)
-    assert start(2, 3) == (1, 2, 3)
-    assert start(2, 8) == (1, 2, 4)
-    assert start(6, 8) == (1, 6, 6), "these are waited for"
-    assert start(2, 8, "STRICT_SPREAD") == (8, 0, 0)
-    assert start(3, 3, "STRICT_SPREAD", exact=True) == (3, 1, 3)
-    assert start(2, 8, replace_workers=False) == (8, 0, 0)
-    nccl = "cpu:gloo,cuda:nccl"
-    assert start(2, 8, backend=nccl) == (8, 0, 0)
-    assert start(2, 8, backend=nccl, replace_workers=True) == (1, 2, 4)
-    assert start(2, 8, backend=nccl, replace_workers=True, hang_s=0.0) == (8, 0, 0)
-    assert start(1, 1, exact=True) == (1, 0, 0)
-
-
-@pytest.mark.slow
-def test_fault_48_a_worker_that_dies_at_the_same_step_three_times_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies = "train.before_step:kill@rank=1,step=5"
-    monkeypatch.setenv(VARIABLE, ";".join([dies] * 8))
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
-    config = TrainConfig(
-        storage=str(tmp_path),
-        checkpoint=CheckpointConfig(every_s=0),
-        scaling=ScalingConfig(max_failures=100),
-    )
-    display, text = shown()
-    again = r"rank 1 crashed, .* at step [1-5], as it did before"
-    with pytest.raises(RetriesExhausted, match=again):
-        fit(config, display=display)
-    # On a busy machine, Ray may end rank 0 before it has reported its step: then the driver knows
-    # the step only roughly, and needs one more death.
-    died = len(list((tmp_path / "fired").iterdir()))
-    assert 3 <= died < 8
-    assert text.getvalue().count("rank 1 failed") == died - 1
-
-
-@pytest.mark.slow
-def test_fault_33_a_stopped_worker_is_named_and_replaced_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaling = ScalingConfig(num_workers=3, hang_s=2.0)
-    whole, hung = (three_workers(tmp_path, name, scaling=scaling) for name in ("whole", "hung"))
-    without_ray(whole, 3)
-    monkeypatch.setenv(VARIABLE, "train.before_step:stop@rank=2,step=40")
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
-    display, text = shown()
-    fit(hung, display=display)
-    assert "rank 2" in text.getvalue()
-    assert "did not enter the all-reduce of step 40" in text.getvalue()
-    assert "only its process is replaced (failure 1 of at most 3" in text.getvalue()
-    assert "rank 2 replaced; continuing after step 39 of 69" in text.getvalue()
-    assert weights(hung) == weights(whole)
-
-
-def test_a_killed_mailbox_does_not_disturb_the_run(tmp_path: Path) -> None:
-    """The actor between workers and driver is killed in mid-run, and once more at the end."""
+    """Ray outlives its driver, whose workers must not."""
     (tmp_path / "slow").touch()
-    config = three_workers(tmp_path, "board", scaling=ScalingConfig(num_workers=2, max_failures=0))
-    log = tmp_path / "board" / "metrics.jsonl"
+    config = paced(tmp_path, "killed")
+    (tmp_path / "killed.toml").write_text(dumps(config))
+    command = [sys.executable, "-m", "raytrain_ddp.fit", "killed.toml"]
+    with warm_python.WarmPython(
+        [*command, "--address", cluster.address],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        log = tmp_path / "killed" / "metrics.jsonl"
+
+        def has_trained() -> bool:
+            assert driver.poll() is None, driver.stderr and driver.stderr.read()
+            return log.exists() and log.read_text().count('"kind": "train"') >= 25
+
+        wait_until(has_trained, 200)
+        os.kill(driver.pid, signal.SIGKILL)
+    wait_until(lambda: not (processes("ray::RayTrainWorker") or processes("ray::Mailbox")))
+    (tmp_path / "slow").unlink()
+    (plan,) = finished(config).of("plan")
+    assert plan["start_step"] >= 23, "from the checkpoint of the first epoch"
+    assert weights(config) == weights(undisturbed)
+    assert log_of(config) == log_of(undisturbed)
+
+
+def test_killed_mailboxes_do_not_disturb_the_run(cluster: Any, tmp_path: Path) -> None:
+    """The actor between workers and driver is killed in mid-run, and once more near the end."""
+    (tmp_path / "slow").touch()
+    config = paced(tmp_path, "mailbox", scaling=ScalingConfig(num_workers=2, max_failures=0))
+    config = replace(config, epochs=1)
+    log = tmp_path / "mailbox" / "metrics.jsonl"
+    killed: set[int] = set()
 
     def kill_mailboxes() -> None:
-        for lines in (10, 50):
-            while not log.exists() or log.read_text().count("\n") < lines:
-                time.sleep(0.05)
-            for process in psutil.Process().children(recursive=True):
-                if any(line.startswith("ray::Mailbox") for line in _command(process)[:1]):
-                    process.kill()
-                    killed.append(process.pid)
+        for lines in (5, 18):
+            wait_until(lambda n=lines: log.exists() and log.read_text().count("\n") >= n, 100)
+            for process in processes("ray::Mailbox"):
+                process.kill()
+                killed.add(process.pid)
 
-    killed: list[int] = []
-    killing = threading.Thread(target=kill_mailboxes, daemon=True)
-    killing.start()
-    display, text = shown()
-    result = fit(config, display=display)
+    ears = Ears()
+    killing = once(ears, lambda event: event["kind"] == "plan", kill_mailboxes)
+    assert fit(config, display=ears).status == "finished"
     killing.join(10)
-    assert len({*killed}) == 2
-    assert result.status == "finished"
-    assert "failed" not in text.getvalue()
-    steps = [r["step"] for r in result.history if r["kind"] == "train"]
-    assert steps == list(range(1, 70))
-    assert len([line for line in text.getvalue().splitlines() if " eval " in line]) == 3
+    assert len(killed) >= 2
+    assert ears.of("failed") == []
+    assert trained(config) == [*range(1, 24)]
+    assert [event["step"] for event in ears.of("eval")] == [23]
+    assert {event["step"] for event in ears.of("train")} == {*range(1, 24)}
 
 
-def test_a_killed_ray_train_controller_restarts_all_workers(tmp_path: Path) -> None:
+def test_a_killed_ray_train_controller_restarts_all_workers(cluster: Any, tmp_path: Path) -> None:
     """There is capacity for one placement of the workers: that of the dead controller is freed."""
     (tmp_path / "slow").touch()
-    config = three_workers(tmp_path, "controller")
+    saves = CheckpointConfig(every_steps=5, every_s=0)
+    config = replace(paced(tmp_path, "controller", checkpoint=saves), epochs=1)
 
-    def kill_controller(_: int) -> None:
-        for process in psutil.Process().children(recursive=True):
-            if any(line.startswith("ray::TrainController") for line in _command(process)[:1]):
-                process.kill()
+    def kill_controller() -> None:
+        for process in processes("ray::TrainController"):
+            process.kill()
         (tmp_path / "slow").unlink()
 
-    at_step(30, config, kill_controller)
-    display, text = shown()
-    result = fit(config, display=display)
-    assert result.status == "finished"
-    failure = (
-        "failed: Ray Train's controller crashed, or was killed; resuming from step 23 (failure 1"
-    )
-    assert failure in text.getvalue()
-    steps = [r["step"] for r in result.history if r["kind"] == "train"]
-    assert steps == list(range(1, 70))
-    assert actor_is_gone("TrainController")
-    assert actor_is_gone("RayTrainWorker")
+    ears = Ears()
+    once(ears, lambda event: event["kind"] == "checkpoint", kill_controller)
+    assert fit(config, display=ears).status == "finished"
+    assert len(ears.of("failed")) == 1
+    plans = [plan["start_step"] for plan in ears.of("plan")]
+    assert len(plans) == 2
+    assert plans[1] in (5, 10, 15)
+    assert trained(config) == [*range(1, 24)]
+    wait_until(lambda: not (processes("ray::TrainController") or processes("ray::RayTrainWorker")))
 
 
-def test_a_users_error_is_shown_once_as_the_users_own_traceback(tmp_path: Path) -> None:
-    display, _ = shown()
-    config = TrainConfig(storage=str(tmp_path), task=f"{HERE / 'ray_tasks.py'}:Faulty")
+def test_a_users_error_is_shown_once_as_the_users_own_traceback(
+    cluster: Any, tmp_path: Path
+) -> None:
+    config = TrainConfig(storage=str(tmp_path), task=f"{TASKS}:Faulty")
     with pytest.raises(TaskError) as caught:
-        fit(config, display=display)
+        fit(config, display=Ears())
     message = str(caught.value)
     assert message.count("Traceback") == 1
     assert message.count("KeyError: 'no such key'") == 1
     assert 'return batch["no such key"]' in message
     assert "raytrain_ddp/training" not in message
     assert caught.value.exit_status == 1
-    assert actor_is_gone("TrainController"), "it would start workers again and again"
+    # It would start workers again and again.
+    wait_until(lambda: not processes("ray::TrainController"))
 
 
-def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(tmp_path: Path) -> None:
+def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(
+    cluster: Any, tmp_path: Path
+) -> None:
     config = TrainConfig(
         storage=str(tmp_path),
         batch_size=1024,
         scaling=ScalingConfig(num_workers=9, wait_s=1),
     )
-    display, _ = shown()
-    with pytest.raises(PreflightError, match=r"want 9 \(9 x 1\), have 4"):
-        fit(config, display=display)
+    with pytest.raises(PreflightError, match=r"want 9 .*have 3") as caught:
+        fit(config, display=Ears())
+    assert caught.value.exit_status == 3
     assert not (tmp_path / "digits" / "config.toml").exists()
 
 
-def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_fault_34_a_node_removed_with_notice_costs_no_step_and_no_failure(
+    cluster: Any, tmp_path: Path
 ) -> None:
-    """The driver is interrupted, then a worker kills itself in its second batch."""
-    monkeypatch.setattr(predict, "_ROWS_PER_PART", 64)
-    bomb = tmp_path / "bomb"
-    config = TrainConfig(
-        name="run",
-        storage=str(tmp_path),
-        steps=2,
-        log=LogConfig(tensorboard=False),
-        task=f"{HERE / 'ray_tasks.py'}:DiesOnce",
-        task_options={"bomb": str(bomb)},
-    )
-    fit_locally(config)
-    run, whole, out = (str(tmp_path / name) for name in ("run", "whole.parquet", "p.parquet"))
-    flags = ["--probabilities", "--layer", "head"]
-    assert predict.main([run, *flags, "--device", "cpu", "--out", whole]) == 0
+    from ray._raylet import GcsClient
+    from ray.core.generated import autoscaler_pb2
 
-    write, written = OutputParts.write, list[int]()
+    notice_s = 10.0
+    node = cluster.add_node(num_cpus=1)
+    (tmp_path / "slow").touch()
+    rarely = CheckpointConfig(every_epochs=0, every_s=0)
+    scaling = ScalingConfig(num_workers="1:4", max_failures=0, resize_s=1)
+    options = {"scaling": scaling, "checkpoint": rarely, "eval": EvalConfig(every_epochs=0)}
+    run = Running(paced(tmp_path, "drained", epochs=8, **options))
+    ears = run.ears
+    ears.wait(at_step(4))
+    drained = time.monotonic()
+    # What an autoscaler reports to Ray when a cloud is about to remove a machine.
+    why = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    until_ms = int(1e3 * (time.time() + notice_s))
+    client = GcsClient(address=cluster.address)
+    assert client.drain_node(node.node_id, why, "taken away", until_ms)[0]
+    ears.wait(lambda event: event["kind"] == "checkpoint", drained)
+    time.sleep(max(0.0, drained + notice_s - time.monotonic()))  # the cloud's machine lives as long
+    removed = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    planned = ears.wait(at_size(3), removed)
+    (tmp_path / "slow").unlink()
+    assert run.end().status == "finished"
+    assert ears.of("failed") == []
+    assert len(ears.of("preempted")) == 1
+    saved = [e["step"] for at, e in ears.heard if e["kind"] == "checkpoint" and at < removed]
+    last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
+    assert len(saved) == 1  # at the notice
+    assert saved[0] < last_step
+    # Rank 0 may have been lost before it sent its last lines: they are in the log.
+    (unheard,) = [e["start_step"] - last_step for e in ears.of("plan")[1:]]
+    assert 0 <= unheard <= 3, "no step was repeated"
+    assert trained(run.config) == [*range(1, 8 * 23 + 1)]
 
-    def interrupted(self: OutputParts, part: int, table: object) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        write(self, part, table)
-        written.append(part)
 
-    on_cluster = [run, *flags, "--address", "auto", "--workers", "2", "--out", out]
-    monkeypatch.setattr(OutputParts, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        predict.main(on_cluster)
-    monkeypatch.setattr(OutputParts, "write", write)
-    assert actor_is_gone("_PartActor"), "they would keep their devices"
-    assert len(list((tmp_path / ".p.parquet.predicting").glob("part-*"))) == 2
-    bomb.touch()
-    assert predict.main(on_cluster) == 0
-    assert not bomb.exists(), "no worker died"
-    assert Path(out).read_bytes() == Path(whole).read_bytes()
-    shown = capsys.readouterr()
-    assert "starting 2 workers, each with 2 CPUs" in shown.err
-    assert "predicting 360 of 360 images" in shown.err
-    with pytest.raises(PreflightError, match="--workers 9: the cluster has 4 CPUs"):
-        predict.main([run, "--address", "auto", "--workers", "9", "--out", f"{out}.csv"])
+def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """A run starts with three of at most four workers.
+
+    A node is added, and its worker joins; one of the first three is killed. With exact, the bits
+    are those of one process.
+    """
+    scaling = ScalingConfig(num_workers="1:4", resize_s=1)
+    options = {"exact": True, "epochs": 3, "scaling": scaling}
+    reference = paced(tmp_path, "reference", **options)
+    torch.set_num_threads(1)
+    fit_locally(reference, display=Ears())
+    (tmp_path / "slow").touch()
+    run = Running(paced(tmp_path, "grown", **options))
+    run.ears.wait(at_step(2))
+    node = cluster.add_node(num_cpus=1)
+    at = run.ears.wait(at_size(4))
+    run.ears.wait(lambda event: event["kind"] == "train", at)
+    processes("ray::RayTrainWorker")[0].kill()
+    run.ears.wait(at_size(3), at)
+    (tmp_path / "slow").unlink()
+    assert run.end().status == "finished"
+    plans = run.ears.of("plan")
+    assert [event["world_size"] for event in plans][:3] == [3, 4, 3]
+    assert all(event.get("replaced") is not None for event in plans[1:]), "from a checkpoint"
+    assert len(run.ears.of("failed")) == 1
+    assert trained(run.config) == [*range(1, 3 * 23 + 1)]
+    assert weights(run.config) == weights(reference)
+    wait_until(lambda: not processes("ray::SingleWorker"))
+    cluster.remove_node(node, allow_graceful=False)
+
+
+# ------------------------------------------------------------------ scripts, by `run`
+
+
+def test_the_first_failure_is_shown_and_all_ranks_are_restarted(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Rank 1 fails twice, the second time by a kill; rank 2 is on the other node, in a copy."""
+    script = """
+import os, signal, socket, sys, time
+attempt, rank = os.environ["SLURM_RESTART_COUNT"], os.environ["SLURM_PROCID"]
+print(attempt, *(os.environ[f"SLURM_{name}"] for name in ("LOCALID", "NODEID", "NTASKS")),
+      os.environ["TEST_TRAVELS"], sys.argv[2:], os.path.basename(os.getcwd())[:4], flush=True)
+if rank != "1":
+    time.sleep(0 if attempt == sys.argv[1] else 600)
+if attempt == "0":
+    raise ValueError("no such thing")
+if attempt == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TEST_TRAVELS", "far")
+    (folder / "script.py").write_text(script)
+    flags = "--num-workers 3 --max-restarts 2 --grace-s 20 --env slurm --ship always"
+    assert run_script(parse([*flags.split(), "script.py", "2", "{rank}", "{node_rank}"])) == 0
+    out, err = capfd.readouterr()
+    places = {0: "0 0", 1: "1 0", 2: "0 1"}  # local rank, node
+    said = {line for line in out.splitlines() if "] 2 " in line}
+    assert said == {
+        f"[rank {rank}] 2 {place} 3 far ['{rank}', '{place[2:]}'] here"
+        for rank, place in places.items()
+    }
+    assert len(re.findall(r"rank 1 failed first", err)) == 2
+    assert "  ValueError: no such thing\n" in err
+    assert "SIGKILL" in err
+    assert re.search(r"ranks 0-1 on .*, rank 2 on ", err)
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+pids = [os.getpid(), subprocess.Popen(sleep).pid]
+pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=SLOW)])
+def test_no_process_is_left_when_the_driver_is_stopped_or_killed(
+    number: int, cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(STUBBORN)
+    command = [sys.executable, "-m", "raytrain_ddp.run", "--address", cluster.address]
+    command += ["--num-workers", "2", "--grace-s", "1", "script.py", "pids-{rank}"]
+    with (tmp_path / "said").open("w") as said:
+        driver = subprocess.Popen(
+            command, cwd=tmp_path, stdout=said, stderr=said, start_new_session=True
+        )
+    files = [tmp_path / f"pids-{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() for file in files), within_s=100)
+    pids = [int(pid) for file in files for pid in file.read_text().split()]
+    assert len(pids) == 6
+    os.killpg(driver.pid, number)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+    status = driver.wait(30)
+    wait_until(lambda: not list(cluster.own.glob("raytrain-run-*")))
+    expected = -signal.SIGKILL if number == signal.SIGKILL else 130
+    assert status == expected, (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["torchrun_env.py", pytest.param("launch_local_rank.py", marks=SLOW)]
+)
+def test_an_old_script_has_the_same_result_as_under_its_own_launcher(
+    name: str, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(name, 2, tmp_path, monkeypatch)
+
+
+# ------------------------------------------------------------------ a Ray of the run's own
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, Ray is in the driver's process")
+@pytest.mark.parametrize("part", ["raylet", pytest.param("gcs_server", marks=SLOW)])
+def test_fault_06_a_run_whose_ray_is_killed_ends_with_status_7_and_one_line(
+    part: str, tmp_path: Path
+) -> None:
+    flags = ["--steps", "100000", "--log.every-steps", "1", "--scaling.num-workers", "1"]
+    command = [sys.executable, "-m", "raytrain_ddp.fit", *flags, "--storage", str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    with warm_python.WarmPython(
+        [*command, "--name", "run"],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        log = tmp_path / "run" / "metrics.jsonl"
+        wait_until(lambda: log.exists() and bool(log.read_text()), 200)
+        below = psutil.Process(driver.pid).children(recursive=True)
+        next(each for each in below if each.name() == part).kill()
+        _, errors = driver.communicate(timeout=200)
+    end = [event.event for event in read_events(open_storage(str(tmp_path / "run")))][-1]
+    assert isinstance(end, End)
+    assert (driver.returncode, end.status) == (7, 7)
+    assert errors.count("\n") == 1, errors

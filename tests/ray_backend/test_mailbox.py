@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.events import Failed
-from raytrain_ddp.messages import ControllerStarted, InProgress, Joined
+from raytrain_ddp.messages import ControllerStarted
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox, Outbox
 
 
@@ -17,7 +16,7 @@ def numbers(events: list[Any]) -> list[int]:
     return [event["n"] for event in events]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int) -> None:
     """Pushes, answers, and takes in any order, while the mailbox dies repeatedly."""
     dice = random.Random(seed)
@@ -71,23 +70,14 @@ def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> No
     assert mailbox.push([]).stop == 15
 
 
-def test_events_from_ranks_other_than_0_are_passed_on_unordered() -> None:
-    mailbox, inbox = Mailbox(), Inbox()
-    assert mailbox.join("s", 1, "n1")
-    mailbox.push([Failed()])
-    mailbox.push([InProgress(1)], "s", 0)
-    assert inbox.sort(mailbox.take(inbox.taken)) == [Joined("s", 1, "n1"), Failed(), InProgress(1)]
-    mailbox.close()
-    assert not mailbox.join("s", 2, "n2")
-
-
 def test_an_outbox_drops_events_that_the_driver_has_received() -> None:
     outbox, mailbox, inbox = Outbox(), Mailbox(), Inbox()
-    for n in range(100):
+    for n in range(50):
         outbox.add({"n": n})
-        outbox.answered(mailbox.push(*outbox.letter()))
+        letter = outbox.letter()
+        assert len(pickle.dumps(letter)) < 500
+        outbox.answered(mailbox.push(*letter))
         inbox.sort(mailbox.take(dict(inbox.taken)))
-    assert len(outbox._kept) <= 3
 
 
 def test_an_actor_handle_passes_through_the_mailbox_without_being_unpickled():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from parquet_files import png, with_class_names, write_parquet
 from split_checks import folder, labels_of, lines, splits_of
@@ -26,7 +24,7 @@ from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import DataError
 
 COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
 
@@ -66,19 +64,16 @@ LABELS: Mapping[str, tuple[Any, list[str], list[int]]] = {
 
 
 @pytest.mark.parametrize("write_statistics", [True, False])
-@pytest.mark.parametrize("kind", LABELS)
-def test_labels_of_any_kind_are_classes_in_sorted_order(
-    kind: str, write_statistics: bool, tmp_path: Path
-):
-    labels, names, numbers = LABELS[kind]
-    path = written(tmp_path / "x.parquet", labels, write_statistics=write_statistics)
-    source = opened(path)
-    assert source.class_names == names
-    assert labels_of(source) == source.labels().tolist() == numbers
-    more = "77" if names[0].isdigit() else "more"
-    other = opened(path, [*reversed(names), more])  # whatever the order of the classes
-    assert other.class_names == [*reversed(names), more]
-    assert labels_of(other) == [len(names) - 1 - number for number in numbers]
+def test_labels_of_any_kind_are_classes_in_sorted_order(write_statistics: bool, tmp_path: Path):
+    for kind, (labels, names, numbers) in LABELS.items():
+        path = written(tmp_path / "x.parquet", labels, write_statistics=write_statistics)
+        source = opened(path)
+        assert source.class_names == names, kind
+        assert labels_of(source) == source.labels().tolist() == numbers
+        more = "77" if names[0].isdigit() else "more"
+        other = opened(path, [*reversed(names), more])  # whatever the order of the classes
+        assert other.class_names == [*reversed(names), more]
+        assert labels_of(other) == [len(names) - 1 - number for number in numbers]
 
 
 def test_an_integer_label_is_the_class_of_that_name_despite_zero_padded_names(tmp_path: Path):
@@ -89,63 +84,48 @@ def test_an_integer_label_is_the_class_of_that_name_despite_zero_padded_names(tm
         (["02", "01"], [1, 0, 1]),
     ):
         assert labels_of(opened(path, names)) == opened(path, names).labels().tolist() == numbers
-    with pytest.raises(DataError, match=r"row 0: label 1 is not one of the 3 classes: 01, 001, 2"):
+    with pytest.raises(DataError, match=r"row 0: label 1"):
         opened(path, ["01", "001", "2"])
 
 
 WRONG: Mapping[str, tuple[Any, str]] = {
-    "null": (["a", "b", None, "a"], "row 2: label is null"),
-    "empty string": (["a", "b", "", "a"], "row 2: label is an empty string"),
-    "null boolean": ([True, False, None], "row 2: label is null"),
-    "fraction": ([0.0, 1.0, 1.5], "row 2: label 1.5 is not a whole number"),
-    "not a number": ([0.0, 1.0, float("nan")], "row 2: label is null"),
-    "negative": ([0, 1, -1], "row 2: label -1 is not in the range 0 to 1"),
-    "null in a dictionary": (encoded(["a", "b", None], pa.string()), "row 2: label is null"),
+    "null": (["a", "b", None, "a"], "null"),
+    "empty string": (["a", "b", "", "a"], "empty"),
+    "null boolean": ([True, False, None], "null"),
+    "fraction": ([0.0, 1.0, 1.5], "1.5"),
+    "not a number": ([0.0, 1.0, float("nan")], "null"),
+    "negative": ([0, 1, -1], "-1"),
+    "null in a dictionary": (encoded(["a", "b", None], pa.string()), "null"),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_fault_21_an_invalid_label_is_named_with_its_row(kind: str, tmp_path: Path):
-    path = written(tmp_path / "x.parquet", WRONG[kind][0])
-    with pytest.raises(DataError, match=f"row group 0, {WRONG[kind][1]}"):
-        opened(path)
+    labels, named = WRONG[kind]
+    for statistics in (True, False):
+        path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
+        with pytest.raises(DataError, match=rf"x\.parquet, row group 0, row 2: label .*{named}"):
+            labels_of(opened(path))
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
+def test_a_split_without_labels_or_with_unknown_ones_is_named(tmp_path: Path):
+    nothing = (
         pa.array([-1, -1]),
         pa.array([None, None], pa.int64()),
         pa.array([None, None], pa.string()),
         pa.array(["", ""]),
-    ],
-    ids=str,
-)
-def test_a_split_without_labels_is_reported(labels: Any, tmp_path: Path):
+    )
+    unknown = ((["ape", "emu"], "bat"), ([0, 5], "1"), ([True], "x"), ([0.0, 5.0], "1"))
     for statistics in (True, False):
-        path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
-        with pytest.raises(NoLabelsError, match="no row has a label"):
-            opened(path)
-
-
-@pytest.mark.parametrize("labels", [["ape", "emu"], [0, 5], [True], [0.0, 5.0]])
-def test_a_label_unknown_to_the_training_set_is_named(labels: list[Any], tmp_path: Path):
-    names = {str: ["ape", "bat"], int: ["0", "1"], bool: ["False", "x"], float: ["0", "1"]}
-    for statistics in (True, False):
-        path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
-        with pytest.raises(DataError, match=r"row group 0, row [01]: label .* is not"):
-            opened(path, names[type(labels[0])]).labels()
-
-
-def test_files_of_a_split_may_omit_class_names_but_not_mix_types(tmp_path: Path):
-    named = with_class_names(tmp_path / "0.parquet", ["ape", "bat"], [1, 0])
-    numbers = written(tmp_path / "1.parquet", pa.array([0, 1], pa.int8()))
-    words = written(tmp_path / "2.parquet", ["bat", "ape"])
-    source = ShardImages([named, numbers, words], DataConfig())
-    assert source.class_names == ["ape", "bat"]
-    assert labels_of(source) == [1, 0, 0, 1, 1, 0]
-    with pytest.raises(DataError, match=r"labels of several types: integer in .*, string in"):
-        ShardImages([numbers, words], DataConfig())
+        for labels in nothing:
+            path = written(tmp_path / "x.parquet", labels, write_statistics=statistics)
+            with pytest.raises(NoLabelsError):
+                opened(path)
+        for found, other in unknown:
+            path = written(tmp_path / "x.parquet", found, write_statistics=statistics)
+            first = "False" if found == [True] else str(found[0]).partition(".")[0]
+            with pytest.raises(DataError, match=r"row group 0, row [01]: label"):
+                opened(path, [first, other]).labels()
 
 
 # ------------------------------------------------------------------ training and evaluation
@@ -154,31 +134,13 @@ def test_files_of_a_split_may_omit_class_names_but_not_mix_types(tmp_path: Path)
 def test_both_splits_are_mapped_by_name_despite_order_and_absent_classes(tmp_path: Path):
     with_class_names(tmp_path / "train.parquet", ["ape", "bat", "cat"], [0, 1, 2])
     with_class_names(tmp_path / "test.parquet", ["cat", "ape"], [0, 1, 0])
-    splits = splits_of(tmp_path)
-    assert splits.eval is not None
-    assert labels_of(splits.eval) == [2, 0, 2]
+    assert labels_of(splits_of(tmp_path).eval) == [2, 0, 2]
     written(tmp_path / "test.parquet", ["bat", "bat"])
     splits = splits_of(tmp_path)
-    assert splits.eval is not None
     assert labels_of(splits.eval) == [1, 1]
-    assert lines(splits)["evaluation"].startswith("2 images of 1 of the 3 classes: ")
+    assert "1 of the 3 classes" in lines(splits)["evaluation"]
     with_class_names(tmp_path / "test.parquet", ["ape", "eel"], [0, 0])
-    with pytest.raises(DataError, match="'eel' is not a class of the run, which has"):
-        splits_of(tmp_path)
-
-
-def test_labels_with_gaps_are_mapped_to_consecutive_classes_with_a_note(tmp_path: Path):
-    written(tmp_path / "train.parquet", [0, 5, 900, 5])
-    written(tmp_path / "test.parquet", [900, 5])
-    splits = splits_of(tmp_path)
-    assert splits.class_names == ["0", "5", "900"]
-    assert splits.eval is not None
-    assert labels_of(splits.eval) == [2, 1]
-    reported = lines(splits)
-    assert reported["training set"] == "4 images of 3 classes: 0, 5, 900"
-    assert "0 to 900, mapped to classes 0 to 2" in reported["note"]
-    written(tmp_path / "test.parquet", [900, 7])
-    with pytest.raises(DataError, match="row 1: label 7 is not one of the 3 classes: 0, 5, 900"):
+    with pytest.raises(DataError, match="'eel'"):
         splits_of(tmp_path)
 
 
@@ -188,81 +150,31 @@ def test_class_names_in_another_unicode_form_are_the_same(train: str, tmp_path: 
     folder(tmp_path / "train", **{train: 1, "f": 1})
     folder(tmp_path / "val", **{other: 1, "f": 2})
     splits = splits_of(tmp_path)
-    assert splits.eval is not None
-    assert sorted(splits.class_names) == ["café", "f"] == sorted([COMPOSED, "f"])
-    place = splits.class_names.index(COMPOSED)
-    assert labels_of(splits.eval).count(place) == 1
+    assert sorted(splits.class_names) == sorted([COMPOSED, "f"])
+    assert labels_of(splits.eval).count(splits.class_names.index(COMPOSED)) == 1
     assert np.bincount(splits.train.labels()).tolist() == [1, 1]
-
-
-def test_two_class_folders_of_one_name_are_refused(tmp_path: Path):
-    folder(tmp_path, **{COMPOSED: 1, DECOMPOSED: 1})
-    if len(list(tmp_path.iterdir())) == 1:
-        pytest.skip("this file system knows one form only")
-    with pytest.raises(DataError, match="'café' exists in two Unicode forms"):
-        FolderImages(str(tmp_path))
-
-
-def test_the_classes_can_be_named_and_are_used_or_refused(tmp_path: Path):
-    folder(tmp_path, ape=1, bat=2)
-    splits = splits_of(tmp_path, classes=("bat", "ape", "cat"))
-    assert splits.class_names == ["bat", "ape", "cat"]
-    assert labels_of(splits.train) == [1, 0, 0]
-    with pytest.raises(DataError, match=r"'ape' is not a class of the run, .*data\.classes"):
-        splits_of(tmp_path, classes=("bat", "cat"))
-    for wrong in (("a",), ("a", "a")):
-        with pytest.raises(ConfigError, match=r"data\.classes"):
-            DataConfig(classes=wrong)
+    folder(tmp_path / "both", **{COMPOSED: 1, DECOMPOSED: 1})
+    if len(list((tmp_path / "both").iterdir())) == 2:  # not on all file systems
+        with pytest.raises(DataError, match="'café'"):
+            FolderImages(str(tmp_path / "both"))
 
 
 def test_the_saved_config_has_the_classes_and_maps_labels_the_same(tmp_path: Path):
     written(tmp_path / "set" / "train.parquet", ["cat", "ape", "dog"])
     written(tmp_path / "set" / "test.parquet", ["dog"])
-    config = TrainConfig(data=DataConfig(source=str(tmp_path / "set")))
-    checked = check(config)
+    checked = check(TrainConfig(data=DataConfig(source=str(tmp_path / "set"))))
     assert checked.data.classes == ("ape", "cat", "dog")
-    assert 'classes = [\n        "ape",' in dumps(checked).replace("    ", "        ")
+    assert '"ape",\n' in dumps(checked)
     again = from_dict(to_dict(checked))
     other = written(tmp_path / "other" / "test.parquet", ["dog", "cat"])
-    splits = open_splits(replace(again.data, eval_source=other))
-    assert splits.eval is not None
-    assert labels_of(splits.eval) == [2, 1]
+    assert labels_of(open_splits(replace(again.data, eval_source=other)).eval) == [2, 1]
+    chosen = splits_of(tmp_path / "set", classes=("dog", "emu", "cat", "ape"))
+    assert labels_of(chosen.train) == [2, 3, 0]
+    with pytest.raises(DataError, match=r"row 1: label 'ape'"):
+        labels_of(splits_of(tmp_path / "set", classes=("dog", "cat")).train)
 
 
 # ------------------------------------------------------------------ what is reported or refused
-
-
-def test_the_data_are_reported_with_their_classes_sizes_and_origin(tmp_path: Path):
-    folder(tmp_path / "train", **{f"c{number}": number + 1 for number in range(7)})
-    folder(tmp_path / "val", c0=1, c3=2)
-    (tmp_path / "train" / "c0" / "notes.txt").touch()
-    (tmp_path / "train" / "c1" / "x.gif").touch()
-    (tmp_path / "train" / ".DS_Store").touch()
-    reported = lines(splits_of(tmp_path))
-    assert reported["training set"] == "28 images of 7 classes: c0, c1, c2, c3, c4, ..."
-    assert reported["class sizes"] == "1 (class c0) to 7 (class c6)"
-    assert reported["evaluation"].startswith("3 images of 2 of the 7 classes: ")
-    unused = "not used: 1 .txt, 1 .gif (not images), such as train/c0/notes.txt"
-    assert unused in reported["note"]
-    assert "not used: 1 .DS_Store (" in reported["note"]
-
-
-def test_equal_class_sizes_and_identical_subfolders_of_classes_are_reported(tmp_path: Path):
-    for fold in ("fold1", "fold2"):
-        for name in ("cat", "dog"):
-            folder(tmp_path / fold / name, images=1)
-    reported = lines(splits_of(tmp_path))
-    assert reported["class sizes"] == "2 each"
-    assert "has the same folders (cat, dog, ...). If those are the classes" in str(reported)
-    folder(tmp_path / "fold2", more=1)
-    assert "the same folders" not in str(lines(splits_of(tmp_path)))
-
-
-def test_a_missing_evaluation_split_is_reported_with_a_remedy(tmp_path: Path):
-    folder(tmp_path, a=2, b=2)
-    reported = lines(splits_of(tmp_path))
-    assert reported["evaluation"] == "none"
-    assert "--data.holdout 0.1" in reported["note"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])
@@ -275,53 +187,30 @@ def test_an_unlabeled_test_split_is_ignored_unless_requested(kind: str, tmp_path
         with_class_names(tmp_path / "test.parquet", ["a", "b"], [-1, -1])
     splits = splits_of(tmp_path)
     assert splits.eval is None
-    assert re.search(r"test.*not used|not used for evaluation: .*test", lines(splits)["note"])
+    assert "test" in lines(splits)["note"]
     test = tmp_path / ("test" if kind == "folder" else "test.parquet")
-    with pytest.raises(DataError, match="class folders" if kind == "folder" else "has a label"):
+    with pytest.raises(DataError, match=str(test)):
         splits_of(tmp_path, eval_source=str(test))
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet", "named"])
-def test_a_single_class_is_refused_before_anything_is_started(kind: str, tmp_path: Path):
-    if kind == "folder":
-        folder(tmp_path, cat=3)
-    elif kind == "parquet":
-        written(tmp_path / "x.parquet", ["cat"] * 3)
-    else:
-        with_class_names(tmp_path / "x.parquet", ["cat"], [0, 0])
-    with pytest.raises(DataError, match=r"only one class, 'cat'"):
-        check(TrainConfig(data=DataConfig(source=str(tmp_path))))
-
-
-def test_unreadable_image_files_are_bad_records(tmp_path: Path):
-    folder(tmp_path, a=1, b=1)
-    (tmp_path / "a" / "lost.png").symlink_to(tmp_path / "nowhere")
-    (tmp_path / "a" / "ring.png").symlink_to(tmp_path / "a" / "ring.png")
-    source = FolderImages(str(tmp_path))
-    images = {
-        source.where(row)[-8:]: image for row, (image, _) in enumerate(source.read(np.arange(4)))
-    }
-    assert str(images["lost.png"]) == "a broken link"
-    assert isinstance(images["ring.png"], BadRecord)
-    assert source.fingerprint()
-    (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
-    with pytest.raises(DataError, match=r"b/0\.png: cannot be read"):
-        source.read(np.array([3]))
-    for target in ("nowhere", "c"):  # even to itself
-        (tmp_path / "c").symlink_to(tmp_path / target)
-        with pytest.raises(DataError, match=f"{tmp_path / 'c'}: a broken link"):
-            FolderImages(str(tmp_path))
-        (tmp_path / "c").unlink()
-
-
-def test_a_named_pipe_or_device_among_images_is_a_bad_record_and_does_not_block(tmp_path: Path):
+def test_unreadable_image_files_are_bad_records_and_devices_do_not_block(tmp_path: Path):
     folder(tmp_path, a=1, b=1)
     (tmp_path / "a" / "device.png").symlink_to(os.devnull)
+    (tmp_path / "a" / "lost.png").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "a" / "pipe.png")
+    (tmp_path / "a" / "ring.png").symlink_to(tmp_path / "a" / "ring.png")
     source = FolderImages(str(tmp_path))
-    for row in (1, 2):
-        ((image, label),) = source.read(np.array([row]))
-        assert (str(image), label) == ("a named pipe, socket or device, not a file", 0)
+    assert source.fingerprint()
+    images = [type(image) for image, _ in source.read(np.arange(6))]
+    assert images == [bytes, BadRecord, BadRecord, BadRecord, BadRecord, bytes]
+    (tmp_path / "b" / "0.png").unlink()  # it was there when the folder was listed
+    with pytest.raises(DataError, match=r"b/0\.png"):
+        source.read(np.array([5]))
+    for target in ("nowhere", "c"):  # even to itself
+        (tmp_path / "c").symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=str(tmp_path / "c")):
+            FolderImages(str(tmp_path))
+        (tmp_path / "c").unlink()
 
 
 def test_the_fingerprint_of_a_folder_includes_sizes(tmp_path: Path):
@@ -350,71 +239,7 @@ def test_parquet_written_by_datasets_has_the_classes_of_datasets(kind: str, tmp_
     theirs = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
     theirs.to_parquet(str(tmp_path / "train.parquet"))
     ours = splits_of(tmp_path)
-    assert pq.read_schema(tmp_path / "train.parquet").metadata
     if kind != "ClassLabel":
         theirs = theirs.class_encode_column("label")
     assert ours.class_names == theirs.features["label"].names
     assert labels_of(ours.train) == theirs["label"][:]
-
-
-CARD = """---
-dataset_info:
-- config_name: default
-  features:
-  - name: image
-    dtype: binary
-  - name: label
-    dtype:
-      class_label:
-        names:
-          '0': dog
-          '1': ape
-          '2': '10'
-- config_name: other
-  features:
-  - name: label
-    dtype:
-      class_label:
-        names: [x, y]
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: train.parquet
-  - split: test
-    path: test.parquet
-- config_name: other
-  data_files: other.parquet
----
-"""
-CARD_OF_ONE = """---
-dataset_info:
-  features:
-  - name: image
-    dtype: binary
-  - name: label
-    dtype: {class_label: {names: {0: dog, 1: ape, 2: '10'}}}
----
-"""
-
-
-@pytest.mark.parametrize("card", [CARD, CARD_OF_ONE])
-def test_the_class_names_of_a_readme_are_those_of_datasets(card: str, tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
-    for name in ("train", "test"):
-        written(tmp_path / f"set/{name}.parquet", [2, 0, 1, 1])
-    (tmp_path / "set/README.md").write_text(card)
-    theirs = datasets.load_dataset(str(tmp_path / "set"), cache_dir=str(tmp_path / "cache"))
-    numbers = splits_of(tmp_path / "set", classes=("0", "1", "2"))  # those of an earlier run
-    assert (numbers.class_names, labels_of(numbers.train)) == (["0", "1", "2"], [2, 0, 1, 1])
-    for names in (None, ["dog", "ape", "10"], ["dog", "ape"]):  # of the test split
-        if names is not None:
-            with_class_names(tmp_path / "set/test.parquet", names, [1, 0])
-        if names == ["dog", "ape"]:
-            with pytest.raises(DataError, match=r"test\.parquet: its class names .* differ from"):
-                splits_of(tmp_path / "set")
-            continue
-        ours = splits_of(tmp_path / "set")
-        assert ours.class_names == theirs["train"].features["label"].names == ["dog", "ape", "10"]
-        assert labels_of(ours.train) == theirs["train"]["label"][:] == [2, 0, 1, 1]
-        assert labels_of(ours.eval)[-2:] == ([1, 1] if names is None else [1, 0])

@@ -12,12 +12,11 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pytest
-from parquet_files import hugging_face, png, write_parquet
-from split_checks import labels_of, lines, splits_of
+from parquet_files import png
+from split_checks import labels_of, splits_of
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import locate
-from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError
@@ -62,22 +61,22 @@ def listed(path: Path, images: list[Any], labels: list[Any], **more: list[Any]) 
     return path
 
 
-@pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_list_has_the_rows_that_pandas_reads(form: str, labels: str, tmp_path: Path):
-    path = listed(tmp_path / form, pictures(tmp_path), LABELS[labels])
-    opened = splits_of(path)
-    theirs = FORMS[form][1](path)
-    if "NA" in LABELS[labels]:
-        theirs["label"] = theirs["label"].fillna("NA")  # pandas' own definition of missing values
-    names = opened.class_names
-    assert names == [str(label) for label in sorted(theirs["label"].unique())]
-    order = np.random.default_rng(0).permutation(np.repeat(np.arange(ROWS), 2))
-    for row, (image, label) in zip(order, opened.train.read(order), strict=True):
-        assert image == (tmp_path / theirs["image"][row]).read_bytes()
-        assert names[label] == str(theirs["label"][row])
-    assert opened.train.labels().tolist() == labels_of(opened.train)
-    assert "row 5" in opened.train.where(5)
+def test_a_list_has_the_rows_that_pandas_reads(form: str, tmp_path: Path):
+    for kind, labels in LABELS.items():
+        path = listed(tmp_path / form, pictures(tmp_path), labels)
+        opened = splits_of(path)
+        theirs = FORMS[form][1](path)
+        if kind == "names":
+            theirs["label"] = theirs["label"].fillna("NA")  # pandas' own idea of missing values
+        names = opened.class_names
+        assert names == [str(label) for label in sorted(theirs["label"].unique())]
+        order = np.random.default_rng(0).permutation(np.repeat(np.arange(ROWS), 2))
+        for row, (image, label) in zip(order, opened.train.read(order), strict=True):
+            assert image == (tmp_path / theirs["image"][row]).read_bytes()
+            assert names[label] == str(theirs["label"][row])
+        assert opened.train.labels().tolist() == labels_of(opened.train)
+        assert "row 5" in opened.train.where(5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,21 +88,18 @@ def test_the_columns_and_the_folder_of_the_images_are_named_by_flags(form: str, 
     opened = splits_of(path, root=str(tmp_path / "elsewhere"), **columns)
     assert opened.class_names == ["ape", "bat"]
     assert [image for image, _ in opened.train.read(np.arange(ROWS))] == list(map(png, range(ROWS)))
-    with pytest.raises(DataError, match=r"row 0: .*pics/0\.png: no such file, .* Set --data\.root"):
+    with pytest.raises(DataError, match=r"row 0: .*pics/0\.png.*--data\.root"):
         splits_of(path, **columns)
-    with pytest.raises(
-        DataError, match=r"no column 'image_name' among id, image, label, file_name"
-    ):
+    with pytest.raises(DataError, match=r"'image_name' .*file_name"):
         splits_of(path, image_column="image_name")
-    with pytest.raises(DataError, match=r"paths of files|no such file"):  # 0 is not a path
+    with pytest.raises(DataError, match=path.name):  # 0 is not a path
         splits_of(path)
 
 
 def test_paths_may_be_absolute_or_in_a_store(tmp_path: Path):
     images = pictures(tmp_path / "here")
-    path = listed(
-        tmp_path / "list.csv", [str(tmp_path / "here" / name) for name in images], [*range(ROWS)]
-    )
+    absolute = [str(tmp_path / "here" / name) for name in images]
+    path = listed(tmp_path / "list.csv", absolute, [*range(ROWS)])
     assert splits_of(path).train.read(np.arange(ROWS))[6] == (png(6), 6)
     memory = fsspec.filesystem("memory")
     for row, name in enumerate(images):
@@ -114,8 +110,7 @@ def test_paths_may_be_absolute_or_in_a_store(tmp_path: Path):
     assert [image for image, _ in opened.train.read(np.arange(ROWS))] == list(map(png, range(ROWS)))
     first, second, third = splits_of("memory://stored/list.csv").train.read(np.arange(3))
     assert (first, second) == ((png(0), 0), (png(1), 1))
-    assert isinstance(third[0], BadRecord)
-    assert "not in the folder" in str(third[0])
+    assert isinstance(third[0], BadRecord)  # it is outside the folder
 
 
 def test_lists_are_assigned_to_splits_by_name_like_parquet_files(tmp_path: Path):
@@ -124,89 +119,31 @@ def test_lists_are_assigned_to_splits_by_name_like_parquet_files(tmp_path: Path)
         listed(tmp_path / "lists" / name, images, [0, 1, 0, 1, 0, 1, 0])
     root = str(tmp_path / "pictures")
     opened = splits_of(tmp_path / "lists", root=root)
-    assert lines(opened)["evaluation"] == "7 images of 2 classes: the val split of data.source"
-    assert "the test split (1 file) is not used: the run is evaluated on val." in opened.notes
+    assert opened.eval_from == "the val split of data.source"
+    assert [note for note in opened.notes if "test" in note]
     found = locate(DataConfig(source=str(tmp_path / "lists" / "t*.csv"), train_split="test"))
     assert (found.train.name, found.eval) == ("test", None)
-    alone = splits_of(
-        tmp_path / "lists/train.csv", eval_source=str(tmp_path / "lists/val.csv"), root=root
-    )
-    assert alone.eval is not None
     held = splits_of(tmp_path / "lists/train.csv", root=root, holdout=0.3)
     assert held.eval is not None
     assert int(held.train.blocks.sum() + held.eval.blocks.sum()) == ROWS
     listed(tmp_path / "lists/val.csv", images, [0, 1, 2, 1, 0, 1, 0])
-    with pytest.raises(
-        DataError, match=r"val\.csv, row 2: label 2 is not .*0 to 1|'2' is not|2 is not"
-    ):
+    with pytest.raises(DataError, match=r"val\.csv, row 2: label 2|'2'"):
         splits_of(tmp_path / "lists", root=root).summary()
 
 
-def test_a_root_is_used_only_for_lists(tmp_path: Path):
-    """Runs of earlier versions have root = "data" in their config."""
-    images = pictures(tmp_path / "set")
-    column = hugging_face([None] * ROWS, images)
-    write_parquet(tmp_path / "set/x.parquet", {"image": column, "label": LABELS["integers"]})
-    for root, notes in (("data", 0), (str(tmp_path), 1)):
-        opened = splits_of(tmp_path / "set/x.parquet", root=root)
-        assert opened.train.read(np.arange(1)) == [(png(0), 2)]
-        assert sum("data.root is not used" in note for note in opened.notes) == notes
-    listed(tmp_path / "set/y.csv", images, LABELS["integers"])
-    opened = splits_of(tmp_path / "set/y.csv", root=str(tmp_path / "set"))
-    assert not any("data.root" in note for note in opened.notes)
-
-
-def test_other_files_next_to_a_list_are_reported_as_unused(tmp_path: Path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(png(0))
-    listed(tmp_path / "metadata.csv", ["a/0.png", "b/0.png"], ["x", "y"])
-    found = locate(DataConfig(source=str(tmp_path)))
-    assert found.train.kind == "folder"
-    assert found.notes == ("not used: metadata.csv; to use one, specify it explicitly.",)
-    assert splits_of(tmp_path / "metadata.csv").class_names == ["x", "y"]
-    listed(tmp_path / "all.parquet", ["a/0.png", "b/0.png"], ["x", "y"])
-    notes = locate(DataConfig(source=str(tmp_path))).notes
-    assert "images in a, b are read only if a file references them." in notes
-    assert "not used: metadata.csv; to use one, specify it explicitly." in notes
-
-
-def test_a_folder_of_unlabeled_images_suggests_the_list_next_to_it(tmp_path: Path):
-    listed(tmp_path / "a/train.csv", pictures(tmp_path / "a"), LABELS["integers"])
-    reported = (
-        r"only one class, 'pics': .* \(not used: train\.csv; to use one, specify it explicitly\)"
-    )
-    with pytest.raises(DataError, match=reported):
-        splits_of(tmp_path / "a")
-    (tmp_path / "a/pics").rename(tmp_path / "a/train")
-    with pytest.raises(DataError, match=r"if train\.csv lists the labels, specify it explicitly\)"):
-        splits_of(tmp_path / "a")
-
-
-def test_a_missing_or_unnamed_image_is_a_bad_record(tmp_path: Path):
+def test_a_missing_or_unnamed_image_or_a_device_is_a_bad_record(tmp_path: Path):
     images: list[Any] = pictures(tmp_path)
-    images[2], images[4] = "gone.png", None
+    images[2], images[4], images[5] = "gone.png", None, os.devnull
     for name in ("list.csv", "list.jsonl", "list.parquet"):
         path = listed(tmp_path / name, images, LABELS["integers"])
-        with pytest.raises(DataError, match=r"row 4: not a readable image: .* null\. Repair or"):
+        with pytest.raises(DataError, match=rf"{path.name}.* row 4"):
             splits_of(path)
-        source = splits_of(path, bad_records="skip").train
-        records = source.read(np.arange(ROWS))
-        assert str(records[2][0]) == "gone.png: no such file"
-        assert str(records[4][0]) == "the image is null"
-        assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4]
-
-
-def test_devices_and_named_pipes_are_not_read_as_images_or_lists(tmp_path: Path):
-    images = pictures(tmp_path)
-    images[2] = os.devnull
-    source = splits_of(listed(tmp_path / "a.csv", images, LABELS["integers"])).train
-    record = source.read(np.array([2]))[0][0]
-    assert str(record) == "/dev/null: a named pipe, socket or device, not a file"
+        records = splits_of(path, bad_records="skip").train.read(np.arange(ROWS))
+        assert [row for row in range(ROWS) if isinstance(records[row][0], BadRecord)] == [2, 4, 5]
     for name in ("list.csv", "list.parquet"):
         (tmp_path / "lists" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "lists" / name).symlink_to(os.devnull)
-        with pytest.raises(DataError, match=rf"{name}: a named pipe, .*, not a file: remove it"):
+        with pytest.raises(DataError, match=name):
             splits_of(tmp_path / "lists")
         (tmp_path / "lists" / name).unlink()
 
@@ -216,169 +153,85 @@ def test_images_that_are_listed_twice_are_reported(tmp_path: Path):
     train = listed(tmp_path / "a.csv", [*images[:6], images[0]], LABELS["integers"])
     evaluation = listed(tmp_path / "b.csv", images[5:], [0, 1])
     notes = splits_of(train, eval_source=str(evaluation)).summary().notes
-    assert notes == [
-        "the labels of the training set are 0 to 3, mapped to classes 0 to 2.",
-        "1 row repeats the image of another row of the training set.",
-        "1 image is in both the training set and the evaluation set.",
-    ]
+    assert [note for note in notes if note.startswith("1 row ")]
+    assert [note for note in notes if note.startswith("1 image ") and "both" in note]
     held = splits_of(listed(tmp_path / "c.csv", images * 2, LABELS["integers"] * 2), holdout=0.4)
     paths = [held.train.paths(), held.eval.paths()]  # type: ignore[attr-defined,union-attr]
     assert sorted([*paths[0], *paths[1]]) == sorted(f"{tmp_path}/{path}" for path in images * 2)
-    repeated = [note for note in held.summary().notes if "in both the" in note]
-    assert repeated == [
-        f"{len({*paths[0]} & {*paths[1]})} images are in both the training set and the evaluation "
-        "set."
-    ]
+    both = f"{len({*paths[0]} & {*paths[1]})} images "
+    assert [note for note in held.summary().notes if note.startswith(both)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_invalid_label_in_a_list_is_named_with_its_row(form: str, tmp_path: Path):
-    images = pictures(tmp_path)
-    for labels in (
-        ["a", "b", "a", "b", None, "a", "b"],
-        [0.5, 1.5, 1, 0, 2, 1, 1],
-        [1, 0, 1, 1, -1, 0, 1],
-    ):
-        path = listed(tmp_path / form, images, labels)
-        row = 4 if None in labels or -1 in labels else 0
-        if 0.5 in labels and form not in ("list.jsonl", "list.parquet"):
-            assert len(splits_of(path).class_names) == 5  # texts
-            continue
-        with pytest.raises(DataError, match=rf"row {row}: label "):
-            splits_of(path)
-    nothing: list[Any] = [None] * ROWS
-    with pytest.raises(NoLabelsError, match="no row has a label"):
-        splits_of(listed(tmp_path / form, images, nothing))
-
-
-BROKEN: Mapping[str, tuple[bytes, str]] = {
-    "ragged.csv": (
-        b"image,label\npics/0.png,a\npics/1.png,b,c\n",
-        "Row #3: Expected 2 columns, got 3",
-    ),
-    "empty.csv": (b"", "Empty CSV file"),
-    "header.csv": (b"image,label\n", "header.csv: 0 rows"),
-    "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "several columns named 'label'"),
-    "none.csv": (b"pics/0.png,a\npics/1.png,b\n", "no column 'image' among pics/0.png, a"),
-    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9 is not UTF-8 text"),
-    "utf-16.csv": (
-        "image,label\n0.png,a\n".encode("utf-16"),
-        "line 1: byte 0xff is not UTF-8 text",
-    ),
-    "utf-16-le.jsonl": (
-        '{"image":"a"}\n'.encode("utf-16-le"),
-        "line 1: byte 0x00 is not UTF-8 text",
-    ),
-    "utf-32.tsv": ("image\tlabel\n".encode("utf-32-be"), "line 1: byte 0x00 is not UTF-8 text"),
-    "null.csv": (b"image,label\r0.png,a\r1\x00.png,b\r", "line 3: byte 0x00 is not UTF-8 text"),
-    "open.csv": (b'image,label\na.png,a\nb.png,"b\nc.png,c\n', "row 1: a quotation mark is not"),
-    "last.csv": (b'image,label\na.png,a\nb.png,"b', "row 1: a quotation mark is not closed"),
-    "two.csv": (b'image,label\na.png,"a\nb.png,b\nc.png,"c\n', "row 0: a quotation mark is not"),
-    "header.tsv": (b'"image\tlabel\na.png\ta\n', "the header: a quotation mark is not closed"),
-    "wide.csv": (b"image,label\na.png,a," + b"x" * 50_000 + b"\n", "Expected 2 columns, got 3"),
-    "column.csv": (b"image," + b"x" * 50_000 + b"\na.png,a\n", "no column 'label' among image, x"),
-    "empty.jsonl": (b"\n", "empty.jsonl: 0 rows"),
-    "null.jsonl": (b"null\n", "null.jsonl, row 0: "),
-    "digits.jsonl": (b'{"image":"a","label":' + b"9" * 5000 + b"}", "row 0: not JSON"),
-    "semicolons.csv": (b"image;label\na.png;1\n", "separated by ';'; expected: commas"),
-    "commas.tsv": (b"image,label\na.png,1\n", "separated by ','; expected: tabs"),
-    "cut.csv.gz": (
-        b"\x1f\x8b\x08\x00cut",
-        "cut.csv.gz: not a readable CSV, TSV or JSON lines file",
-    ),
-    "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1: not JSON"),
-    "mixed.jsonl": (
-        b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n',
-        "row 0: label 1 has a different type",
-    ),
+BROKEN: Mapping[str, tuple[bytes, str]] = {  # what is named besides the file
+    "ragged.csv": (b"image,label\npics/0.png,a\npics/1.png,b,c\n", "#3"),
+    "empty.csv": (b"", ""),
+    "header.csv": (b"image,label\n", "0 rows"),
+    "twice.csv": (b"image,label,label\npics/0.png,a,b\n", "'label'"),
+    "latin.csv": (b"image,label\npics/\xe9.png,a\n", "line 2: byte 0xe9"),
+    "utf-16.csv": ("image,label\n0.png,a\n".encode("utf-16"), "line 1"),
+    "null.csv": (b"image,label\r0.png,a\r1\x00.png,b\r", "line 3: byte 0x00"),
+    "open.csv": (b'image,label\na.png,a\nb.png,"b\nc.png,c\n', "row 1"),
+    "header.tsv": (b'"image\tlabel\na.png\ta\n', "header"),
+    "empty.jsonl": (b"\n", "0 rows"),
+    "digits.jsonl": (b'{"image":"a","label":' + b"9" * 5000 + b"}", "row 0"),
+    "semicolons.csv": (b"image;label\na.png;1\n", "';'"),
+    "cut.csv.gz": (b"\x1f\x8b\x08\x00cut", ""),
+    "cut.jsonl": (b'{"image":"pics/0.png","label":1}\n{"image":"x","la\n', "row 1"),
+    "mixed.jsonl": (b'{"image":"a","label":1}\n{"image":"b","label":"x"}\n', "row 0: label 1"),
     "late.jsonl": (
         b'{"image":"a","label":"x"}\n' * 7 + b'{"image":"b","label":5}\n',
-        "row 7: label 5 has a different type",
+        "row 7: label 5",
     ),
     "null.ndjson": (
         b'{"image":"a","label":null}\n' + b'{"image":"a","label":1}\n' * 3 + b'{"label":"x"}\n',
-        "row 4: label 'x' has a different type",
+        "row 4: label 'x'",
     ),
-    "array.jsonl": (b'[{"image":"pics/0.png","label":1}]', "array.jsonl, row 0: "),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_list_that_cannot_be_read_is_named_with_its_line(name: str, tmp_path: Path):
+def test_a_list_that_cannot_be_read_is_named_with_its_line(tmp_path: Path):
     pictures(tmp_path, 2)
-    content, reported = BROKEN[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        splits_of(tmp_path / name)
-    assert reported in str(caught.value)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 700
+    for name, (content, named) in BROKEN.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            splits_of(tmp_path / name)
+        assert name in str(caught.value)
+        assert named in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 700
 
 
 @pytest.mark.parametrize("mark", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_lines_may_end_in_any_way_and_begin_with_a_byte_order_mark(
-    encoding: str, mark: str, tmp_path: Path
-):
+def test_lines_may_end_in_any_way_and_begin_with_a_byte_order_mark(mark: str, tmp_path: Path):
+    """Other columns may hold anything."""
     pictures(tmp_path, 2)
-    rows = {"csv": ["image,label", "pics/0.png,é", "pics/1.png,b"]}
+    rows = {"csv": ["image,label,w", "pics/0.png,é,1", "pics/1.png,b,x"]}
     rows["TSV"] = [line.replace(",", "\t") for line in rows["csv"]]
     rows["ndjson"] = [
-        '{"image": "pics/0.png", "label": "é"}',
-        '{"image": "pics/1.png","label":"b"}',
+        '{"image": "pics/0.png", "label": "é", "w": 1}',
+        '{"image": "pics/1.png","label":"b", "w": [{"a": 1}]}',
     ]
-    for end, lines_of in rows.items():
-        path = tmp_path / f"list.{end}"
-        path.write_bytes((mark.join(lines_of) + mark).encode(encoding))
-        assert splits_of(path).train.read(np.arange(2)) == [(png(0), 1), (png(1), 0)]
+    for end, lines in rows.items():
+        for encoding in ("utf-8", "utf-8-sig"):
+            path = tmp_path / f"list.{end}"
+            path.write_bytes((mark.join(lines) + mark).encode(encoding))
+            assert splits_of(path).train.read(np.arange(2)) == [(png(0), 1), (png(1), 0)]
 
 
-def test_columns_that_are_not_used_may_hold_anything(tmp_path: Path):
-    pictures(tmp_path, 3)
-    for end, others in ((".jsonl", ["1", '"x"', '[{"a": 1}]']), (".csv", ["1", "x", "é"])):
-        rows = [f'{{"image":"pics/{n}.png","label":{n},"w":{w}}}' for n, w in enumerate(others)]
-        if end == ".csv":
-            rows = ["image,label,w", *(f"pics/{n}.png,{n},{w}" for n, w in enumerate(others))]
-        (tmp_path / f"list{end}").write_text("\n".join(rows))
-        assert splits_of(tmp_path / f"list{end}").train.labels().tolist() == [0, 1, 2]
-
-
-PATHS: Mapping[str, tuple[str, str]] = {
-    "a null character": ("pics/0\0.png", "pics/0\\x00.png: not the path of a file"),
-    "a data URI": (f"data:image/png;base64,{'A' * 30_000}", "AAA: not the path of a file"),
-    "a URL": ("https://example.com/0.png", "https://example.com/0.png: not the path of a file"),
-    "a URI": ("s3://bucket/0.png", "s3://bucket/0.png: not the path of a file"),
-    "a name that is too long": ("x" * 300 + ".png", "File name too long"),
-    "a line break": ("pics/0\n.png", "pics/0\\n.png: no such file"),
-    "home": ("~/0.png", "~/0.png: no such file"),
-    "above": ("../0.png", "../0.png: no such file"),
-    "absolute": ("/nowhere/0.png", "/nowhere/0.png: no such file"),
-    "backslashes": ("pics\\0.png", "pics\\0.png: no such file"),
-    "a space at the end": ("pics/0.png ", "pics/0.png : no such file"),
-    "a folder": ("pics", "pics: is a folder"),
-}
-
-
-@pytest.mark.parametrize("end", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("kind", PATHS)
-def test_a_path_that_leads_to_no_image_is_named_in_one_line(kind: str, end: str, tmp_path: Path):
-    given, reported = PATHS[kind]
+def test_a_path_that_leads_to_no_image_is_a_bad_record_named_in_one_line(tmp_path: Path):
     images = pictures(tmp_path)
-    path = listed(tmp_path / f"list{end}", [*images[:6], given], LABELS["integers"])
-    source = splits_of(path, bad_records="skip").train
-    (record, _), *_ = source.read(np.array([6]))
-    assert isinstance(record, BadRecord)
-    assert str(record).endswith(reported)
-    assert len(str(record)) < 300
-    assert source.fingerprint()
-    if kind == "a folder":
-        return
-    path = listed(tmp_path / f"all{end}", [given] * ROWS, LABELS["integers"])
-    with pytest.raises(DataError, match="row 0: ") as caught:
-        splits_of(path)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 700
+    for given in (
+        *("pics/0\0.png", f"data:image/png;base64,{'A' * 30_000}", "https://example.com/0.png"),
+        *("s3://bucket/0.png", "x" * 300 + ".png", "pics/0\n.png", "~/0.png", "../0.png"),
+        *("/nowhere/0.png", "pics\\0.png", "pics/0.png ", "pics"),
+    ):
+        for end in (".jsonl", ".parquet"):
+            path = listed(tmp_path / f"list{end}", [*images[:6], given], LABELS["integers"])
+            source = splits_of(path, bad_records="skip").train
+            (record, _), *_ = source.read(np.array([6]))
+            assert isinstance(record, BadRecord), given
+            assert len(str(record)) < 300
+            assert source.fingerprint()
 
 
 def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_location(tmp_path: Path):
@@ -397,19 +250,3 @@ def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_locati
     assert len({other, fingerprint(one), fingerprint(two)}) == 3
     listed(one / "list.csv", pictures(one), [*reversed(LABELS["integers"])])
     assert len({other, fingerprint(one)}) == 2
-
-
-def test_many_rows_are_read_from_every_group(tmp_path: Path):
-    rows = 9000  # three groups
-    images = pictures(tmp_path)
-    path = listed(
-        tmp_path / "list.csv",
-        [images[row % ROWS] for row in range(rows)],
-        [r % 5 for r in range(rows)],
-    )
-    source = splits_of(path).train
-    chosen = np.array([0, 4095, 4096, 8191, 8192, 8999, 17])
-    records = source.read(chosen)
-    assert records == [(png(row % ROWS), row % 5) for row in chosen.tolist()]
-    assert source.where(8192).endswith("list.csv, row 8192")
-    assert not getattr(source, "prefers_blocks", True)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,6 @@ from parquet_files import (
 )
 from PIL import Image
 
-from raytrain_ddp.data.formats import parquet_shard as shard_module
-from raytrain_ddp.data.formats import shard_images as parquet_module
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import DataError
@@ -43,98 +38,59 @@ def touch(root: Path, *names: str) -> Path:
     return root
 
 
-# ------------------------------------------------------------------ locate
+# ------------------------------------------------------------------ where they are
 
 
-@pytest.mark.parametrize("train", ["train-00000-of-00001.parquet", "a/train.parquet"])
-@pytest.mark.parametrize(
-    "test",
-    [
-        *("test-00000-of-00001.parquet", "val.parquet", "validation_0.parquet"),
-        *("Test.parquet", "valid/part-0.parquet", "a/eval/train.parquet"),
-    ],
-)
-def test_parquet_files_are_split_by_their_names_or_folders(train: str, test: str, tmp_path: Path):
-    source = str(touch(tmp_path, train, test, ".cache/other.parquet"))
-    for_training, for_evaluation = located(source, None)
-    assert for_training.paths == (str(tmp_path / train),)
-    assert for_evaluation is not None
-    assert for_evaluation.paths == (str(tmp_path / test),)
-    assert (for_training.split, for_evaluation.split) == ("train", "eval")
-
-
-def test_the_folder_of_a_data_set_may_have_any_name(tmp_path: Path):
-    source = touch(tmp_path / "test", "train-0.parquet", "test-0.parquet")
-    for written in (str(source), f"file://{source}"):
-        train, evaluation = located(written, None)
-        assert [Path(path).name for path in train.paths] == ["train-0.parquet"]
+def test_a_file_a_folder_of_any_name_or_a_pattern_can_be_named(tmp_path: Path):
+    root = touch(tmp_path / "test", "train-0.parquet", "test-0.parquet", "c.txt")
+    for written in (str(root), f"file://{root}"):  # "test" is its name, not its split
+        train, evaluation = located(written)
         assert evaluation is not None
-        assert [Path(path).name for path in evaluation.paths] == ["test-0.parquet"]
-
-
-def test_a_file_or_a_pattern_of_files_can_be_named(tmp_path: Path):
-    touch(tmp_path, "b.parquet", "a.parquet", "test/0.parquet", "c.txt")
-    train, evaluation = located(str(tmp_path / "*.parquet"), None)
-    assert [Path(path).name for path in train.paths] == ["a.parquet", "b.parquet"]
-    assert evaluation is None
-    train, evaluation = located(str(tmp_path / "b.parquet"), None)
-    assert (train.paths, evaluation) == ((str(tmp_path / "b.parquet"),), None)
-    train, evaluation = located(str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet"))
+        names = [Path(path).name for path in (*train.paths, *evaluation.paths)]
+        assert names == ["train-0.parquet", "test-0.parquet"]
+        assert (train.split, evaluation.split) == ("train", "eval")
+    one, two = (str(root / f"{name}-0.parquet") for name in ("test", "train"))
+    assert located(str(root / "t*-0.parquet"), one)[0].paths == (two,)
+    assert located(two)[0].paths == (two,)
+    train, evaluation = located(two, one)
     assert evaluation is not None
-    assert evaluation.paths == (str(tmp_path / "b.parquet"),)
+    assert (train.paths, evaluation.paths) == ((two,), (one,))
 
 
 def test_an_existing_folder_or_file_is_not_treated_as_a_pattern(tmp_path: Path):
+    files = ("t.parquet", "x[ab].parquet", "xa.parquet")
     for name in ("set[1]", "set*", "1"):
-        touch(tmp_path / name, "t.parquet", "x[ab].parquet", "xa.parquet")
-        train, _ = located(str(tmp_path / name), None)
-        assert [Path(path).name for path in train.paths] == [
-            *("t.parquet", "x[ab].parquet", "xa.parquet"),
-        ]
-        train, _ = located(str(tmp_path / name / "x[ab].parquet"), None)
+        touch(tmp_path / name, *files)
+        train, _ = located(str(tmp_path / name))
+        assert [Path(path).name for path in train.paths] == [*files]
+        train, _ = located(str(tmp_path / name / "x[ab].parquet"))
         assert train.paths == (str(tmp_path / name / "x[ab].parquet"),)
-    assert len(located(str(tmp_path / "1" / "[tx]*.parquet"), None)[0].paths) == 3
-
-
-def test_class_folders_are_found_with_and_without_splits(tmp_path: Path):
-    root = touch(tmp_path, "train/cat/0.png", "val/cat/0.png", "test/cat/0.png")
-    train, evaluation = located(str(root), None)
-    assert (train.kind, train.paths) == ("folder", (str(root / "train"),))
-    assert evaluation is not None
-    assert evaluation.paths == (str(root / "val"),)
-    train, evaluation = located(str(root / "train"), None)
-    assert (train.paths, evaluation) == ((str(root / "train"),), None)
-    train, evaluation = located(str(root / "train"), str(root / "val"))
-    assert evaluation is not None
-    assert evaluation.paths == (str(root / "val"),)
+    assert len(located(str(tmp_path / "1" / "[tx]*.parquet"))[0].paths) == 3
 
 
 def test_fault_17_a_missing_path_is_named_with_its_field(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    touch(tmp_path / "only", "test.parquet")
-    touch(tmp_path / "folders", "val/cat/0.png")
-    for source, eval_source, reported in (
+    for source, eval_source, field in (
         (str(tmp_path / "no"), None, "data.source"),
-        (str(tmp_path / "*.parquet"), None, "no file matches"),
-        (str(tmp_path / "empty"), None, "contains neither"),
-        (str(tmp_path / "only"), None, "no split to train on, only test"),
-        (str(tmp_path / "folders"), None, "no split to train on, only val"),
+        (str(tmp_path / "*.parquet"), None, "data.source"),
+        (str(tmp_path / "empty"), None, "data.source"),
         ("digits", str(tmp_path / "no"), "data.eval_source"),
     ):
-        with pytest.raises(DataError, match=reported) as caught:
+        with pytest.raises(DataError) as caught:
             located(source, eval_source)
+        assert field in str(caught.value)
         assert (eval_source or source) in str(caught.value)
 
 
 def test_a_converted_data_set_consists_of_the_listed_files(tmp_path: Path):
     root = converted(tmp_path)
     (root / "surplus.parquet").touch()
-    train, evaluation = located(str(root), None)
+    train, evaluation = located(str(root))
     assert train.paths == (str(root / "b.parquet"), str(root / "a.parquet"))
     assert evaluation is not None
     assert evaluation.paths == (str(root / "c.parquet"),)
     (root / "dataset.json").write_text('{"format": "of others"}')
-    assert len(located(str(root), None)[0].paths) == 4
+    assert len(located(str(root))[0].paths) == 4
 
 
 def test_fault_17_and_18_all_missing_and_truncated_files_of_a_converted_set_are_named(
@@ -144,47 +100,33 @@ def test_fault_17_and_18_all_missing_and_truncated_files_of_a_converted_set_are_
     (root / "a.parquet").unlink()
     (root / "c.parquet").write_text("short")
     with pytest.raises(DataError) as caught:
-        located(str(root), None)
-    reported = str(caught.value)
-    assert "2 of 3 files" in reported
-    assert "a.parquet is missing" in reported
-    assert "c.parquet has 5 bytes, not 9" in reported
-    assert "b.parquet" not in reported
-    assert "\n" not in reported
-
-
-@pytest.mark.parametrize(
-    ("changes", "reported"),
-    [
-        ({"version": 2}, "version 2"),
-        ({"files": [{"path": "a.parquet"}]}, "damaged"),
-        ({"files": [{"path": "../x", "split": "train", "bytes": 9}]}, r"\.\./x is missing"),
-    ],
-)
-def test_an_invalid_list_of_files_is_refused(
-    changes: dict[str, Any], reported: str, tmp_path: Path
-):
+        located(str(root))
+    assert "a.parquet" in str(caught.value)
+    assert "c.parquet" in str(caught.value)
+    assert "b.parquet" not in str(caught.value)
     (tmp_path / "x").write_text("123456789")
-    with pytest.raises(DataError, match=reported):
-        located(str(converted(tmp_path / "set", **changes)), None)
+    outside = [{"path": "../x", "split": "train", "bytes": 9}]
+    for changes in ({"version": 2}, {"files": [{"path": "a.parquet"}]}, {"files": outside}):
+        with pytest.raises(DataError, match=r"dataset\.json"):
+            located(str(converted(tmp_path / "set", **changes)))
     for text in ("{", "[" * 100_000):
         (tmp_path / "set" / "dataset.json").write_text(text)
-        with pytest.raises(DataError, match="damaged"):
-            located(str(tmp_path / "set"), None)
+        with pytest.raises(DataError, match=r"dataset\.json"):
+            located(str(tmp_path / "set"))
 
 
 # ------------------------------------------------------------------ what is read
 
 
 def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
-    train, evaluation = located("digits", None)
+    train, evaluation = located("digits")
     assert evaluation is not None
     digits, test = opened(*train.paths), opened(*evaluation.paths)
     assert (digits.blocks.sum(), test.blocks.sum()) == (1437, 360)
     assert digits.class_names == test.class_names == list("0123456789")
     rows, others = all_of(digits), all_of(test)
     for records in (rows, others):
-        assert set(np.bincount([label for _, label in records]) > 0.08 * len(records)) == {True}
+        assert (np.bincount([label for _, label in records]) > 0.08 * len(records)).all()
     # Nearly all 1797 scans are different; no image is in both splits.
     assert not {image for image, _ in rows} & {image for image, _ in others}
     assert Image.open(io.BytesIO(rows[0][0])).size == (8, 8)
@@ -211,50 +153,14 @@ STRUCTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", [*STRUCTS, pa.binary(), pa.large_binary(), pa.binary_view()], ids=str
-)
 @pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0", "use_dictionary": False}])
-def test_all_kinds_of_columns_have_the_same_images(
-    kind: pa.DataType, options: dict[str, Any], tmp_path: Path
-):
+def test_all_kinds_of_columns_have_the_same_images(options: dict[str, Any], tmp_path: Path):
     images = [png(i) for i in range(9)]
-    records = images if not pa.types.is_struct(kind) else [{"bytes": image} for image in images]
-    columns = {"image": pa.array(records, kind), "label": list(range(9))}
-    source = opened(write_parquet(tmp_path / "x.parquet", columns, **options))
-    assert all_of(source) == [(image, row) for row, image in enumerate(images)]
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [
-        *(pa.array([1, 0, 2], kind) for kind in (pa.int8(), pa.uint8(), pa.uint64(), pa.int64())),
-        pa.DictionaryArray.from_arrays(pa.array([1, 0, 2], pa.int32()), pa.array([0, 1, 2])),
-    ],
-    ids=lambda labels: str(labels.type).partition("<")[0],
-)
-@pytest.mark.parametrize("write_statistics", [True, False])
-def test_all_kinds_of_integers_are_labels(labels: pa.Array, write_statistics: bool, tmp_path: Path):
-    columns = {"image": [png(i) for i in range(3)], "label": labels}
-    path = write_parquet(tmp_path / "x.parquet", columns, write_statistics=write_statistics)
-    source = opened(path)
-    assert [label for _, label in all_of(source)] == [1, 0, 2]
-    assert source.class_names == ["0", "1", "2"]
-
-
-def test_columns_may_have_other_names_and_be_next_to_others(tmp_path: Path):
-    columns = {"label": ["x", "y"], "image.bytes": [png(0), png(1)], "class": [1, 0]}
-    path = write_parquet(tmp_path / "x.parquet", columns)
-    source = opened(path, image_column="image.bytes", label_column="class")
-    assert all_of(source) == [(png(0), 1), (png(1), 0)]
-
-
-def test_class_names_come_from_the_hugging_face_features(tmp_path: Path):
-    one = with_class_names(tmp_path / "1.parquet", ["cat", "dog", "owl"], [0])
-    assert opened(one).class_names == ["cat", "dog", "owl"]
-    two = with_class_names(tmp_path / "2.parquet", ["dog", "cat", "owl"], [0])
-    with pytest.raises(DataError, match=r"2\.parquet: its class names \(dog, cat, owl\)"):
-        opened(one, two)
+    for kind in (*STRUCTS, pa.binary(), pa.large_binary(), pa.binary_view()):
+        records = [{"bytes": image} for image in images] if pa.types.is_struct(kind) else images
+        columns = {"image": pa.array(records, kind), "label": list(range(9))}
+        source = opened(write_parquet(tmp_path / "x.parquet", columns, **options))
+        assert all_of(source) == [(image, row) for row, image in enumerate(images)], kind
 
 
 def test_images_given_only_by_path_are_read_from_their_files(tmp_path: Path):
@@ -269,66 +175,28 @@ def test_images_given_only_by_path_are_read_from_their_files(tmp_path: Path):
     assert images[:3] == [b"beside.png", b"folder/below.png", b"far/away.png"]
     assert images[5:] == [png(5), png(6)]
     assert [type(image) for image in images[3:5]] == [BadRecord, BadRecord]
-    assert "gone.png: no such file" in str(images[3])
-    assert "null" in str(images[4])
+    assert "gone.png" in str(images[3])
     only_paths = pa.array([{"path": "beside.png"}], pa.struct([("path", pa.string())]))
     path = write_parquet(tmp_path / "set" / "y.parquet", {"image": only_paths, "label": [0]})
     assert all_of(opened(path)) == [(b"beside.png", 0)]
 
 
-def test_images_in_a_store_are_read_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    column = hugging_face([None, png(1), None, None], ["a", None, "b", "c"])
-    source = opened(write_parquet(tmp_path / "x.parquet", {"image": column, "label": [0, 1, 0, 1]}))
-    monkeypatch.setattr(source, "_remote", True)
-    together = threading.Barrier(3)
-
-    def image_at(_: Any, path: str) -> bytes:
-        together.wait(timeout=20)
-        return path.encode()
-
-    monkeypatch.setattr(parquet_module, "image_at", image_at)
-    assert all_of(source) == [(b"a", 0), (png(1), 1), (b"b", 0), (b"c", 1)]
-    source.close()
-
-
-def test_a_null_image_is_a_bad_record(tmp_path: Path):
-    for kind, good in ((pa.binary(), png(0)), (STRUCTS[0], {"bytes": png(0), "path": None})):
-        columns = {"image": pa.array([good, None], kind), "label": [0, 1]}
-        path = write_parquet(tmp_path / "x.parquet", columns)
-        with pytest.raises(DataError, match=r"group 0, row 1: not a readable image: .* null"):
-            opened(path)
-        first, (bad, label) = all_of(opened(path, bad_records="skip"))
-        assert first == (png(0), 0)
-        assert isinstance(bad, BadRecord)
-        assert label == 1
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(10**4, True), (10**6, False)])
-def test_block_shuffle_is_preferred_above_a_total_size(
-    limit: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    paths = [write_images(tmp_path / f"{i}.parquet", 20, use_dictionary=False) for i in range(2)]
-    monkeypatch.setattr(parquet_module, "_BLOCKS_FROM_BYTES", limit)
-    assert opened(*paths).prefers_blocks is expected
-
-
-def test_row_groups_larger_than_an_arrow_array_are_read_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = write_images(tmp_path / "x.parquet", 40, row_group_size=30)
-    monkeypatch.setattr(shard_module, "_BATCH_BYTES", 3 * len(png(0)))
-    assert all_of(opened(path)) == [(png(i), i) for i in range(40)]
-
-
 # The lanes' blocks just fit in 1 MiB; a thread that is late also needs blocks that the others
 # have released.
 @pytest.mark.parametrize(("threads", "memory_mib"), [(1, 1), (3, 2)])
-def test_row_groups_are_read_once_per_lane(threads: int, memory_mib: int, tmp_path: Path):
+def test_row_groups_are_read_once_per_lane(
+    threads: int, memory_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     rows, blocks, window, plan = 160, 40, 2, Plan(160, slots=3, micro_batch=5)
     random = np.random.default_rng(0)
     columns = {"image": [random.bytes(30_000) for _ in range(rows)], "label": [0] * rows}
     path = write_parquet(tmp_path / "x.parquet", columns, use_dictionary=False)
     source = opened(path, memory_mib=memory_mib)  # of 4.8
+    loads: list[Any] = []
+    load = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda *a, **k: loads.append(a) or load(*a, **k)
+    )
     expected = dict(enumerate(columns["image"]))
     for epoch in range(2):
         order = EpochOrder(source.blocks, "block", 7, epoch, window)
@@ -347,109 +215,74 @@ def test_row_groups_are_read_once_per_lane(threads: int, memory_mib: int, tmp_pa
         records = [record for future in futures for record in future.result()]
         assert [image for image, _ in records] == [expected[row] for row in seen]
         assert sorted(seen) == list(range(rows))
-    loads, reloads = source._groups.loads, source._groups.reloads
+    source.close()
     # Two lanes share the blocks of a window, which do not stay in 1 MiB until both have read them.
     borders = (plan.slots - 1) * window if memory_mib == 1 else 0
-    assert blocks * 2 <= loads <= (blocks + borders) * 2
-    assert reloads <= borders * 2
-    source.close()
+    assert blocks * 2 <= len(loads) <= (blocks + borders) * 2
 
 
 def test_many_files_are_opened_without_keeping_them_open(tmp_path: Path):
     first = write_images(tmp_path / "0.parquet", 5)
-    paths = [first, *(str(shutil.copy(first, tmp_path / f"{i}.parquet")) for i in range(1, 60))]
+    paths = [first, *(str(shutil.copy(first, tmp_path / f"{i}.parquet")) for i in range(1, 40))]
     before = len(os.listdir("/proc/self/fd"))
     source = opened(*paths)
-    assert len(all_of(source)) == 300
+    assert len(all_of(source)) == 200
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_reading_needs_neither_torch_nor_slow_imports(tmp_path: Path):
-    path = write_images(tmp_path / "x.parquet", 1)
-    code = (
-        "import sys\nfrom raytrain_ddp.data.discovery.data_check import locate\n"
-        "from raytrain_ddp.data.formats.shard_images import ShardImages\n"
-        "from raytrain_ddp.config.input_sections import DataConfig\n"
-        f"found = locate(DataConfig(source={path!r}))\n"
-        "source = ShardImages(found.train.paths, DataConfig())\n"
-        "source.read(source.blocks - source.blocks)\n"
-        "assert not {'torch', 'ray', 'fsspec', 'pyarrow.compute'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(
-    ("columns", "reported"),
+    ("columns", "named"),
     [
-        ({"img": [b""], "label": [0]}, ["no column 'image'", "img", "--data.image-column"]),
-        ({"image": [b""], "labels": [0]}, ["no column 'label'", "'labels'", "--data.label-column"]),
-        ({"image": ["text"], "label": [0]}, ["row 0", "text: no such file", "--data.root"]),
-        ({"image": [1], "label": [0]}, ["'image' is int64", "paths of files"]),
-        ({"image": [{"a": 1}], "label": [0]}, ["'image' is struct", "binary"]),
-        ({"image": [b""], "label": [0.5]}, ["row group 0, row 0: label 0.5 is not a whole"]),
-        ({"image": [b""], "label": [["cat"]]}, ["'label' is list", "one integer, string"]),
-        ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, ["0 rows"]),
+        ({"img": [b""], "label": [0]}, "'image' img --data.image-column"),
+        ({"image": [b""], "labels": [0]}, "'label' 'labels' --data.label-column"),
+        ({"image": ["text"], "label": [0]}, "row 0 text --data.root"),
+        ({"image": [1], "label": [0]}, "'image' int64"),
+        ({"image": [{"a": 1}], "label": [0]}, "'image' struct"),
+        ({"image": [b""], "label": [0.5]}, "row 0 0.5"),
+        ({"image": [b""], "label": [["cat"]]}, "'label' list"),
+        ({"image": pa.array([], pa.binary()), "label": pa.array([], pa.int64())}, "0 rows"),
     ],
 )
 def test_fault_21_and_22_invalid_columns_are_refused_when_opened(
-    columns: dict[str, Any], reported: list[str], tmp_path: Path
+    columns: dict[str, Any], named: str, tmp_path: Path
 ):
     good = write_images(tmp_path / "good.parquet", 1)
     path = write_parquet(tmp_path / "x.parquet", columns)
-    for paths in ([path], [good, path])[: 1 if "0 rows" in reported else 2]:
+    for paths in ([path], [good, path])[: 1 if "0 rows" in named else 2]:
         with pytest.raises(DataError) as caught:
             opened(*paths)
-        assert [word for word in [path, *reported] if word not in str(caught.value)] == []
+        assert [word for word in [path, *named.split()] if word not in str(caught.value)] == []
 
 
 @pytest.mark.parametrize("write_statistics", [True, False])
-@pytest.mark.parametrize(
-    ("bad", "reported"),
-    [
-        (None, "row group 1, row 2: label is null"),
-        (-1, "row group 1, row 2: label -1 is not in the range 0 to 2"),
-        (3, "row group 1, row 2: label 3 is not in the range 0 to 2"),
-    ],
-)
+@pytest.mark.parametrize("bad", [None, -1, 3])
 def test_fault_21_an_out_of_range_label_is_named_before_the_first_step(
-    write_statistics: bool, bad: int | None, reported: str, tmp_path: Path
+    write_statistics: bool, bad: int | None, tmp_path: Path
 ):
     names = with_class_names(tmp_path / "0.parquet", ["cat", "dog", "owl"], [0])
-    labels = pa.array([0, 1, 2, 0, 1, 2, bad, 0], pa.int64())
-    path = write_parquet(
-        tmp_path / "x.parquet",
-        {"image": [png(0)] * 8, "label": labels},
-        write_statistics=write_statistics,
-    )
+    columns = {"image": [png(0)] * 8, "label": pa.array([0, 1, 2, 0, 1, 2, bad, 0], pa.int64())}
+    path = write_parquet(tmp_path / "x.parquet", columns, write_statistics=write_statistics)
+    named = f"{path}, row group 1, row 2: label {'null' if bad is None else bad}"
     if write_statistics:
-        with pytest.raises(DataError, match=reported) as caught:
+        with pytest.raises(DataError) as caught:
             opened(names, path)
     else:  # the row group is not returned
         source = opened(names, path)
         assert len(source.read(np.arange(1, 5))) == 4
-        with pytest.raises(DataError, match=reported) as caught:
+        with pytest.raises(DataError) as caught:
             source.read(np.array([5]))
-    assert path in str(caught.value)
-
-
-def test_fault_21_nulls_of_encoded_labels_are_named(tmp_path: Path):
-    codes = pa.array([0, 1, None, 2], pa.int32())
-    labels = pa.DictionaryArray.from_arrays(codes, pa.array([0, 1, 2]))
-    columns = {"image": [png(0)] * 4, "label": labels}
-    path = write_parquet(tmp_path / "x.parquet", columns, write_statistics=False)
-    with pytest.raises(DataError, match="row group 0, row 2: label is null"):
-        all_of(opened(path))
+    assert named in str(caught.value).replace("label is", "label")
 
 
 def test_fault_17_all_missing_files_are_named(tmp_path: Path):
     good = write_images(tmp_path / "good.parquet", 1)
     gone = [str(tmp_path / f"{name}.parquet") for name in "ab"]
-    with pytest.raises(DataError, match="2 of 3 files") as caught:
+    with pytest.raises(DataError) as caught:
         opened(gone[0], good, gone[1])
-    assert all(f"{path}: no such file" in str(caught.value) for path in gone)
+    assert all(path in str(caught.value) for path in gone)
     assert good not in str(caught.value)
 
 
@@ -466,17 +299,17 @@ def test_fault_17_and_18_a_file_that_changes_while_it_is_read_is_a_data_error(
         os.truncate(path, 1000)
     else:
         write_images(Path(path), 9, first=100)
-    with pytest.raises(DataError, match=r"x\.parquet, row group 1: cannot be read"):
+    with pytest.raises(DataError, match=r"x\.parquet, row group 1"):
         source.read(np.array([4]))
 
 
-@pytest.mark.parametrize("kept", [0, 3, 12, 100, 0.5, -1])
-def test_fault_18_a_truncated_file_is_a_data_error(kept: float, tmp_path: Path):
+def test_fault_18_a_truncated_file_is_a_data_error(tmp_path: Path):
     path = write_images(tmp_path / "x.parquet", 5)
     content = Path(path).read_bytes()
-    Path(path).write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
-    with pytest.raises(DataError, match=r"x\.parquet: not a readable Parquet file"):
-        opened(path)
+    for kept in (0, 3, 12, 100, len(content) // 2, len(content) - 1):
+        Path(path).write_bytes(content[:kept])
+        with pytest.raises(DataError, match=r"x\.parquet"):
+            opened(path)
 
 
 def test_fault_19_every_flipped_bit_in_a_needed_page_is_detected(tmp_path: Path):
@@ -488,7 +321,7 @@ def test_fault_19_every_flipped_bit_in_a_needed_page_is_detected(tmp_path: Path)
     random = np.random.default_rng(0)
 
     def flipped(start: int, stop: int) -> list[Any] | str:
-        """The result or error of reading with each single bit between the two bytes flipped."""
+        """The result or error of reading with a random bit between the two bytes flipped."""
         damaged = bytearray(content)
         damaged[random.integers(start, stop)] ^= 1 << random.integers(8)
         Path(path).write_bytes(damaged)
@@ -498,11 +331,11 @@ def test_fault_19_every_flipped_bit_in_a_needed_page_is_detected(tmp_path: Path)
             return str(error)
 
     images = content.index(png(0)), content.index(png(3)) + len(png(3))
-    noticed = [flipped(*images) for _ in range(60)]
+    noticed = [flipped(*images) for _ in range(40)]
     assert all("x.parquet, row group 0" in result for result in noticed)
     for name in ("image.bytes", "label"):  # with the pages' headers, which have no checksum
         start = columns[name].data_page_offset
-        results = [flipped(start, start + columns[name].total_compressed_size) for _ in range(60)]
+        results = [flipped(start, start + columns[name].total_compressed_size) for _ in range(40)]
         assert all(isinstance(result, str) or result == expected for result in results)
         assert any(isinstance(result, str) for result in results)
     start = columns["image.path"].data_page_offset

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import io
-import logging
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
@@ -19,19 +15,21 @@ from torchvision.transforms import InterpolationMode
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.order.sample_rng import Draws
-from raytrain_ddp.data.pixels import decoding
 from raytrain_ddp.data.pixels.cropping import (
     centre_into,
     place_image,
     random_box,
     resize_into,
-    shifted,
     to_tensor,
 )
 from raytrain_ddp.data.pixels.decoding import open_encoded_image, shrink_for
 from raytrain_ddp.data.pixels.image_batches import image_data, side_in
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
+
+pytest.importorskip("hypothesis")
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def smooth(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -54,26 +52,26 @@ def encoded(image: Image.Image, form: str, **options: Any) -> bytes:
 
 
 RGB = Image.fromarray(smooth(45, 67))
-GREY = RGB.convert("L")
+GRAY = RGB.convert("L")
 ALPHA = RGB.copy()
-ALPHA.putalpha(GREY)
+ALPHA.putalpha(GRAY)
 PALETTE = RGB.quantize(32)
-DEEP = Image.fromarray(np.asarray(GREY).astype(np.uint16) * 3)
+DEEP = Image.fromarray(np.asarray(GRAY).astype(np.uint16) * 3)
 
 FORMS = {
     "jpeg": encoded(RGB, "jpeg", quality=90),
     "jpeg 4:4:4": encoded(RGB, "jpeg", subsampling=0),
     "progressive jpeg": encoded(RGB, "jpeg", progressive=True),
-    "grey jpeg": encoded(GREY, "jpeg"),
+    "gray jpeg": encoded(GRAY, "jpeg"),
     "cmyk jpeg": encoded(RGB.convert("CMYK"), "jpeg"),
     "png": encoded(RGB, "png"),
-    "grey png": encoded(GREY, "png"),
+    "gray png": encoded(GRAY, "png"),
     "16-bit png": encoded(DEEP, "png"),
     "palette png": encoded(PALETTE, "png"),
     "palette png with transparency": encoded(PALETTE, "png", transparency=bytes(range(32))),
     "alpha png": encoded(ALPHA, "png"),
-    "grey and alpha png": encoded(ALPHA.convert("LA"), "png"),
-    "1-bit png": encoded(GREY.convert("1"), "png"),
+    "gray and alpha png": encoded(ALPHA.convert("LA"), "png"),
+    "1-bit png": encoded(GRAY.convert("1"), "png"),
     "webp": encoded(RGB, "webp", quality=80),
     "alpha webp": encoded(ALPHA, "webp", lossless=True),
     "gif": encoded(PALETTE, "gif"),
@@ -83,83 +81,48 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
-def test_every_image_format_has_pillows_pixels(form: str):
-    picture = open_encoded_image(FORMS[form])
-    pixels = picture.pixels()
-    assert (picture.height, picture.width) == (45, 67)
-    assert (pixels.shape, pixels.dtype) == ((45, 67, 3), np.uint8)
-    assert np.array_equal(pixels, np.asarray(Image.open(io.BytesIO(FORMS[form])).convert("RGB")))
-
-
-def test_a_pillow_image_and_its_encoding_give_the_same_pixels():
-    assert np.array_equal(
-        open_encoded_image(RGB).pixels(), open_encoded_image(FORMS["png"]).pixels()
-    )
-
-
-WIDE = np.asarray(GREY).astype(np.int64)
-BIG_ENDIAN = (WIDE * 200).astype(">u2").tobytes()
-DEPTHS = {  # (file, whether Pillow's RGB loses the range of its values)
-    "16-bit pgm": (b"P5 67 45 65535\n" + (WIDE * 200).astype(">u2").tobytes(), True),
-    "10-bit pgm": (b"P5 67 45 1023\n" + (WIDE * 4).astype(">u2").tobytes(), True),
-    "8-bit pgm": (b"P5 67 45 255\n" + WIDE.astype(np.uint8).tobytes(), False),
-    "16-bit ppm": (b"P6 67 45 65535\n" + (smooth(45, 67) * 200).astype(">u2").tobytes(), False),
-    "pfm": (b"Pf 67 45 -1.0\n" + (WIDE / 255).astype("<f4").tobytes(), True),
-    "16-bit png": (FORMS["16-bit png"], True),
-    "16-bit png of small values": (encoded(Image.fromarray(WIDE.astype(np.uint16)), "png"), False),
-    "16-bit tiff": (encoded(DEEP, "tiff"), True),
-    "16-bit big-endian tiff": (
-        encoded(Image.frombytes("I;16B", (67, 45), BIG_ENDIAN), "tiff"),
-        True,
-    ),
-    "32-bit tiff": (encoded(Image.fromarray(WIDE.astype(np.int32) * 9), "tiff"), True),
-    "32-bit tiff below 0": (encoded(Image.fromarray(WIDE.astype(np.int32) - 99), "tiff"), True),
-    "32-bit tiff of small values": (encoded(Image.fromarray(WIDE.astype(np.int32)), "tiff"), False),
-    "float tiff to 1": (encoded(Image.fromarray((WIDE / 255).astype(np.float32)), "tiff"), True),
-    "float tiff to 2": (encoded(Image.fromarray((WIDE / 128).astype(np.float32)), "tiff"), True),
-    "float tiff to 255": (encoded(Image.fromarray(WIDE.astype(np.float32)), "tiff"), False),
-    "float tiff with nan": (encoded(Image.fromarray(np.full((45, 67), np.nan, "f")), "tiff"), True),
-    "two pages": (encoded(RGB, "tiff", save_all=True, append_images=[RGB]), False),
-    "animated gif": (encoded(PALETTE, "gif", save_all=True, append_images=[GREY]), False),
-    "animated webp": (encoded(RGB, "webp", save_all=True, append_images=[GREY]), False),
-    **{
-        f"{mode} tiff": (encoded(RGB.convert(mode), "tiff"), False)
-        for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr")
-    },
+WIDE = np.asarray(GRAY).astype(np.int64)
+DEPTHS = {
+    "16-bit pgm": b"P5 67 45 65535\n" + (WIDE * 200).astype(">u2").tobytes(),
+    "10-bit pgm": b"P5 67 45 1023\n" + (WIDE * 4).astype(">u2").tobytes(),
+    "16-bit ppm": b"P6 67 45 65535\n" + (smooth(45, 67) * 200).astype(">u2").tobytes(),
+    "pfm": b"Pf 67 45 -1.0\n" + (WIDE / 255).astype("<f4").tobytes(),
+    "16-bit tiff": encoded(DEEP, "tiff"),
+    "32-bit tiff below 0": encoded(Image.fromarray(WIDE.astype(np.int32) - 99), "tiff"),
+    "float tiff": encoded(Image.fromarray((WIDE / 128).astype(np.float32)), "tiff"),
+    "two pages": encoded(RGB, "tiff", save_all=True, append_images=[RGB]),
+    "animated gif": encoded(PALETTE, "gif", save_all=True, append_images=[GRAY]),
+    **{f"{mode} tiff": encoded(RGB.convert(mode), "tiff") for mode in ("1", "LA", "P", "CMYK")},
 }
 
 
-@pytest.mark.parametrize("kind", DEPTHS)
-def test_values_that_pillow_clips_are_reported_once(kind: str, caplog: pytest.LogCaptureFixture):
-    content, is_lossy = DEPTHS[kind]
-    try:
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
+def test_every_image_format_has_pillows_pixels():
+    """Those of more than 8 bits, too, which Pillow clips."""
+    for form, content in {**FORMS, **DEPTHS}.items():
+        picture = open_encoded_image(content)
+        pixels = picture.pixels()
+        assert (picture.height, picture.width) == (45, 67)
+        assert (pixels.shape, pixels.dtype) == ((45, 67, 3), np.uint8)
         expected = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    except OSError as error:  # Pillow 12.3 and YCbCr
-        pytest.skip(f"this Pillow cannot read what it has written: {error}")
-    decoding._tell_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "raytrain_ddp"):
-        for _ in range(3):
-            pixels = open_encoded_image(content).pixels()
-    assert np.array_equal(pixels, expected)
-    assert len(caplog.records) == is_lossy
+        assert np.array_equal(pixels, expected), form
+    assert np.array_equal(open_encoded_image(RGB).pixels(), np.asarray(RGB))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["jpeg", "png", "tiff"])
-def test_exif_orientation_is_followed_only_when_asked_for(form: str, orientation: int):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    content = encoded(RGB, form, exif=exif)
-    plain = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    turned = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
-    assert np.array_equal(open_encoded_image(content).pixels(), plain)
-    picture = open_encoded_image(content, exif_orientation=True)
-    assert (picture.height, picture.width) == turned.shape[:2]
-    assert np.array_equal(picture.pixels(), turned)
-    if form == "jpeg":
-        assert picture.pixels(2).shape[:2] == tuple(-(-side // 2) for side in turned.shape[:2])
+def test_exif_orientation_is_followed_only_when_asked_for(form: str):
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        content = encoded(RGB, form, exif=exif)
+        plain = np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+        turned = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB"))
+        assert np.array_equal(open_encoded_image(content).pixels(), plain)
+        picture = open_encoded_image(content, exif_orientation=True)
+        assert (picture.height, picture.width) == turned.shape[:2]
+        assert np.array_equal(picture.pixels(), turned)
+        if form == "jpeg":
+            assert picture.pixels(2).shape[:2] == tuple(-(-side // 2) for side in turned.shape[:2])
 
 
 def test_a_slightly_damaged_jpeg_is_judged_by_pillow():
@@ -221,6 +184,7 @@ def test_a_random_box_that_does_not_fit_is_redrawn_and_finally_the_center_crop()
     assert random_box(900, 100, (0.08, 1.0), nothing) == (383, 0, 133, 100)
 
 
+@settings(max_examples=40)
 @given(
     st.integers(20, 90),
     st.integers(20, 90),
@@ -278,10 +242,7 @@ def test_training_images_grow_with_the_epochs():
         draws = Draws(0, epoch, np.arange(2))
         assert train.batch(draws)["image"].shape == (2, 3, side, side)
         assert evaluation.batch(draws)["image"].shape == (2, 3, 72, 72)
-    for wrong in ({"start_size": 72}, {"start_size": 80}, {"grow_epochs": 0}, {"start_size": 0}):
-        with pytest.raises(ConfigError, match=r"data\.(start_size|grow_epochs) = "):
-            replace(config, **wrong)
-    with pytest.raises(ConfigError, match=r"data\.grow_epochs = 1: must be below epochs = 1; else"):
+    with pytest.raises(ConfigError, match=r"data\.grow_epochs"):
         TrainConfig(data=config, epochs=1)
     TrainConfig(data=config, epochs=1, steps=100)
 
@@ -299,14 +260,6 @@ def test_an_image_of_the_right_size_is_unchanged():
     out = blank(32)
     centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
     assert torch.equal(out, to_tensor(pixels))
-
-
-def test_shifting_by_half_the_draws_changes_nothing():
-    image = to_tensor(smooth(32, 32))
-    assert torch.equal(shifted(image, [0.5, 0.5]), image)
-    down = shifted(image, [0.0, 0.5])
-    assert torch.equal(down[:, :, 4:], image[:, :, :-4])
-    assert not down[:, :, :4].any()
 
 
 # ------------------------------------------------------------------ JPEG at a fraction of its size

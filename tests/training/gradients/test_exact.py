@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ from processes import Group, WorkerError
 from tiny import (
     CLASSES,
     EPOCHS,
-    TOTAL_STEPS,
-    ScriptedSession,
     TinyTask,
     bits,
     plain,
     run_tiny,
     tiny_config,
-    weights,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -33,18 +29,15 @@ from torch.utils.checkpoint import checkpoint
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.recipe import changed_fields, to_dict
-from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.sections import ComputeConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.driver import fit_driver
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.reduction import ExactReduction
-from raytrain_ddp.training.gradients.tree_sum import TreeSum, nodes, subtrees
+from raytrain_ddp.training.gradients.tree_sum import TreeSum, subtrees
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.recording import local_session
-from raytrain_ddp.training.recording.local_session import join_world
-from raytrain_ddp.training.runtime.world import World, broadcast_tensor
+from raytrain_ddp.training.runtime.world import World
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -63,35 +56,17 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------ the tree
 
 
-@pytest.mark.parametrize("leaves", [1, 2, 3, 4, 5, 7, 8, 13, 64])
-def test_the_tree_has_each_leaf_once_and_two_children_at_each_inner_node(leaves: int):
-    found = nodes(leaves)
-    assert len(found) == 2 * leaves - 1
-    assert {(leaf, leaf + 1) for leaf in range(leaves)} <= found
-    for start, stop in found:
-        if stop - start > 1:
-            halves = [m for m in range(start + 1, stop) if {(start, m), (m, stop)} <= found]
-            assert len(halves) == 1
-            middle = halves[0]
-            assert (middle - start).bit_count() == 1
-            assert middle - start >= stop - middle
-
-
-@pytest.mark.parametrize(("slots", "workers"), [(8, 2), (8, 4), (8, 8), (64, 16), (6, 1)])
-def test_an_even_distribution_of_slots_gives_each_worker_one_subtree(slots: int, workers: int):
-    for rank in range(workers):
-        mine = items_of_rank(slots, workers, rank)
-        assert subtrees(slots, mine) == [(mine.start, mine.stop)]
-
-
-@pytest.mark.parametrize("slots", [5, 8, 12, 31])
-def test_any_distribution_of_slots_is_covered_by_few_subtrees_per_worker(slots: int):
-    for workers in range(1, slots + 1):
-        for rank in range(workers):
-            mine = items_of_rank(slots, workers, rank)
-            found = subtrees(slots, mine)
-            assert [leaf for span in found for leaf in range(*span)] == list(mine)
-            assert len(found) <= 2 * len(mine).bit_length()
+def test_any_distribution_of_slots_is_covered_by_few_subtrees_per_worker():
+    """By one, if it is even and the number of workers a power of two."""
+    for slots in (1, 5, 8, 12, 31, 64):
+        for workers in range(1, slots + 1):
+            for rank in range(workers):
+                mine = items_of_rank(slots, workers, rank)
+                found = subtrees(slots, mine)
+                assert [leaf for span in found for leaf in range(*span)] == list(mine)
+                assert len(found) <= 2 * len(mine).bit_length()
+                if slots % workers == 0 and workers.bit_count() == slots.bit_count() == 1:
+                    assert len(found) == 1
 
 
 def tree_sums(rank: int, size: int, slots: int, length: int, missing: list[int]) -> list[float]:
@@ -112,7 +87,7 @@ def tree_sums(rank: int, size: int, slots: int, length: int, missing: list[int])
 
 
 @pytest.mark.parametrize(
-    ("slots", "missing"), [(4, []), (7, []), (8, [0, 5]), (8, [6, 7]), (9, [*range(9)])]
+    ("slots", "missing"), [(7, []), (8, [0, 5]), (8, [6, 7]), (9, [*range(9)])]
 )
 def test_sums_have_the_same_bits_on_any_number_of_workers(
     slots: int, missing: list[int], workers: Group
@@ -185,9 +160,7 @@ def gradients_in_buckets(
     return results
 
 
-@pytest.mark.parametrize(
-    ("slots", "empty"), [(4, []), (7, [6]), (8, [0, 5, 7]), (4, [3]), (4, [0, 1, 2, 3])]
-)
+@pytest.mark.parametrize(("slots", "empty"), [(7, [6]), (8, [0, 5, 7]), (4, [0, 1, 2, 3])])
 def test_buckets_change_no_gradient_and_are_exchanged_during_the_backward_pass(
     slots: int, empty: list[int], workers: Group
 ):
@@ -251,48 +224,33 @@ def alone(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     return Alone(workers, tmp_path_factory.mktemp("alone"))
 
 
+SIZES = dict(zip(VARIANTS, (4, 3, 2, 3, 4, 2), strict=True))
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_bits_do_not_depend_on_the_number_of_workers(
-    variant: str, size: int, alone: Alone, workers: Group, tmp_path: Path
+    variant: str, alone: Alone, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "other", exact=True, **VARIANTS[variant])
-    workers(size, run_tiny, plain(config))
+    workers(SIZES[variant], run_tiny, plain(config))
     assert bits(config) == bits(alone(variant))
     assert log_of(config) == log_of(alone(variant)), "losses and metrics, too"
 
 
-def test_the_bits_do_not_depend_on_the_bucket_size(alone: Alone, workers: Group, tmp_path: Path):
-    config = tiny_config(tmp_path, "small", exact=True, ddp=DdpConfig(bucket_cap_mb=0.0001))
-    workers(3, run_tiny, plain(config))
-    assert bits(config) == bits(alone("sgd"))
-
-
-@pytest.mark.parametrize("variant", ["sgd", "adamw-clip-bf16", "fp16"])
 @pytest.mark.each_version
 def test_a_stopped_killed_and_resized_run_has_the_bits_of_one_undisturbed_worker(
-    variant: str, alone: Alone, workers: Group, tmp_path: Path
+    alone: Alone, workers: Group, tmp_path: Path
 ):
+    """It resumes at the last step of an epoch, in whose slots 0, 1, 1 and 1 rows are."""
+    variant = "adamw-clip-bf16"
     config = tiny_config(tmp_path, "disturbed", exact=True, **VARIANTS[variant])
-    workers(4, run_tiny, plain(config), None, 6)
+    workers(4, run_tiny, plain(config), None, 9)
     with pytest.raises(WorkerError):
-        workers(2, run_tiny, plain(config), None, 0, 14)
+        workers(4, run_tiny, plain(config), None, 0, 14)
     workers(3, run_tiny, plain(config), None, 23)
-    workers(1, run_tiny, plain(config))
+    workers(2, run_tiny, plain(config))
     assert bits(config) == bits(alone(variant))
     assert log_of(config) == log_of(alone(variant))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_resume_at_a_step_in_which_a_rank_has_no_samples_gives_the_same_bits(
-    precision: str, alone: Alone, workers: Group, tmp_path: Path
-):
-    """The last step of an epoch has 0, 1, 1 and 1 rows in its slots."""
-    variant = {"fp32": "sgd", "fp16": "fp16"}[precision]
-    config = tiny_config(tmp_path, "again", exact=True, **VARIANTS[variant])
-    workers(4, run_tiny, plain(config), None, 9)
-    workers(4, run_tiny, plain(config))
-    assert bits(config) == bits(alone(variant))
 
 
 def test_with_bad_records_and_skipped_steps_the_bits_do_not_depend_on_the_workers(
@@ -305,50 +263,13 @@ def test_with_bad_records_and_skipped_steps_the_bits_do_not_depend_on_the_worker
     }
     options = {"bad_rows": [0, 1, 2, 3, 17], "nan_row": 5}
     found = []
-    for size in (1, 3, 4):
+    for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}", exact=True, **changes)
         workers(size, run_tiny, plain(config), options)
         found.append((bits(config), log_of(config)))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     last = [record for record in found[0][1] if record["kind"] == "train"][-1]
     assert (last["skipped"], last["nonfinite"]) == (5, EPOCHS)
-
-
-def different_initial_weights(session: ScriptedSession) -> None:
-    """Each rank starts with different weights, as if a task seeded them with the time."""
-    before = torch.manual_seed
-
-    def own(seed: int) -> Any:
-        torch.manual_seed = before  # type: ignore[assignment]
-        return before(seed + session.world.rank)
-
-    torch.manual_seed = own  # type: ignore[assignment]
-
-
-def test_all_ranks_start_with_the_weights_of_rank_0(alone: Alone, workers: Group, tmp_path: Path):
-    config = tiny_config(tmp_path, "unlike", exact=True)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, different_initial_weights)
-    assert bits(config) == bits(alone("sgd"))
-    assert len({worker.digest for worker in ran}) == 1
-
-
-def test_without_ray_the_number_of_threads_follows_the_config(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    seen = []
-
-    def join(*given: Any) -> World:
-        seen.append(join_world(*given).threads)
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(local_session, "join_world", join)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for exact, cpus in ((True, 3.0), (False, 3.0), (True, "auto"), (False, "auto")):
-        scaling = ScalingConfig(cpus_per_worker=cpus, use_gpu=False)  # type: ignore[arg-type]
-        config = TrainConfig(exact=exact, scaling=scaling)
-        with pytest.raises(ZeroDivisionError):
-            fit_driver._train_here(config, None, False, lambda event: None)  # type: ignore[arg-type]
-    assert seen == [3, 3, 1, 2]
 
 
 def test_a_changed_number_of_threads_is_refused_on_resume():
@@ -397,39 +318,6 @@ class Centered(nn.Module):
         return outputs
 
 
-class Collected(nn.Module):
-    """Weights drawn by NumPy and Python, tensors that a quantized or exported model may have, and a
-    counter that changes by a different number in each slot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.head = nn.Linear(16, 24), nn.Linear(24, CLASSES)
-        drawn = np.random.randn(CLASSES, 24) * random.random()
-        self.head.weight.data = torch.from_numpy(drawn).float()
-        self.codes = nn.Parameter(torch.arange(6), requires_grad=False)
-        self.register_buffer("mask", torch.zeros(1, 3).expand(4, 3))
-        self.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))
-        self.register_buffer("ids", torch.tensor([HASH]))
-        self.register_buffer("left", torch.tensor([200], dtype=torch.uint8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.left += int(x.sum() > 0) * 6 - 4  # 2 or -4
-        outputs: Tensor = self.head(self.hidden(x.flatten(1)).relu())
-        return outputs
-
-
-class WithoutFloat8(Collected):
-    """DDP over gloo does not support float8."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.small
-
-
-HASH = 2**60 + 1  # not representable in float64
-
-
 class OddTask(TinyTask):
     """Mixes samples and evaluates on noisy ones, with random numbers of all kinds."""
 
@@ -458,7 +346,6 @@ class OddTask(TinyTask):
 ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "parameters of all kinds": (Mixed, {"optim": OptimConfig(name="adamw", clip_norm=0.5)}),
     "a buffer that is replaced": (Centered, {"optim": OptimConfig(clip_norm=0.5)}),
-    "tensors of odd types": (Collected, {}),
 }
 
 
@@ -469,76 +356,12 @@ def test_with_unusual_models_and_random_numbers_the_bits_do_not_depend_on_the_wo
 ):
     kind, changes = ODD[name]
     found = []
-    for size in (1, 2, 3, 4):
+    for size in (1, 3):
         config = tiny_config(tmp_path, f"on-{size}", exact=True, **{**changes, "epochs": 1})
         ran = workers(size, run_tiny, plain(config), {"kind": kind}, 0, 0, None, OddTask)
         assert len({worker.digest for worker in ran}) == 1
         found.append((bits(config), log_of(config)))
-    assert found == [found[0]] * 4
-
-
-def test_buffers_and_frozen_parameters_of_unusual_types_are_kept_averaged_and_resumed(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "odd", epochs=2)
-    first = workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 12, 0, None, OddTask)
-    after_12 = weights(config)
-    workers(3, run_tiny, plain(config), {"kind": WithoutFloat8}, 0, 0, None, OddTask)
-    after = weights(config)
-    assert first[0].outcome.step == 12
-    assert after["ids"].tolist() == [HASH]
-    assert after["codes"].tolist() == [*range(6)]
-    assert 200 - 4 * 12 <= after_12["left"].item() <= 199  # the mean over slots of 2 or -4 per step
-    assert abs(int(after["left"]) - int(after_12["left"])) <= 4 * 8
-
-
-class Rotary(nn.Module):
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, CLASSES)
-        turns = torch.polar(torch.ones(8), torch.arange(8.0))
-        self.register_buffer("turns", turns, persistent=persistent)
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = torch.view_as_complex(x.reshape(len(x), 8, 2)) * self.turns
-        outputs: Tensor = self.head(torch.view_as_real(turned).flatten(1))
-        return outputs
-
-
-def test_a_model_with_a_buffer_that_no_checkpoint_can_store_is_refused_at_the_start(
-    workers: Group, tmp_path: Path
-):
-    for persistent, status in ((True, ConfigError.exit_status), (False, None)):
-        config = tiny_config(tmp_path, f"rotary-{persistent}", epochs=1)
-        kind = {"kind": partial(Rotary, persistent)}
-        (ended,) = workers.outcomes(1, run_tiny, plain(config), kind, 0, 0, None, OddTask)
-        assert getattr(ended, "exit_status", None) == status
-        assert persistent == (
-            "turns (torch.complex64) cannot be stored in a checkpoint" in str(ended)
-        )
-
-
-def test_without_exact_ranks_are_also_equal_and_a_noisy_evaluation_gives_the_same_loss(
-    workers: Group, tmp_path: Path
-):
-    found = []
-    for size in (1, 3):
-        config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran = workers(size, run_tiny, plain(config), {"kind": Centered}, 0, 0, None, OddTask)
-        assert len({worker.digest for worker in ran}) == 1
-        found.append(ran[0].outcome.metrics["loss"])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def broadcast_a_slice(rank: int, size: int) -> list[list[float]]:
-    whole = torch.full((3, 4), float(rank))
-    broadcast_tensor(whole[:, :2])
-    return whole.tolist()
-
-
-def test_the_broadcast_of_a_slice_leaves_the_rest_of_the_tensor_unchanged(workers: Group):
-    for rank, whole in enumerate(workers(3, broadcast_a_slice)):
-        assert whole == [[0.0, 0.0, rank, rank]] * 3
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -546,11 +369,11 @@ def test_fault_23_with_less_data_than_a_batch_the_bits_do_not_depend_on_the_work
     rows: int, workers: Group, tmp_path: Path
 ):
     found = []
-    for size in (1, 2, 3, 4):
+    for size in (1, 4):
         config = tiny_config(tmp_path, f"on-{size}", exact=True, batch_size=16, micro_batch=4)
         workers(size, run_tiny, plain(config), {"rows": rows})
         found.append((bits(config), log_of(config)))
-    assert found == [found[0]] * 4
+    assert found[0] == found[1]
 
 
 def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
@@ -569,53 +392,16 @@ def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
         assert torch.equal(parameter.grad, true.to_dense())
 
 
-class Spare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(2, 1), nn.Linear(2, 1)
-
-
-def test_parameters_that_the_loss_does_not_depend_on_are_named():
-    model = Spare()
-    model.used(torch.ones(1, 2)).sum().backward()
-    reduction = ExactReduction(model, 4, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
-    with pytest.raises(ConfigError, match=r"spare\.weight, spare\.bias: freeze"):
-        reduction.require_all(model)
-    model.spare.requires_grad_(False)
-    reduction.require_all(model)
-
-
-def test_without_exact_the_bits_depend_on_the_number_of_workers(workers: Group, tmp_path: Path):
-    """Otherwise the tests above would prove nothing."""
-    found = []
-    for size in (1, 3):
-        config = tiny_config(tmp_path, f"on-{size}")
-        workers(size, run_tiny, plain(config))
-        found.append(bits(config))
-    assert found[0] != found[1]
-
-
-def test_the_first_losses_equal_those_without_exact_within_rounding(
+def test_without_exact_bits_depend_on_the_workers_and_the_first_losses_only_by_rounding(
     alone: Alone, workers: Group, tmp_path: Path
 ):
-    config = tiny_config(tmp_path, "default")
-    workers(3, run_tiny, plain(config))
+    """Otherwise the tests above would prove nothing."""
+    configs = []
+    for size in (1, 3):
+        configs.append(tiny_config(tmp_path, f"on-{size}", epochs=1))
+        workers(size, run_tiny, plain(configs[-1]))
+    assert bits(configs[0]) != bits(configs[1])
     exact, default = (
-        [r["loss"] for r in log_of(c) if r["kind"] == "train"] for c in (alone("sgd"), config)
+        [r["loss"] for r in log_of(c) if r["kind"] == "train"] for c in (alone("sgd"), configs[1])
     )
-    assert len(exact) == TOTAL_STEPS == EPOCHS * 10
     assert exact[:5] == pytest.approx(default[:5], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"ddp": DdpConfig(compression="bf16")}, "ddp.compression"),
-        ({"ddp": DdpConfig(sync_batchnorm=True)}, "ddp.sync_batchnorm"),
-        ({"compute": ComputeConfig(deterministic=False)}, "compute.deterministic"),
-        ({"compute": ComputeConfig(compile=True)}, "compute.compile"),
-    ],
-)
-def test_settings_that_cannot_be_exact_are_refused(changes: dict[str, Any], named: str):
-    with pytest.raises(ConfigError, match=named):
-        TrainConfig(exact=True, **changes)

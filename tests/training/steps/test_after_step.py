@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,29 +12,25 @@ import torch
 from logs import log_of
 from processes import Died, Group, Raised
 from tiny import (
-    TOTAL_STEPS,
+    STEPS_PER_EPOCH,
     TinyNet,
     TinyTask,
-    WorkerResult,
     bits,
-    decode_tensors,
     newest,
     plain,
     run_tiny,
     tiny_config,
     weights,
 )
-from torch import Tensor, nn
+from torch import nn
 
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import CheckpointConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.events import Train
-from raytrain_ddp.records import log_records, to_record
 from raytrain_ddp.tasks.task_check import loss_of_task
-from raytrain_ddp.training.recording.trackers import tracker_scalars
+
+STEPS = range(1, STEPS_PER_EPOCH + 1)
 
 
 class LogsScalars(TinyTask):
@@ -46,75 +41,36 @@ class LogsScalars(TinyTask):
         return super().loss(model, batch), {"row": batch["row"].float().mean(), "odd": odd}
 
 
-def scalars_of(config: TrainConfig) -> list[tuple[float, float]]:
-    records = [record for record in log_of(config) if record["kind"] == "train"]
-    return [(record["scalars"]["row"], record["scalars"]["odd"]) for record in records]
-
-
-def test_scalars_are_means_over_all_samples_of_a_step_on_any_number_of_workers(
+def test_scalars_are_means_over_the_samples_of_a_step_and_if_exact_equal_after_a_kill(
     workers: Group, tmp_path: Path
 ):
     """Also in a short last step with an empty slot. A nonfinite scalar does not end the run."""
-    found = []
-    for size in (1, 3):
-        config = tiny_config(tmp_path, f"on-{size}", epochs=1)
-        ran: list[WorkerResult] = workers(
-            size, run_tiny, plain(config), None, 0, 0, None, LogsScalars
-        )
-        rows: dict[int, list[int]] = {}
-        for worker in ran:
-            for step, seen in worker.seen:
-                rows.setdefault(step, []).extend(seen)
-        means = [sum(each) / len(each) for _, each in sorted(rows.items())]
-        found.append(scalars_of(config))
-        assert [row for row, _ in found[-1]] == pytest.approx(means, rel=1e-9)
-        odd = [math.nan if 5 in each else 1.0 for _, each in sorted(rows.items())]
-        assert [value for _, value in found[-1]] == pytest.approx(odd, nan_ok=True)
-    assert len(found[0]) == 10
-
-
-def test_scalars_of_exact_runs_have_the_same_bits_after_a_kill_on_any_number_of_workers(
-    workers: Group, tmp_path: Path
-):
-    logs, options = [], {"exact": True, "epochs": 1, "checkpoint": CheckpointConfig(every_steps=4)}
+    found, often = [], CheckpointConfig(every_steps=4, every_s=0.0)
     for size, die_at in ((1, 0), (3, 7)):
-        config = tiny_config(tmp_path, f"exact-{size}", **options)
+        made = {"epochs": 1, "exact": True, "checkpoint": often}
+        config = tiny_config(tmp_path, f"on-{size}", **made)
         if die_at:
             workers.outcomes(size, run_tiny, plain(config), None, 0, die_at, None, LogsScalars)
-        workers(size, run_tiny, plain(config), None, 0, 0, None, LogsScalars)
-        logs.append(str(scalars_of(config)))
-    assert logs[0] == logs[1]
-    assert "nan" in logs[0]
-
-
-def test_finite_scalars_reach_the_trackers_and_records_without_scalars_lack_the_field():
-    record = Train(step=3, loss=0.5, scalars={"accuracy": 0.25, "odd": math.nan})
-    reported = dict(tracker_scalars(record))
-    assert reported["train/accuracy"] == 0.25
-    assert "train/odd" not in reported
-    assert log_records([json.loads(json.dumps(to_record(record)))])[0].scalars["accuracy"] == 0.25  # type: ignore[union-attr]
-    assert "scalars" not in to_record(Train(step=3))
+        ran = workers(size, run_tiny, plain(config), None, 0, 0, None, LogsScalars)
+        found.append([r["scalars"] for r in log_of(config) if r["kind"] == "train"])
+        if not die_at:
+            rows = [[r for at, seen in ran[0].seen if at == step for r in seen] for step in STEPS]
+    assert str(found[0]) == str(found[1])
+    means = [sum(each) / len(each) for each in rows]
+    assert [scalars["row"] for scalars in found[0]] == pytest.approx(means, rel=1e-9)
+    odd = [math.nan if 5 in each else 1.0 for each in rows]
+    assert [scalars["odd"] for scalars in found[0]] == pytest.approx(odd, nan_ok=True)
 
 
 @pytest.mark.parametrize(
-    ("scalars", "reported"),
-    [
-        ({"accuracy": torch.ones(3)}, "a tensor of shape (3,)"),
-        ({"accuracy": "high"}, "a str, 'high'"),
-        ({"loss": 1.0}, "other names of scalars"),
-        ({4: 1.0}, "other names of scalars"),
-    ],
+    "scalars", [{"accuracy": torch.ones(3)}, {"accuracy": "high"}, {"loss": 1.0}, {4: 1.0}]
 )
 def test_invalid_scalars_are_refused_with_the_function_that_returned_them(
-    scalars: Mapping[Any, Any], reported: str
+    scalars: Mapping[Any, Any],
 ):
-    task = TinyTask(TrainConfig())
     loss = torch.ones((), requires_grad=True)
-    with pytest.raises(TaskError) as raised:
-        loss_of_task(task, (loss, scalars), needs_gradient=True)
-    (line,) = str(raised.value).splitlines()
-    assert reported in line
-    assert "in TinyTask.loss: " in line
+    with pytest.raises(TaskError, match=r"TinyTask\.loss"):
+        loss_of_task(TinyTask(TrainConfig()), (loss, scalars), needs_gradient=True)
 
 
 class RenamesScalar(TinyTask):
@@ -124,17 +80,22 @@ class RenamesScalar(TinyTask):
         return loss, {"late" if self.session.step == 3 else "early": 1.0}
 
 
-def task_errors(workers: Group, folder: Path, task: type[TinyTask]) -> list[str]:
-    """The errors of three ranks; each rank must end with one."""
-    config = tiny_config(folder, "ended")
+class Adding(TinyTask):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 3:
+            model.late = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("task", "named"), [(RenamesScalar, "early late"), (Adding, "late Adding.after_step")]
+)
+def test_scalars_and_parameters_that_change_end_all_ranks_with_an_error(
+    task: type[TinyTask], named: str, workers: Group, tmp_path: Path
+):
+    config = tiny_config(tmp_path, "ended", epochs=1)
     ended = workers.outcomes(3, run_tiny, plain(config), None, 0, 0, None, task)
     assert all(isinstance(each, Raised) and each.name == "TaskError" for each in ended)
-    return [each.text for each in ended]
-
-
-def test_scalars_whose_names_change_end_all_ranks_with_an_error(workers: Group, tmp_path: Path):
-    texts = task_errors(workers, tmp_path, RenamesScalar)
-    assert all("Now: late; before: early." in text for text in texts)
+    assert all(word in each.text for each in ended for word in named.split())
 
 
 # ------------------------------------------------------------------ after_step
@@ -171,13 +132,14 @@ def test_after_step_runs_after_each_applied_update_and_its_changes_are_in_the_ch
         "optim": OptimConfig(lr=0.05, nonfinite="skip"),
         "checkpoint": CheckpointConfig(every_steps=4, every_s=0.0),
         "exact": exact,
+        "epochs": 2,
     }
     options = {"nan_row": 7}
     whole = tiny_config(tmp_path, "whole", **made)
     ran = workers(3, run_tiny, plain(whole), options, 0, 0, None, Teacher)
     assert len({worker.digest for worker in ran}) == 1
     found = weights(whole)
-    assert int(found["updates"]) == TOTAL_STEPS - 3
+    assert int(found["updates"]) == 2 * (STEPS_PER_EPOCH - 1)
     assert found["head.bias"].abs().max() <= 0.0101
     assert not torch.equal(found["teacher.conv.weight"], found["conv.weight"])
 
@@ -189,30 +151,3 @@ def test_after_step_runs_after_each_applied_update_and_its_changes_are_in_the_ch
     workers(1 if exact else 3, run_tiny, plain(config), options, 0, 0, None, Teacher)
     assert bits(config) == bits(whole)
     assert newest(config).read("state.json") == newest(whole).read("state.json")
-
-
-def test_an_average_in_after_step_covers_the_weights_of_every_step(workers: Group, tmp_path: Path):
-    """Compared with the checkpoints of each step."""
-    often = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
-    config = tiny_config(tmp_path, "average", epochs=1, checkpoint=often)
-    workers(1, run_tiny, plain(config), {"norm": True}, 0, 0, None, Teacher)
-
-    store = checkpoint_store(run_storage(config))
-    average: Tensor | None = None
-    for name in sorted(store.names()):
-        step = decode_tensors(store.open(name).read("model.safetensors"))
-        if average is not None:
-            average = average.lerp(step["conv.weight"], 0.1)
-            assert torch.equal(step["teacher.conv.weight"], average)
-        average = step["teacher.conv.weight"]
-
-
-class Adding(TinyTask):
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 3:
-            model.late = nn.Parameter(torch.zeros(2))
-
-
-def test_a_parameter_added_by_after_step_is_refused(workers: Group, tmp_path: Path):
-    texts = task_errors(workers, tmp_path, Adding)
-    assert all("in Adding.after_step: adds or removes late of the model" in text for text in texts)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,28 +16,27 @@ from tiny import (
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
-    ScriptedSession,
+    TinyNet,
     TinyTask,
     WorkerResult,
     bits,
     plain,
     run_tiny,
+    tiny_arrays,
     tiny_config,
 )
+from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.recipe import from_dict
-from raytrain_ddp.config.sections import CheckpointConfig, LogConfig
+from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.state.train_state import TrainState
-from raytrain_ddp.training.steps import device_feed
-from raytrain_ddp.training.steps.device_feed import AgreedCount, ahead_on_device
+from raytrain_ddp.training.runtime.seeding import seed_all
+from raytrain_ddp.training.steps.device_feed import on_device
 
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
 
@@ -64,7 +60,7 @@ def audited(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> list[st
     return hashes
 
 
-@pytest.mark.parametrize(("size", "threads"), [(1, 2), (2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "threads"), [(2, 0), (3, 2)])
 def test_ids_and_pixels_of_each_step_are_the_same_for_any_ranks_and_loader_threads(
     size: int, threads: int, audited: list[str], workers: Group, tmp_path: Path
 ):
@@ -72,27 +68,6 @@ def test_ids_and_pixels_of_each_step_are_the_same_for_any_ranks_and_loader_threa
     config = tiny_config(tmp_path, "other", log=AUDITED, data=data)
     workers(size, run_tiny, plain(config))
     assert audit_of(config) == audited
-
-
-def test_a_stopped_killed_and_resized_run_has_the_audit_of_an_undisturbed_run(
-    audited: list[str], workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "disturbed", log=AUDITED)
-    workers(3, run_tiny, plain(config), None, 7)
-    with pytest.raises(WorkerError):
-        workers(2, run_tiny, plain(config), None, 0, 14)
-    workers(3, run_tiny, plain(config), None, 23)
-    workers(1, run_tiny, plain(config))
-    assert audit_of(config) == audited
-
-
-@pytest.mark.parametrize("change", [{"seed": 1}, {"data": DataConfig(shuffle="block")}])
-def test_a_different_seed_or_order_gives_a_different_audit(
-    change: dict[str, Any], audited: list[str], workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "other", log=AUDITED, epochs=1, **change)
-    workers(1, run_tiny, plain(config))
-    assert not set(audit_of(config)) & set(audited)
 
 
 # ------------------------------------------------------------------ bad records
@@ -156,17 +131,12 @@ def test_fault_20_the_loss_of_a_step_is_the_mean_over_the_remaining_samples(
     workers(3, run_tiny, plain(config), options)
     left = [r for rows in first for r in rows if r not in bad]
     assert trained(config)[0]["skipped"] == len(bad)
-    assert trained(config)[0]["loss"] == pytest.approx(workers(1, first_loss, left)[0], rel=1e-6)
+    assert trained(config)[0]["loss"] == pytest.approx(first_loss(left), rel=1e-6)
 
 
-def first_loss(rank: int, size: int, rows: list[int]) -> float:
+def first_loss(rows: list[int]) -> float:
     """The mean loss of an untrained network over some rows."""
-    import torch
-    from tiny import CLASSES, TinyNet, tiny_arrays
-    from torch.nn.functional import cross_entropy
-
-    assert (rank, size, CLASSES) == (0, 1, 5)
-    torch.manual_seed(0)
+    seed_all(0)
     arrays = tiny_arrays(ROWS, 0)
     logits = TinyNet(norm=False)(torch.from_numpy(arrays["x"][rows]))
     return cross_entropy(logits, torch.from_numpy(arrays["y"][rows])).item()
@@ -211,9 +181,8 @@ def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_
 ):
     data = DataConfig(workers=1, bad_records="skip", max_bad=3)
     config = tiny_config(tmp_path, "too-many", data=data)
-    with pytest.raises(WorkerError, match=r"4 bad records by step|5 bad records by step") as caught:
+    with pytest.raises(WorkerError, match="max_bad"):
         workers(3, run_tiny, plain(config), {"bad_rows": BAD})
-    assert "data.max_bad = 3" in str(caught.value)
     over = next(step for step, n in enumerate(skipped_by_step(config), 1) if n > 3)
     assert [record["step"] for record in trained(config)] == list(range(1, over))
 
@@ -221,132 +190,15 @@ def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_
 # ------------------------------------------------------------------ repeated augmentation
 
 
-def test_repeated_augmentation_is_the_same_on_any_number_of_ranks(workers: Group, tmp_path: Path):
-    augment = AugmentConfig(repeats=2)
-    hashes = []
-    for size in (1, 3):
-        config = tiny_config(tmp_path, f"of-{size}", log=AUDITED, augment=augment, epochs=1)
-        ran = workers(size, run_tiny, plain(config))
-        seen = sorted(r for worker in ran for _, rows in worker.seen for r in rows)
-        assert seen == sorted([*range(ROWS)] * 2)
-        hashes.append(audit_of(config))
-    assert hashes[0] == hashes[1]
-    assert len(hashes[0]) == 19  # lanes of 72 and 73 rows, 4 rows a step
-
-
-# ------------------------------------------------------------------ augmented images
-
-ALL_AUGMENTATIONS = AugmentConfig(
-    crop="random",
-    flip=True,
-    policy="randaugment",
-    jitter=(0.4, 0.4, 0.4, 0.1),
-    erase=0.3,
-    mixup=0.2,
-    cutmix=1.0,
-    repeats=2,
-)
-
-
-class FirstRows:
-    """The first 360 rows of a source, in blocks of 60."""
-
-    blocks = np.full(6, 60)
-
-    def __init__(self, whole: Any) -> None:
-        self._whole = whole
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-
-def run_digits(rank: int, size: int, config: Mapping[str, Any], stop_at: int = 0) -> list[str]:
-    """Trains on some of the bundled digits without evaluation; returns the notes of the run."""
-    import torch
-
-    from raytrain_ddp.tasks.image_classification import ImageClassification
-    from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.runtime.world import World
-
-    made = from_dict(config)
-    task = ImageClassification(made)
-    task.eval_data = lambda: None  # type: ignore[method-assign]
-    data = task.train_data()
-    part = replace(data, source=FirstRows(data.source))
-    task.train_data = lambda: part  # type: ignore[method-assign]
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    with ScriptedSession(made, world, stop_at, 0) as session:
-        train(made, task, session)
-    return [event["text"] for event in session.events if event["kind"] == "note"]
-
-
-def digits_config(folder: Path, name: str, threads: int) -> TrainConfig:
-    return TrainConfig(
-        name=name,
-        storage=str(folder),
-        epochs=1,
-        batch_size=64,
-        micro_batch=16,
-        data=DataConfig(workers=threads, shuffle="block", shuffle_window=2),
-        augment=ALL_AUGMENTATIONS,
-        checkpoint=CheckpointConfig(every_s=0.0, every_epochs=0),
-        log=AUDITED,
-    )
-
-
-@pytest.mark.each_version
-def test_augmented_images_are_the_same_for_any_ranks_and_threads_and_after_a_restart(
-    workers: Group, tmp_path: Path
-):
-    alone = digits_config(tmp_path, "alone", threads=0)
-    workers(1, run_digits, plain(alone))
-    audit = audit_of(alone)
-    assert len(audit) == len(set(audit)) == 12  # 2 x 360 images in steps of 64
-    whole = digits_config(tmp_path, "whole", threads=2)
-    workers(3, run_digits, plain(whole))
-    assert audit_of(whole) == audit
-    stopped = digits_config(tmp_path, "stopped", threads=1)
-    workers(3, run_digits, plain(stopped), 5)
-    workers(3, run_digits, plain(stopped))
-    assert audit_of(stopped) == audit
-    assert bits(stopped) == bits(whole)
-    two = digits_config(tmp_path, "two", threads=1)
-    workers(2, run_digits, plain(two))
-    assert audit_of(two) == audit
-    losses = [[r["loss"] for r in trained(config)[:6]] for config in (alone, whole, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-4)
-
-
-def test_growing_images_are_the_same_for_any_ranks_and_after_a_restart_within_an_epoch(
-    workers: Group, tmp_path: Path
-):
-    """Sizes 8, 40 and 72, of two steps each."""
-    data = DataConfig(workers=1, start_size=8, image_size=72, grow_epochs=2)
-    changes: dict[str, Any] = {"data": data, "epochs": 3, "limit_train_batches": 2}
-    changes |= {"exact": True, "batch_size": 24, "micro_batch": 8}
-
-    def config(name: str) -> TrainConfig:
-        return replace(digits_config(tmp_path, name, 1), **changes)
-
-    whole, stopped = config("whole"), config("stopped")
-    workers(1, run_digits, plain(whole))
-    workers(3, run_digits, plain(stopped), 3)
-    workers(2, run_digits, plain(stopped))
-    assert len(audit_of(whole)) == 6
-    assert audit_of(stopped) == audit_of(whole)
-    assert bits(stopped) == bits(whole)
+def test_repeated_augmentation_shows_each_sample_as_often(workers: Group, tmp_path: Path):
+    config = tiny_config(tmp_path, "twice", augment=AugmentConfig(repeats=2), epochs=1)
+    ran = workers(3, run_tiny, plain(config))
+    assert sorted(r for w in ran for _, rows in w.seen for r in rows) == sorted([*range(ROWS)] * 2)
 
 
 @pytest.mark.gpu
 def test_slots_reach_the_gpu_complete_while_it_is_busy():
     """The copy uses its own stream, and the stream of the training waits for it."""
-    import torch
-
-    from raytrain_ddp.data.loading.loader import Slot
-    from raytrain_ddp.training.monitoring.phase_clock import Clock
-    from raytrain_ddp.training.steps.device_feed import on_device
-
     device = torch.device("cuda", 0)
     move = on_device(device, Clock(device))
     weights = torch.randn(2048, 2048, device=device)
@@ -357,69 +209,3 @@ def test_slots_reach_the_gpu_complete_while_it_is_busy():
         (slot,) = move([Slot(step, 0, 64, 64, {"image": host})])
         assert slot.batch["image"].device == device
         assert bool((slot.batch["image"] == step).all())
-
-
-def test_an_evaluation_copies_the_next_batch_while_it_computes_on_the_current_one(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The order of the host's commands to a GPU, on fake streams and events."""
-    said: list[str] = []
-
-    class Stream:
-        def __init__(self, name: object) -> None:
-            self._name = name if isinstance(name, str) else "beside"
-
-        def record_event(self) -> str:
-            said.append(f"{self._name} records")
-            return f"event {sum(text == 'beside records' for text in said)}"
-
-        def wait_event(self, event: str) -> None:
-            said.append(f"{self._name} waits for {event}")
-
-    def moved(batch: dict[str, torch.Tensor], _: torch.device) -> dict[str, torch.Tensor]:
-        said.append(f"copy {batch['x'].item()}")
-        return {"x": batch["x"] * 10}
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("computing"))
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda self, _: said.append(f"{self.item()} is used")
-    )
-    monkeypatch.setattr(device_feed, "to_device", moved)
-    batches = ({"x": torch.tensor(n)} for n in (1, 2, 3))
-    for batch, own in ahead_on_device(batches, torch.device("cuda", 0)):
-        assert own["x"] == 10 * batch["x"]
-        said.append(f"compute {own['x'].item()}")
-    assert said == [
-        *("copy 1", "beside records", "copy 2", "beside records"),
-        *("computing waits for event 1", "10 is used", "compute 10"),
-        *("copy 3", "beside records"),
-        *("computing waits for event 2", "20 is used", "compute 20"),
-        *("computing waits for event 3", "30 is used", "compute 30"),
-    ]
-    assert list(ahead_on_device(iter([]), torch.device("cuda", 0))) == []
-
-
-def seconds_by_phase(rank: int, size: int) -> dict[str, float]:
-    """Seconds by phase of three steps with a bad record each; rank 1 waits 50 ms for its data."""
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-    clock = Clock(world.device)
-    count = AgreedCount(state, 100, 10, world, clock)
-
-    def steps() -> Iterator[int]:
-        for step in range(3):
-            time.sleep(0.05 * rank)
-            yield count([Slot(step, rank, 4, 4 - rank, {})])
-
-    assert list(clock.waits(steps())) == [7] * 3
-    return clock.window()[1]
-
-
-def test_waiting_for_data_of_another_rank_counts_as_communication(workers: Group):
-    other, slow = workers(2, seconds_by_phase)
-    assert slow["data"] >= 0.15 > 2 * other["data"]
-    assert other["communication"] > 2 * slow["communication"]

@@ -1,11 +1,10 @@
-"""Two processes interleaved at every operation, and the store as a state machine."""
+"""The store as a state machine: processes that start, write, die and come back, in any order."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from faulty_storage import (
     FILES,
     Faults,
-    FaultyHandler,
     Killed,
     both,
     claims_in,
@@ -23,196 +21,20 @@ from faulty_storage import (
     content,
     faulty_store,
     flip_bit,
+    moved,
     payload,
-    skip_successor_checks,
     start,
     tree,
+    unaware,
 )
-from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.listing import ContendedError
-from raytrain_ddp.checkpoint.storage import (
-    Storage,
-)
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-
-# ----------------------------------------------- two processes that take turns at any operation
-
-
-class Turns(Faults):
-    """A process whose operations each wait for their turn."""
-
-    def __init__(self, act: Callable[[Faults], Any]) -> None:
-        super().__init__()
-        self.turn, self.waits = threading.Semaphore(0), threading.Semaphore(0)
-        self.result: Any = None
-        self.ended = False
-        self.act = act
-        threading.Thread(target=self.run, daemon=True).start()
-        self.waits.acquire()
-
-    def run(self) -> None:
-        try:
-            self.result = self.act(self)
-        except Exception as error:
-            self.result = error
-        self.ended = True
-        self.waits.release()
-
-    def __call__(self, what: str, act: Callable[[], Any], _: Any = None) -> Any:
-        self.done.append(what)
-        self.waits.release()
-        self.turn.acquire()
-        return act()
-
-    def go_on(self, operations: int = 2**30) -> None:
-        while operations and not self.ended:
-            self.turn.release()
-            self.waits.acquire()
-            operations -= 1
-
-
-def in_turns(root: Path, is_local: bool, act: Callable[[CheckpointStore], Any]) -> Turns:
-    def run(faults: Faults) -> Any:
-        fs = pafs.PyFileSystem(FaultyHandler(faults, is_local))
-        return act(CheckpointStore(Storage(fs, str(root), is_local)))
-
-    return Turns(run)
-
-
-def operations_of(tmp_path: Path, prepare: Any, act: Any, is_local: bool) -> int:
-    prepare(tmp_path / "count")
-    process = in_turns(tmp_path / "count", is_local, act)
-    process.go_on()
-    assert not isinstance(process.result, Exception), process.result
-    return len(process.done)
-
-
-@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_07_a_prune_and_a_start_in_any_order_leave_a_complete_checkpoint(
-    tmp_path: Path, is_local: bool
-) -> None:
-    """The start took the oldest checkpoint for the newest, and the prune is about to remove it."""
-    stores: dict[Path, tuple[CheckpointStore, Any]] = {}
-
-    def prepare(root: Path) -> None:
-        writer, starter = both(root, is_local), both(root, is_local)
-        start(writer)
-        commit(writer, 10, 1)
-        starter.latest()
-        for step in (20, 30):
-            commit(writer, step, 1)
-        starter._look()  # as if these were damaged and could not be marked
-        stores[root] = writer, starter._seen
-
-    def prune(store: CheckpointStore) -> None:
-        store._claim = stores[Path(store.storage.path)][0]._claim
-        store.prune(2)
-
-    def go_on(store: CheckpointStore) -> None:
-        store._seen = stores[Path(store.storage.path)][1]
-        store.claim(CheckpointName(10, 1), {})
-        store.sweep()
-
-    outcomes = set()
-    first = operations_of(tmp_path / "prune", prepare, prune, is_local)
-    second = operations_of(tmp_path / "start", prepare, go_on, is_local)
-    for i in range(first + 1):
-        for j in range(1, second + 1):
-            root, where = tmp_path / f"{i}-{j}", f"{i} of {first}, then {j} of {second}"
-            prepare(root)
-            old, new = in_turns(root, is_local, prune), in_turns(root, is_local, go_on)
-            for process, operations in ((old, i), (new, j), (old, 2**30), (new, 2**30)):
-                process.go_on(operations)
-                assert both(root, is_local).names(), where
-            results = (type(old.result), type(new.result))
-            assert results[0] in (type(None), RunLockedError), (where, old.result)
-            assert results[1] in (type(None), ContendedError), (where, new.result)
-            outcomes.add(results)
-            reported: list[str] = []
-            successor = both(root, is_local)
-            found, attempt = start(successor, reported)
-            assert found is not None, where
-            assert content(found) == payload(found.name.step), where
-            assert reported == [], where
-            commit(successor, 40, attempt)
-            successor.prune(2)
-            assert successor.names()[0] == CheckpointName(40, attempt), where
-    # If neither is reported, the start owns the run, but its base is gone.
-    none = type(None)
-    assert outcomes == {(RunLockedError, none), (none, ContendedError), (none, none)}
-
-
-@pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
-def test_fault_31_two_starts_in_any_order_never_get_the_same_attempt(
-    tmp_path: Path, is_local: bool
-) -> None:
-    def prepare(root: Path) -> None:
-        start(both(root, is_local))
-
-    outcomes = set()
-    count = operations_of(tmp_path, prepare, start, is_local)
-    for i in range(count + 1):
-        for j in range(1, count + 1):
-            root, where = tmp_path / f"{i}-{j}", f"{i}, then {j} of {count}"
-            prepare(root)
-            one, two = in_turns(root, is_local, start), in_turns(root, is_local, start)
-            for process, operations in ((one, i), (two, j), (one, 2**30), (two, 2**30)):
-                process.go_on(operations)
-            results = [one.result, two.result]
-            numbers = [result[1] for result in results if isinstance(result, tuple)]
-            assert len(set(numbers)) == len(numbers), where
-            contended = [error for error in results if isinstance(error, ContendedError)]
-            assert len(contended) + len(numbers) == 2, (where, results)
-            outcomes.add(len(numbers))
-            assert [claim.attempt for claim in claims_in(root)] == [1, *sorted(numbers)], where
-            assert start(both(root, is_local))[1] == 1 + max(numbers, default=1), where
-    assert outcomes == {1, 2}
-
-
-@settings(
-    max_examples=int(os.environ.get("STORE_TURNS_EXAMPLES", "40")),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    is_local=st.booleans(),
-    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 25)), min_size=5, max_size=40),
-)
-def test_invariants_08_09_interleaved_writers_always_leave_a_complete_checkpoint(
-    is_local: bool, turns: list[tuple[int, int]]
-) -> None:
-    def live(store: CheckpointStore) -> None:
-        for _ in range(5):
-            with suppress(ContendedError):
-                found, attempt = start(store)
-                break
-        else:
-            return
-        with suppress(RunLockedError, FileNotFoundError):
-            for further in (1, 2, 3):
-                commit(store, (found.name.step if found else 0) + further, attempt)
-                store.prune(2)
-
-    with tempfile.TemporaryDirectory(prefix="raytrain-turns-") as folder:
-        root = Path(folder)
-        first = both(root, is_local)
-        commit(first, 1, start(first)[1])
-        processes = [in_turns(root, is_local, live) for _ in range(3)]
-        for number, operations in [*turns, *((number, 2**30) for number in range(3))]:
-            processes[number].go_on(operations)
-            assert both(root, is_local).names()
-        for process in processes:
-            assert process.result is None, process.result
-        found, attempt = start(both(root, is_local))
-        assert found is not None
-        assert content(found) == payload(found.name.step, found.name.attempt)
-        assert attempt > max(claim.attempt for claim in claims_in(root)[:-1])
-
 
 # ------------------------------------------- invariants 8, 9: the store as a state machine
 
@@ -310,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
             passed.add(newest)
         based = any(claim.base for claim in claims_in(self.root))
         if newest is None and (passed or noticed or based):
-            with pytest.raises(CheckpointError, match="No usable checkpoint"):
+            with pytest.raises(CheckpointError):
                 store.latest(reported.append)
             found = None
         else:
@@ -404,9 +226,8 @@ class StoreMachine(RuleBasedStateMachine):
         if zombies:
             writer = data.draw(st.sampled_from(zombies))
             writer.step += 1
-            with pytest.MonkeyPatch.context() as patch:
-                skip_successor_checks(patch)
-                self.good.add(commit(writer.store, writer.step, writer.attempt).name)
+            with unaware(writer.store, writer.attempt) as store:
+                self.good.add(commit(store, writer.step, writer.attempt).name)
 
     @rule(keep_last=st.integers(0, 4), data=st.data())
     def prune(self, keep_last: int, data: st.DataObject) -> None:
@@ -422,8 +243,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(Faults.MODES), at=st.integers(0, 25))
     def prune_under_fault(self, mode: str, at: int) -> None:
         def prune(store: CheckpointStore) -> None:
-            store._claim = writer.store._claim
-            store.prune(2)
+            with moved(writer.store, store.storage):
+                writer.store.prune(2)
 
         if writer := self.live():
             listed = sorted(self.counted(), reverse=True)

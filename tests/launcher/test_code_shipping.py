@@ -1,0 +1,193 @@
+"""The user's code on other machines: what is copied, and when."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher.agent import Agent
+from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
+from raytrain_ddp.launcher.worker_group import OF_AGENT
+from raytrain_ddp.launcher.working_folder import provide_folders
+from raytrain_ddp.ray_backend.ray_settings import by_value
+
+
+def written(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    return folder
+
+
+def in_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "script.py").touch()
+
+
+def names_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_only_the_users_code_is_copied_from_a_folder(tmp_path: Path):
+    left_out = [".git/x", "lib/__pycache__/n.pyc", "env/pyvenv.cfg", "runs/1/y.py"]
+    here = written(tmp_path / "here", "train.py", "lib/net.py", "data.txt", *left_out)
+    written(here, "lib/runs/z.py", "wandb/__init__.py")  # packages of these names
+    (here / "results").mkdir()
+    code_shipping.unpack_folder(code_shipping.pack_folder(here), there := tmp_path / "there")
+    kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
+    assert names_in(there) == kept
+    assert (there / "results").is_dir()
+    assert (
+        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
+    )
+
+
+def test_any_file_that_differs_on_another_machine_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
+    here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
+
+    def different() -> str:
+        return code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there))
+
+    written(there, "checkpoint.pt")  # a script's own, on the machine of rank 0
+    assert different() == ""
+    for name in names:
+        (there / name).write_text("other")
+        assert different() == name
+        written(there, name)
+    written(here, "lib/new.py")
+    assert different() == "lib/new.py"
+    assert code_shipping.contents(tmp_path / "nowhere") is None
+    private = here / "private"
+    private.mkdir()
+    (private / "theirs.py").write_text("x")
+    allows = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != private and allows(path, mode))
+    assert "private/theirs.py" not in (code_shipping.contents(here) or {})
+    assert code_shipping.difference(code_shipping.contents(here), None) == "all"
+
+
+def test_links_are_copied_as_their_targets(tmp_path: Path):
+    here = written(tmp_path / "here", "lib/net.py")
+    written(tmp_path, "shared/config.yaml", "dataset/1.png")
+    (here / "config.yaml").symlink_to("../shared/config.yaml")
+    (here / "data").symlink_to(tmp_path / "dataset")
+    (here / "same").symlink_to(here / "lib")
+    (here / "self").symlink_to(here)
+    (here / "gone").symlink_to("/no/such/place")
+    os.mkfifo(here / "pipe")
+    archive = code_shipping.pack_folder(here)
+    there = written(tmp_path / "there", "config.yaml")
+    (there / "lib").symlink_to(tmp_path / "dataset")  # of an earlier copy
+    for _ in range(2):
+        code_shipping.unpack_folder(archive, there)
+    assert {name for name in names_in(there) if not name.startswith("self/")} >= {"lib/net.py"}
+    assert not (there / "config.yaml").is_symlink()
+    assert (there / "config.yaml").read_text() == "shared/config.yaml"
+    assert (there / "data").readlink() == tmp_path / "dataset"
+    assert [str((there / name).readlink()) for name in ("same", "self")] == ["lib", "."]
+    assert not (there / "lib").is_symlink()
+    assert sorted(path.name for path in (tmp_path / "dataset").iterdir()) == ["1.png"]
+    assert (there / "gone").is_symlink()
+    assert not (there / "pipe").exists()
+    assert (
+        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
+    )
+
+
+class OtherMachine:
+    """Another machine: the responses of its agents."""
+
+    def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
+        self.shared, self.files, self.asked = shared, files, []
+
+    def __call__(self, workers: Sequence[Any], method: str, *args: Any) -> list[Any]:
+        self.asked.append(method)
+        if method == "exists":
+            return [self.shared and Path(args[0]).exists() for _ in workers]
+        return [self.files if method == "contents" else "/copy" for _ in workers]
+
+
+def provided(elsewhere: OtherMachine, program: str = "script.py") -> dict[int, str]:
+    others = assign_ranks([Placement(0, "b", "10.0.0.10", "w10")])
+    order = RunOptions(RunFlags(), program)
+    return provide_folders(order, others, elsewhere, elsewhere.asked.append)
+
+
+@pytest.fixture
+def putting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = types.ModuleType("ray")
+    ray.put = lambda value: value
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+
+def test_a_shared_folder_is_detected_by_a_marker_file(tmp_path: Path, monkeypatch):
+    in_folder(monkeypatch, tmp_path)
+    assert provided(seen := OtherMachine(shared=True)) == {}
+    assert seen.asked == ["exists"]
+    assert names_in(tmp_path) == {"script.py"}
+
+
+def test_the_reason_for_copying_a_folder_is_reported(tmp_path: Path, monkeypatch, putting: None):
+    in_folder(monkeypatch, tmp_path)
+    same = code_shipping.contents(tmp_path)
+    assert provided(OtherMachine(files=same)) == {}
+    for files, why in ((None, "it is not there"), ({"script.py": "x"}, "its script.py is another")):
+        assert provided(other := OtherMachine(files=files)) == {0: "/copy"}
+        assert why in other.asked[-1]
+
+
+def test_a_script_outside_the_copied_folder_is_refused(tmp_path: Path, monkeypatch, putting: None):
+    (tmp_path / "jobs").mkdir()
+    in_folder(monkeypatch, tmp_path / "jobs")
+    script = str(written(tmp_path, "train.py") / "train.py")
+    for name in ("../train.py", script):
+        with pytest.raises(PreflightError, match=rf"{script} .*w10 "):
+            provided(OtherMachine(), name)
+        assert provided(OtherMachine(shared=True), name) == {}
+    assert code_shipping.path_in_copy(script, tmp_path, "/copy") == "/copy/train.py"
+    assert code_shipping.path_in_copy(script, tmp_path / "jobs", "/copy") == script
+
+
+def test_a_folder_that_is_too_large_is_refused_and_its_largest_entry_is_named(
+    tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(code_shipping, "MOST_BYTES", 1000)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/w.bin").write_bytes(bytes(2000))
+    with pytest.raises(PreflightError, match="weights"):
+        code_shipping.pack_folder(tmp_path)
+
+
+def test_a_node_without_this_package_can_read_the_agent(tmp_path: Path):
+    cloudpickle = pytest.importorskip("ray").cloudpickle
+    read = """
+import sys
+sys.modules["raytrain_ddp"] = None
+from ray import cloudpickle
+agent = cloudpickle.loads(open(sys.argv[1], "rb").read())("")
+folder = agent.unpack(open(sys.argv[2], "rb").read(), "copy")
+print(agent.contents(folder), agent.contents("/no/such/folder"))
+print(agent.free_port([]) > 0, agent.take(0))
+agent.clean()
+"""
+    with by_value(*OF_AGENT):
+        (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "archive").write_bytes(code_shipping.pack_folder(tmp_path / "empty"))
+    command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path / "archive"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout == "{} None\nTrue []\n", done.stderr

@@ -1,0 +1,203 @@
+"""The guard of a script, and the agent that starts it: every process ends, nothing said is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_ddp.launcher import supervisor
+from raytrain_ddp.launcher.agent import Agent
+
+GUARD = Path(supervisor.__file__)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> float:
+    """Waits until the condition holds; returns the seconds it took."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < within_s
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# A process that ignores SIGTERM and has children of its own: one in its group, one a daemon.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+pids = [os.getpid(), subprocess.Popen(sleep).pid]
+pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+class Guarded:
+    """A command under a guard in the background, as the agent runs it."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        reported, tells = os.pipe()
+        own = str(folder / "own")
+        guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), "-1", own]
+        starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
+        os.close(tells)
+        assert starter.wait(10) == 0
+        assert starter.stdin is not None
+        self.pipe, self._reports = starter.stdin, os.fdopen(reported)
+
+    def __enter__(self) -> Guarded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.pipe.closed:
+            self.pipe.close()
+        self._reports.close()
+
+    def report(self) -> dict[str, float]:
+        return json.loads(self._reports.readline())
+
+    def say(self, word: str) -> None:
+        self.pipe.write(f"{word}\n".encode())
+        self.pipe.flush()
+
+
+def pids_in(file: Path) -> list[int]:
+    """The PIDs that a STUBBORN script has recorded, as soon as they exist."""
+    wait_until(file.exists)
+    return [int(pid) for pid in file.read_text().split()]
+
+
+@pytest.mark.parametrize("end", ["its owner goes", "kill"])
+def test_the_guard_leaves_no_processes(end: str, tmp_path: Path):
+    stubborn = [sys.executable, "-c", STUBBORN, str(tmp_path / "pids")]
+    with Guarded(tmp_path, *stubborn) as guarded:
+        pids = pids_in(tmp_path / "pids")
+        started = guarded.report()
+        assert started["pid"] == pids[0]
+        if end == "kill":
+            guarded.say("kill")
+        else:
+            guarded.pipe.close()
+        assert guarded.report()["status"] == -9
+        wait_until(lambda: not any(map(alive, [*pids, int(started["guard"])])))
+        assert not (tmp_path / "own").exists()
+
+
+def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(tmp_path: Path):
+    """Only the script ignores SIGTERM; SIGUSR1 ends it; its daemon is left over."""
+    with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
+        script, child, daemon = pids_in(tmp_path / "pids")
+        guarded.say(str(int(signal.SIGTERM)))
+        wait_until(lambda: not alive(child))
+        assert alive(script)
+        assert alive(daemon)
+        guarded.say(str(int(signal.SIGUSR1)))
+        guarded.report()
+        ended = guarded.report()
+        assert (ended["status"], ended["asked"]) == (-signal.SIGUSR1, signal.SIGUSR1)
+        wait_until(lambda: not alive(daemon))
+
+
+def test_a_script_ends_with_its_guard(tmp_path: Path):
+    with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
+        script, child, daemon = pids_in(tmp_path / "pids")
+        os.kill(int(guarded.report()["guard"]), signal.SIGKILL)
+        wait_until(lambda: not alive(script))
+        for pid in (child, daemon):
+            os.kill(pid, signal.SIGKILL)
+
+
+# ------------------------------------------------------------------ the agent
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    each = Agent(GUARD.read_text())
+    yield each
+    each.signal("kill")
+    each.clean()
+
+
+def started(agent: Agent, script: str, folder: Path, *args: str, feeds: bool = False) -> None:
+    command = [sys.executable, "-c", script, *args]
+    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=feeds)
+
+
+def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
+    """All messages up to the first one of this kind."""
+    news: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 30
+    while not any(until in each for each in news):
+        assert time.monotonic() < deadline, news
+        news += agent.take(1.0, most)
+    return news
+
+
+def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_path: Path):
+    started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
+    news = taken(agent, "closed")
+    said = b"".join(each["data"] for each in news if "data" in each)
+    assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
+    assert "closed" in news[-1]
+    assert [each["status"] for each in news if "status" in each] == [3]
+
+
+def test_a_status_waits_neither_for_the_console_nor_for_leftover_processes(
+    agent: Agent, tmp_path: Path
+):
+    leaves = (
+        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    )
+    ready = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(600)"
+    script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
+    began = time.monotonic()
+    started(agent, script, tmp_path, ready)
+    (reported,) = taken(agent, "status", most=0)
+    ended_at = time.monotonic()
+    assert (reported["status"], reported["asked"]) == (3, 0)
+    assert began < reported["at"] <= ended_at
+    taken(agent, "closed")
+
+
+def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
+    for _ in range(3):
+        agent = Agent(GUARD.read_text())
+        started(agent, "import time; time.sleep(600)", tmp_path)
+        agent.signal("15")
+        reported = taken(agent, "closed")[0]
+        assert (reported["status"], reported["asked"]) == (-15, 15)
+        agent.clean()
+
+
+def test_an_agent_killed_before_it_starts_a_script_leaves_no_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """For example, while the code is being copied to other machines."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = Agent(GUARD.read_text())
+    assert list(tmp_path.iterdir()) == []
+    started(before, "import time; time.sleep(600)", tmp_path)
+    wait_until(lambda: bool(list(tmp_path.glob("raytrain-run-*"))))
+    before.clean()  # closes the pipe, as the kernel does when its process is killed
+    wait_until(lambda: not list(tmp_path.iterdir()))

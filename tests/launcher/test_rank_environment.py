@@ -1,0 +1,229 @@
+"""Ranks of the workers of `run`, and the environment and command of each."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from raytrain_ddp.launcher.code_shipping import path_in_copy
+from raytrain_ddp.launcher.rank_environment import (
+    Placement,
+    RankedGroup,
+    assign_ranks,
+    base_environment,
+    not_passed_on,
+    placeholder_values,
+    rank_variables,
+)
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions, fill
+from raytrain_ddp.run import parse
+
+OWN = {
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_ARRAY_TASK_ID": "7",
+    "SLURM_JOB_ID": "123",
+    "GROUP_NAME": "mine",
+    "ROLE_ARN": "arn",
+    "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+    "MASTER_KEY": "k",
+}
+OTHERS = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "9",
+    "SLURM_STEP_NODELIST": "n",
+    "NODE_RANK": "3",
+    "GROUP_RANK": "3",
+    "ROLE_NAME": "x",
+    "MASTER_PORT": "1",
+    "RAY_ADDRESS": "x",
+    "TORCHELASTIC_RUN_ID": "old",
+}
+
+
+def three_on_two_nodes() -> RankedGroup:
+    """Two workers on the driver's node and one on another; given in a different order."""
+    seats = [
+        Placement(0, "b", "10.0.0.9", "w9", ["0"]),
+        Placement(1, "a", "10.0.0.10", "w10", ["10"]),
+        Placement(2, "a", "10.0.0.10", "w10", ["2"]),
+    ]
+    return RankedGroup(assign_ranks(seats), "10.0.0.9", 23456, "0123456789abcdef", attempt=1)
+
+
+@pytest.mark.parametrize(("local", "kind"), [(True, "torchrun"), (False, "slurm")])
+def test_the_scripts_variables_are_kept_and_those_of_another_group_removed(local: bool, kind: str):
+    group = three_on_two_nodes()
+    base = base_environment({**OWN, **OTHERS}, {}, local)
+    assert base == OWN
+    env = rank_variables(RunFlags(env=kind), group, group.workers[2], base, "")
+    assert {name: env[name] for name in OWN} == OWN
+    assert not {name for name, value in OTHERS.items() if env.get(name) == value}
+    assert not_passed_on({**OWN, **OTHERS, "CUDA_VISIBLE_DEVICES": "0"}, group.workers) == sorted(
+        [*OTHERS, "CUDA_VISIBLE_DEVICES"]
+    )
+
+
+def test_flags_set_the_same_variables_as_torchrun():
+    line = "--nproc-per-node 2 --role me --rdzv-id job --virtual-local-rank t.py"
+    group = three_on_two_nodes()
+    env = rank_variables(parse(line.split()).flags, group, group.workers[2], {}, "")
+    expected = {"ROLE_NAME": "me", "TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0"}
+    assert {name: env[name] for name in expected} == expected
+    assert env["CUDA_VISIBLE_DEVICES"] == "10"  # its own of 2 and 10
+    assert fill("${local_rank} {rank}", placeholder_values(group, group.workers[2])) == "1 2"
+
+
+def test_ranks_are_ordered_by_node_then_gpu():
+    workers = three_on_two_nodes().workers
+    assert [w.seat.number for w in workers] == [0, 2, 1]
+    assert [(w.rank, w.local_rank, w.node_rank) for w in workers] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (2, 1, 1),
+    ]
+    assert [w.gpus for w in workers] == [["0"], ["2", "10"], ["2", "10"]]
+    assert [w.rank for w in assign_ranks([w.seat for w in workers], first_node="a")] == [0, 1, 2]
+    assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
+
+
+def test_a_rank_gets_torchruns_environment_variables():
+    group = three_on_two_nodes()
+    env = rank_variables(
+        RunFlags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json"
+    )
+    assert env == {
+        "RANK": "2",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "ROLE_RANK": "2",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.0.0.9",
+        "MASTER_PORT": "23456",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_RUN_ID": "0123456789abcdef",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": "e.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "2,10",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "base", "rank", "threads"),
+    [
+        (RunFlags(), {"OMP_NUM_THREADS": "7"}, 1, "7"),
+        (RunFlags(cpus_per_worker=4), {}, 1, "4"),
+        (RunFlags(cpus_per_worker=0.5), {}, 1, "1"),
+        (RunFlags(), {}, 0, None),  # alone on its node
+    ],
+)
+def test_omp_num_threads_is_the_users_or_torchruns(flags, base, rank, threads):
+    group = three_on_two_nodes()
+    env = rank_variables(flags, group, group.workers[rank], base, "")
+    assert env.get("OMP_NUM_THREADS") == threads
+
+
+def test_unrequested_gpus_are_hidden():
+    (worker,) = assign_ranks([Placement(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
+    env = rank_variables(RunFlags(), RankedGroup([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_rank_gets_slurms_environment_variables():
+    group = three_on_two_nodes()
+    env = rank_variables(RunFlags(env="slurm"), group, group.workers[2], {}, "")
+    expected = {
+        "SLURM_PROCID": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_NTASKS": "3",
+        "SLURM_NPROCS": "3",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "10.0.0.9,10.0.0.10",
+        "SLURM_NODELIST": "10.0.0.9,10.0.0.10",
+        "SLURM_TASKS_PER_NODE": "1,2",
+        "SLURM_GTIDS": "1,2",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+        "SLURMD_NODENAME": "10.0.0.10",
+        "MASTER_ADDR": "10.0.0.9",
+        "WORLD_SIZE": "3",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert env["SLURM_JOB_ID"].isdigit()
+    assert not {name for name in env if name in ("RANK", "LOCAL_RANK") or "ELASTIC" in name}
+
+
+def test_the_drivers_environment_is_sent_without_machine_specific_variables():
+    driver = {
+        "PATH": "/driver",
+        "WANDB_API_KEY": "k",
+        "NCCL_DEBUG": "INFO",
+        "PYTHONHASHSEED": "0",
+        "PYTHONHOME": "/home",
+        "PYTHONPATH": "/here/src::lib",
+        "RAY_ADDRESS": "x",
+        "RANK": "5",
+        "VIRTUAL_ENV": "/v",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }
+    node = {"PATH": "/node", "NCCL_DEBUG": "WARN", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
+    node |= {"PYTHONBREAKPOINT": "ray.util.rpdb.set_trace", "PYTHONPATH": "/site:lib"}
+    there = partial(path_in_copy, here=Path("/here"), there="/copy")
+    expected = {
+        "PATH": "/node",
+        "NCCL_DEBUG": "WARN",
+        "WANDB_API_KEY": "k",
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": "/copy/src:lib:/site",
+    }
+    assert base_environment(driver, node, False, moved=there) == expected
+    exported = base_environment(driver, node, False, ["NCCL_DEBUG", "VIRTUAL_ENV"], there)
+    assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
+
+
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("add_argument('--local_rank')", "--local_rank=0"),
+        ("add_argument('--local-rank')", "--local-rank=0"),
+        ("add_argument('--local-rank', '--local_rank')", "--local_rank=0"),
+        ("", "--local_rank=0"),
+    ],
+)
+def test_the_local_rank_flag_is_spelled_as_the_script_expects(
+    text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(text)
+    order = RunOptions(RunFlags(legacy_local_rank=True), "script.py")
+    group = three_on_two_nodes()
+    command = order.command("python", placeholder_values(group, group.workers[1]))
+    assert command == ["python", "-u", "script.py", flag]
+
+
+def test_placeholders_are_filled_in_and_other_braces_are_unchanged():
+    group = three_on_two_nodes()
+    order = RunOptions(
+        RunFlags(legacy_local_rank=True),
+        "old.py",
+        ("--r={rank}/{world_size}", "{init_method}", "{'lr': 1}", "{ranks}", "{{rank}}"),
+    )
+    command = order.command("python", placeholder_values(group, group.workers[1]))
+    assert command[:4] == ["python", "-u", "old.py", "--local_rank=0"]
+    assert command[4:] == ["--r=1/3", "tcp://10.0.0.9:23456", "{'lr': 1}", "{ranks}", "{1}"]
+    order = RunOptions(
+        RunFlags(no_python=True), "./go.sh", ("{node_rank}", "{master_addr}:{master_port}")
+    )
+    assert order.command("python", placeholder_values(group, group.workers[1])) == [
+        *("./go.sh", "1", "10.0.0.9:23456")
+    ]

@@ -1,0 +1,223 @@
+"""What the watchdog of one rank finds, with made-up signs of the others."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.training.monitoring import hang_diagnosis
+from raytrain_ddp.training.monitoring.hang_diagnosis import (
+    Hang,
+    RankStatus,
+    diagnose,
+    is_hang,
+    on_device,
+)
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
+from raytrain_ddp.training.runtime.world import World
+
+
+def status(rank: int, **changes: Any) -> RankStatus:
+    """Of a rank that waits in the all-reduce of step 9, beyond its time limit."""
+    usual: dict[str, Any] = {"step": 9, "doing": "gradient exchange", "collective": 40}
+    usual |= {"name": "all_reduce", "waits": True, "at": "a.py:1 in f"}
+    return RankStatus(rank, **{**usual, "still_s": 31.0, "patience_s": 30.0, **changes})
+
+
+def watch(
+    folder: Path,
+    others: Callable[[], list[RankStatus]],
+    state: State,
+    doing: str = "evaluation",
+    rank: int = 0,
+    of_run: Callable[[int], int] = int,
+    wait_s: float = 60.0,
+) -> Hang | None:
+    """The hang that a rank finds within `wait_s`; the other two are on another machine."""
+    found: list[Hang] = []
+    ended = threading.Event()
+    clock = Clock(torch.device("cpu"))
+    clock.steps, clock.doing = 1, doing
+    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
+    owners[rank] = Owner.here()
+
+    def exchange(mine: RankStatus | None) -> dict[int, RankStatus]:
+        kept = mine is not None and mine.kept
+        return {each.rank: replace(each, kept=kept) for each in others()}
+
+    def end(hang: Hang) -> None:
+        found.append(hang)
+        ended.set()
+
+    storage = open_storage(str(folder))
+    dog = Watchdog(clock, 1.0, rank, owners, storage, exchange, state, end, of_run)
+    ended.wait(wait_s)
+    dog.close()
+    return found[0] if found else None
+
+
+def test_fault_33_a_rank_stopped_on_another_host_in_an_evaluation_is_named(
+    tmp_path: Path,
+):
+    said_before = [status(n, doing="evaluation", patience_s=60.0, still_s=1.0) for n in (1, 2)]
+
+    def new(rank: int, **changes: Any) -> list[RankStatus]:
+        return [replace(said_before[rank - 1], still_s=time.monotonic() % 10, **changes)]
+
+    def cannot_look(_: Owner) -> str:
+        raise OSError
+
+    cases: dict[str, tuple[Callable[[], list[RankStatus]], State]] = {
+        "rank 2 is silent and stopped": (
+            lambda: new(1),
+            lambda owner: "T" if owner.pid == 3 else "S",
+        ),
+        "rank 1 was stopped after a sign": (
+            lambda: [said_before[0], *new(2)],
+            lambda owner: "T" if owner.pid == 2 else "S",
+        ),
+        "rank 2 sees that rank 1 is stopped": (lambda: new(2, stopped=[1]), lambda _: ""),
+        "rank 2 is silent and runs": (lambda: new(1), lambda _: "S"),
+        "rank 2 is silent, nobody can look": (lambda: new(1), cannot_look),
+        "all say something new": (lambda: [*new(1), *new(2)], lambda _: "T"),
+        "rank 1 has gone on since": (lambda: [*new(1), *new(2, stopped=[1])], lambda _: ""),
+    }
+    expected = [(2,), (1,), (1,), None, None, None, None]
+
+    def found(number: int, name: str) -> tuple[int, ...] | None:
+        limit_s = 60.0 if expected[number] else 4.0
+        hang = watch(tmp_path / name, *cases[name], wait_s=limit_s)
+        return hang and hang.ranks
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert [*pool.map(found, range(len(cases)), cases)] == expected
+
+
+def test_fault_33_texts_and_files_have_the_ranks_of_the_run_when_workers_are_missing(
+    tmp_path: Path,
+):
+    """Ranks 0, 3 and 4 remain, and the last one is stopped."""
+    world = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4))
+
+    def others() -> list[RankStatus]:
+        return [status(1, doing="evaluation", still_s=time.monotonic() % 10)]
+
+    def state(owner: Owner) -> str:
+        return "T" if owner.pid == 3 else "S"
+
+    hang = watch(tmp_path, others, state, of_run=world.of_run)
+    assert hang is not None
+    assert hang.text.startswith("rank 4 (far)")
+    assert hang.ranks == (2,)
+    files = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}
+    assert "rank-0.txt" in files
+    document = json.loads(files["hang.json"].read_text())
+    assert document["ranks"] == [4]
+    assert sorted(each["rank"] for each in document["signs"]) == [0, 3]
+
+
+def test_fault_33_a_rank_whose_status_no_longer_changes_is_named_after_its_time_limit(
+    tmp_path: Path,
+):
+    """The rank reported that it waits, then kept the GIL or was stopped. Here it is the lowest
+    rank, which otherwise checks the processes of other machines."""
+    before = status(0, doing="evaluation", still_s=1.0, patience_s=3.0)
+
+    def others() -> list[RankStatus]:
+        return [before, status(2, still_s=30 + time.monotonic() % 10)]
+
+    def patient() -> list[RankStatus]:
+        return [replace(before, patience_s=60.0), others()[1]]
+
+    cases: list[Any] = [
+        (tmp_path / "lock", others, lambda _: "S", "gradient exchange", 1, int, 60.0),
+        (tmp_path / "stopped", patient, lambda _: "T", "evaluation", 1, int, 60.0),
+        (tmp_path / "patient", patient, lambda _: "S", "gradient exchange", 1, int, 4.0),
+    ]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        tried = [*pool.map(lambda case: watch(*case), cases)]
+    assert [hang and hang.ranks for hang in tried] == [(0,), (0,), None]
+
+
+def test_a_rank_that_has_not_left_a_finished_generation_names_no_other_rank(tmp_path: Path):
+    """The others are silent: they wait for it in the next generation."""
+    found: list[Hang] = []
+    clock = Clock(torch.device("cpu"))
+    clock.steps, clock.doing = 1, "data wait"
+    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
+    owners[0] = Owner.here()
+    storage = open_storage(str(tmp_path))
+    ending = found.append, int, lambda: True
+    dog = Watchdog(clock, 0.2, 0, owners, storage, lambda _: {}, lambda _: "S", *ending)
+    until(lambda: bool(found))
+    dog.close()
+    assert found[0].ranks == ()
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def diagnosis(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
+    owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
+    hang = diagnose({each.rank: each for each in signs}, owners)
+    return hang.text, hang.ranks
+
+
+def test_fault_33_the_rank_that_the_others_wait_for_is_found_from_all_statuses():
+    idle = {"waits": False, "doing": "data wait", "name": "broadcast", "collective": 39}
+    text, ranks = diagnosis(status(0), status(1), status(2, **idle))
+    assert ranks == (2,)
+    assert text.startswith("rank 2 (h2) did not enter the all-reduce of step 9")
+    assert "it is in data wait (a.py:1 in f)" in text
+    assert diagnosis(status(0), status(2))[1] == (1,)
+    assert diagnosis(status(0), status(1, name="barrier"), status(2))[1] == (1,)
+    behind = status(0, collective=39)  # of two ranks
+    assert diagnosis(behind, status(1), size=2)[1] == (0,)
+    assert diagnosis(status(0), status(1), status(2))[1] == ()
+    assert diagnosis(*(status(rank, **idle) for rank in range(3)))[1] == ()
+
+
+def recorded(*states: str, kind: str = "nccl:all_reduce") -> list[dict[str, Any]]:
+    """Entries of torch's flight recorder."""
+    return [
+        {"profiling_name": kind, "state": state, "collective_seq_id": 38 + n}
+        for n, state in enumerate(states)
+    ]
+
+
+def test_fault_33_a_collective_stuck_on_a_gpu_is_reported_as_the_gradient_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def seen(doing: str, entries: list[dict[str, Any]], inside: bool = False) -> Any:
+        monkeypatch.setattr(hang_diagnosis, "collectives", lambda: entries)
+        return on_device(doing, inside)
+
+    started = recorded("completed", "completed", "started", "scheduled")
+    # The host waits for a flag that follows the all-reduce that its GPU executes.
+    assert seen("agreement", started) == ("gradient exchange", True, (40, "all_reduce"))
+    assert seen("agreement", recorded("completed")) == ("compute", False, None)  # own kernels
+    assert seen("agreement", started, inside=True) == ("agreement", True, None)  # on CPUs
+    assert seen("agreement", []) == ("agreement", True, None)  # nothing is known
+    assert seen("data wait", started) == ("data wait", False, None)
+
+
+def test_it_is_not_a_hang_while_one_rank_is_within_its_time_limit():
+    """For example, rank 0 waits for the storage while the others wait for it."""
+    assert is_hang({0: status(0), 1: status(1)})
+    assert not is_hang({0: status(0, doing="checkpoint", patience_s=1800.0), 1: status(1)})

@@ -1,0 +1,206 @@
+"""Buffers of a model, and metrics, do not depend on the number of workers."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from processes import Group
+from tiny import (
+    EVAL_ROWS,
+    TinyNet,
+    TinyTask,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from raytrain_ddp.config.sections import (
+    EvalConfig,
+)
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading.loader import eval_batches
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
+from raytrain_ddp.training.metrics.evaluation import evaluate
+from raytrain_ddp.training.metrics.metric_states import scalars
+from raytrain_ddp.training.runtime.world import World
+
+
+class Buffers(nn.Module):
+    def __init__(self, constant: torch.Tensor) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("constant", constant)
+
+
+def step_buffers(rank: int, size: int, constant: torch.Tensor) -> list[list[Any]]:
+    """Three steps of four slots with 8, 8, 5 and 0 samples, divided among the workers."""
+    model = Buffers(constant)
+    buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1))
+    samples = (8, 8, 5, 0)
+    for step in range(3):
+        buffers.begin()
+        for slot in items_of_rank(4, size, rank):
+            buffers.rewind()
+            if samples[slot]:
+                generator = torch.Generator().manual_seed(100 * step + slot)
+                model.norm(torch.randn(samples[slot], 3, generator=generator))
+            buffers.add(slot, samples[slot] / sum(samples), torch.zeros(()))
+        refused = ~buffers.agree()[1].isfinite()
+        buffers.finish(refused)
+    norm = model.norm
+    statistics = norm.running_mean.tolist() + norm.running_var.tolist()
+    return [statistics, norm.num_batches_tracked.tolist(), model.constant.tolist()]
+
+
+def test_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
+    constant = torch.tensor([0.1, 1e-30, 3e38])
+    (alone,) = workers(1, step_buffers, constant)
+    assert alone[1:] == [3, constant.tolist()]  # one batch per step; constants do not drift
+    for size in (2, 3, 4):
+        results = workers(size, step_buffers, constant)
+        assert all(result == results[0] for result in results)  # all ranks are equal, bit for bit
+        assert results[0][0] == pytest.approx(alone[0], rel=1e-6)
+        assert results[0][1:] == alone[1:]
+
+
+def test_constant_buffers_of_any_kind_do_not_change(workers: Group):
+    for constant in (
+        torch.full((2, 2), -math.inf).triu(1),  # the mask of a transformer
+        torch.tensor([True, False]),
+        torch.tensor([1j, 1 + 1j]),  # rotary embeddings
+        torch.tensor([0.5, 3.0], dtype=torch.bfloat16),
+        torch.tensor([2**53 + 1, -7]),
+        torch.empty(0),
+    ):
+        for result in workers(3, step_buffers, constant):
+            assert result[2] == constant.tolist()
+
+
+class FlagModel(nn.Module):
+    """Bool buffers: one that a pass modifies, one that a pass replaces, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.bool))
+        self.register_buffer("odd", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
+
+    def forward(self, number: int) -> None:
+        self.seen[number % 6] = True
+        if number % 2:
+            self.odd = torch.tensor([number % 4 == 1, number % 4 == 3]) | self.odd
+
+
+def step_flags(rank: int, size: int) -> list[list[bool]]:
+    """The buffers after each of three steps."""
+    model = FlagModel()
+    before = BoolBuffers(model)
+    model(1)
+    changing = before.changed()
+    assert [place.name for place in changing] == ["seen", "odd"]
+    model.seen.fill_(False)
+    model.odd.fill_(False)
+    buffers = SlotBuffers(model, World(rank, size, rank, torch.device("cpu"), 1), changing=changing)
+    found = []
+    for step in range(3):
+        buffers.begin()
+        for slot in items_of_rank(4, size, rank):
+            buffers.rewind()
+            if slot:  # slot 0 has no samples
+                model(10 * step + slot)
+            buffers.add(slot, slot / 6, torch.zeros(()))
+        total = buffers.agree()[1]
+        buffers.finish(~total.isfinite() | (step == 1))  # the second step is refused
+        found.append(model.seen.tolist() + model.odd.tolist())
+    assert model.mask.sum() == 10
+    return found
+
+
+def test_bool_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
+    seen = [1, 2, 3], [1, 2, 3], [1, 2, 3, 20 % 6 + 1, 20 % 6 + 2, 23 % 6]
+    expected = [[n in step for n in range(6)] + [True, True] for step in seen]
+    for size in (1, 3, 4):
+        for found in workers(size, step_flags):
+            assert found == expected
+
+
+def test_a_bool_buffer_that_first_changes_after_the_first_pass_is_refused():
+    model = FlagModel()
+    buffers = SlotBuffers(model, World(0, 1, 0, torch.device("cpu"), 1))
+    buffers.begin()
+    buffers.add(0, 1.0, torch.zeros(()))
+    model.seen[0] = True
+    with pytest.raises(ConfigError, match="buffer seen"):
+        buffers.add(1, 1.0, torch.zeros(()))
+
+
+class RealMetrics(TinyTask):
+    def evaluate(
+        self, model: nn.Module, batch: Mapping[str, torch.Tensor], metrics: Mapping[str, Any]
+    ) -> None:
+        logits = model(batch["x"])
+        metrics["loss"].update(cross_entropy(logits, batch["y"], reduction="none"))
+        metrics["top1"].update(logits, batch["y"])
+        metrics["auroc"].update(logits.softmax(1), batch["y"])
+
+
+def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict[str, str]:
+    from torchmetrics import MeanMetric
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    torch.manual_seed(3)
+    model = TinyNet()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = TrainConfig(eval=EvalConfig(micro_batch=batch_size))
+    task = RealMetrics(config, eval_rows=eval_rows)
+    data = task.eval_data()
+    assert data is not None
+    metrics = {"loss": MeanMetric(), "top1": MulticlassAccuracy(5, average="micro")}
+    metrics["auroc"] = MulticlassAUROC(5)  # its states are lists of all predictions
+    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
+        values = evaluate(config, task, model, data, world, LoaderThreads(2), metrics)
+    assert model.training
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    return {name: value.hex() for name, value in scalars(values).items()}
+
+
+@pytest.mark.parametrize(("eval_rows", "batch_size"), [(EVAL_ROWS, 8), (2, 8)])
+def test_evaluation_gives_bitwise_equal_metrics_on_1_2_and_3_workers(
+    eval_rows: int, batch_size: int, workers: Group
+):
+    """Promise 2, also with a remainder or fewer chunks than workers; sums, counts, and lists."""
+    alone, *others = (
+        result
+        for size in (1, 2, 3)
+        for result in workers(size, evaluate_tiny, eval_rows, batch_size)
+    )
+    assert others == [alone] * 5
+
+
+def test_evaluation_is_correct_for_metrics_with_list_states(workers: Group):
+    """A metric whose states are lists of all predictions, compared with one update of all rows."""
+    from torchmetrics.classification import MulticlassAUROC
+
+    torch.manual_seed(3)
+    model, task = TinyNet().eval(), TinyTask(TrainConfig(), eval_rows=200)
+    data = task.eval_data()
+    assert data is not None
+    (batch,) = eval_batches(data, 200, range(1), LoaderThreads(0))
+    with torch.inference_mode():
+        logits = model(batch["x"])
+    auroc = MulticlassAUROC(5)(logits.softmax(1), batch["y"]).item()
+    for size in (1, 3):
+        values = workers(size, evaluate_tiny, 200, 7)[0]
+        top1 = (logits.argmax(1) == batch["y"]).double().mean().item()
+        expected = {"loss": cross_entropy(logits, batch["y"]).item(), "top1": top1, "auroc": auroc}
+        got = {name: float.fromhex(value) for name, value in values.items()}
+        assert got == pytest.approx(expected, rel=1e-6)
