@@ -32,7 +32,6 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "data.max_bad": [-1],
     "data.memory_mib": [0],
     "data.prefetch_mib": [0],
-    "data.cache_gib": [-1.0],
     "augment.scale": [(0.0, 1.0), (0.9, 0.5), (0.5, 1.5)],
     "augment.operations": [0],
     "augment.magnitude": [31],

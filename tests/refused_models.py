@@ -28,7 +28,7 @@ ROWS = [
     Row("--model.weights DEFAULT", 2, "model.weights digits-cnn", light=True),
     Row("--model.name resnet18 --model.weights IMAGENET1K_V2", 2, "model.weights IMAGENET1K_V1"),
     Row("--model.name resnet50 --model.weights mine.pth", 2, "model.weights mine.pth"),
-    Row(TIMM + "test_resnet --model.weights r16", 2, "model.weights r160_in1k", light=True),
+    Row(TIMM + "test_resnet --model.weights r16", 2, "model.weights r160_in1k"),
     Row("--loss.name mse", 2, "loss.name 'mse' data.target", light=True),
     Row("--loss.name focal --data.target-columns a b", 2, "loss.name 'focal'", light=True),
     Row("--data.target-columns a b", 2, "loss.name 'cross-entropy' bce", light=True),

@@ -35,7 +35,7 @@ PRINTABLE = [
 # Other texts are known names, or allow only few characters.
 FREE_TEXTS = {
     *("storage", "task", "task_options", "data.source", "data.eval_source", "data.root"),
-    *("data.image_column", "data.label_column", "data.cache", "model.name", "model.weights"),
+    *("data.image_column", "data.label_column", "model.name", "model.weights"),
     *("data.train_split", "data.eval_split", "data.config", "data.classes", "log.project"),
     *("model.args", "model.freeze"),
 }

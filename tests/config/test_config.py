@@ -27,14 +27,14 @@ from raytrain_ddp.config.recipe import (
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.model_zoo import check_model, known_models
+from raytrain_ddp.tasks.model_zoo import check_model
 
 # Fields that do not affect the result. Adding one is a promise.
 
 FREE = """
 checkpoint.every_epochs checkpoint.every_s checkpoint.every_steps checkpoint.keep_last
 checkpoint.max_failed
-data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
+data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
 epochs
 eval.asynchronous
@@ -224,12 +224,6 @@ def test_fault_39_help_and_errors_answer_without_torch_or_ray(command: str, tmp_
     assert answer.cpu_s < 1.0  # of CPU, so that a busy machine does not matter
     flags = flat(TrainConfig()) if command == "--help-all" else ()
     assert [f for f in flags if f"--{f.replace('_', '-')}" not in answer.out] == []
-
-
-def test_known_models_are_those_of_torchvision_and_our_own():
-    torchvision = pytest.importorskip("torchvision")
-    listed = torchvision.models.list_models(module=torchvision.models)
-    assert sorted(known_models()) == sorted(["digits-cnn", *listed])
 
 
 def test_fault_40_an_unknown_model_is_refused_with_similar_names():

@@ -54,8 +54,6 @@ ddp.gradient_as_bucket_view: --exact --ddp.no-gradient-as-bucket-view
 data.shuffle_window: --data.shuffle full --data.shuffle-window 3
 data.max_bad: --data.max-bad 3
 data.prefetch: --data.workers 0 --data.prefetch 9
-data.cache: --data.cache /tmp/x
-data.cache_gib: --data.cache-gib 3
 data.holdout_seed: --data.holdout-seed 3
 data.root: --data.root elsewhere
 data.label_column: --data.source torchvision:MNIST --data.label-column y
@@ -86,7 +84,6 @@ ACCEPTED = """
 --local --scaling.cpus-per-worker 2
 --profile --log.profile-ranks 1
 --data.source torchvision:MNIST --data.root elsewhere
---data.source s3://b/x --data.cache /tmp/x --data.cache-gib 3
 --augment.policy randaugment --augment.magnitude 5
 --scaling.num-workers 1:2 --scaling.resize-s 10
 --local --exact --scaling.cpus-per-worker 2

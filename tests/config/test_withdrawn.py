@@ -18,7 +18,13 @@ from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
 
-OTHERS = {"ddp.powersgd_rank": 2, "ddp.shard_optimizer": True, "scaling.on_divergence": "resync"}
+OTHERS = {
+    "data.cache": "/x",
+    "data.cache_gib": 3.0,
+    "ddp.powersgd_rank": 2,
+    "ddp.shard_optimizer": True,
+    "scaling.on_divergence": "resync",
+}
 
 
 def field_of(name: str) -> tuple[str, Any]:

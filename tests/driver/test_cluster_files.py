@@ -52,7 +52,7 @@ def config_of(text: str) -> TrainConfig:
         "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
         "--data.classes=-a b --model.freeze=-x.* --data.mean 1e-5 0.5 0.25",
         "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
-        "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
+        "imagenet-resnet50 --name None --data.source s3://b/x --seed 1",
     ],
 )
 def test_the_printed_command_has_the_same_config(words: str):

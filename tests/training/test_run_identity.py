@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from processes import run_cli
 
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.errors import DataError
@@ -44,21 +45,25 @@ def checkpoint_of(identity: RunIdentity) -> Any:
 
 
 TRAIN, EVAL = data_of(1, 2), data_of(3)
-BEFORE = RunIdentity.of(TRAIN, EVAL, TaskWithClasses())
+CONFIG = TrainConfig()
+BEFORE = RunIdentity.of(CONFIG, TRAIN, EVAL, TaskWithClasses())
 
 
 def test_the_same_data_are_accepted_after_a_round_trip_of_the_document():
-    RunIdentity.of(TRAIN, EVAL, TaskWithClasses()).require_same(checkpoint_of(BEFORE))
-    alone = RunIdentity.of(TRAIN, None, object())
+    RunIdentity.of(CONFIG, TRAIN, EVAL, TaskWithClasses()).require_same(checkpoint_of(BEFORE))
+    alone = RunIdentity.of(CONFIG, TRAIN, None, object())
     alone.require_same(checkpoint_of(alone))
 
 
 @pytest.mark.parametrize(
     ("now", "named"),
     [
-        (RunIdentity.of(data_of(1, 4), EVAL, TaskWithClasses()), "training data (2 rows"),
-        (RunIdentity.of(TRAIN, data_of(3, 3), TaskWithClasses()), "evaluation data (2 rows"),
-        (RunIdentity.of(TRAIN, None, TaskWithClasses()), "no evaluation data"),
+        (RunIdentity.of(CONFIG, data_of(1, 4), EVAL, TaskWithClasses()), "training data (2 rows"),
+        (
+            RunIdentity.of(CONFIG, TRAIN, data_of(3, 3), TaskWithClasses()),
+            "evaluation data (2 rows",
+        ),
+        (RunIdentity.of(CONFIG, TRAIN, None, TaskWithClasses()), "no evaluation data"),
         (replace(BEFORE, classes=("bat", "ape")), "2 classes: bat, ape"),
     ],
 )
@@ -93,7 +98,7 @@ def test_runs_of_versions_that_read_numbers_from_the_same_data(
 
 
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():
-    before = RunIdentity.of(TRAIN, None, TaskWithClasses())
+    before = RunIdentity.of(CONFIG, TRAIN, None, TaskWithClasses())
     with pytest.raises(DataError, match="evaluation data"):
         BEFORE.require_same(checkpoint_of(before))
 
