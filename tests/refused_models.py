@@ -16,8 +16,8 @@ SEES = {
 }
 PACKAGE = {"base.py": "class Mine: ...\n", "own.py": "from .base import Mine\n"}
 ROWS = [
-    Row(TIMM + "convnext_tny", 2, "model.name 'timm:convnext_tiny'", light=True),
-    Row(TIMM + "convnext_tiny.fb_in22kk", 2, "model.name 'fb_in22k'", light=True),
+    Row(TIMM + "convnext_tny", 2, "model.name 'timm:convnext_tiny'"),
+    Row(TIMM + "convnext_tiny.fb_in22kk", 2, "model.name 'fb_in22k'"),
     Row("--model.name nowhere:make", 2, "model.name 'nowhere'", light=True),
     Row("--model.name nowhere.py:make", 2, "model.name nowhere.py", light=True),
     Row("--model.name own.py:mak", 2, "model.name 'mak' 'make'", OWN, light=True),

@@ -50,12 +50,7 @@ class TorchvisionImages:
         whole: bool = False,
         split: str = "",
     ) -> None:
-        from torchvision import datasets
-
-        known = [known for known in datasets.__all__ if isclass(getattr(datasets, known))]
-        if name not in known:
-            raise ConfigError(f"torchvision has no data set {name!r}.{did_you_mean(name, known)}")
-        made_by = getattr(datasets, name)
+        made_by = torchvision_class(name)
         choices = _choices(made_by, name, train, whole, split)
         root.mkdir(parents=True, exist_ok=True)
         with (root / f".{name}.lock").open("w") as lock:  # workers of one node share the folder
@@ -115,6 +110,17 @@ class TorchvisionImages:
 
     def where(self, row: int) -> str:
         return f"{self._name}, row {row}"
+
+
+def torchvision_class(name: str) -> type[Any]:
+    """The class of a data set; raises ConfigError if torchvision has none with that name."""
+    from torchvision import datasets
+
+    known = [known for known in datasets.__all__ if isclass(getattr(datasets, known))]
+    if name not in known:
+        raise ConfigError(f"torchvision has no data set {name!r}.{did_you_mean(name, known)}")
+    made: type[Any] = getattr(datasets, name)
+    return made
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -138,7 +138,9 @@ def fit_locally(
                 from raytrain_ddp.training import loop  # noqa: F401
 
                 with process_as_found():  # restores torch, too
-                    outcome, watch = _train_here(config, folder, main, tell, session)
+                    outcome, watch = _train_here(
+                        config, folder, main, manifest is None, tell, session
+                    )
                 if main:
                     _draw(config, folder, tell)
                 else:
@@ -154,11 +156,12 @@ def _train_here(
     config: TrainConfig,
     run: Storage,
     main: bool,
+    is_new: bool,
     show: Show,
     session_of: Callable[..., LocalSession] | None = None,
 ) -> tuple[Outcome, _Starts]:
     _note_idle(config, show)
-    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recording.local_session import (
         LocalSession,
@@ -172,12 +175,14 @@ def _train_here(
     tell = (lambda text: show(Note(text))) if main else None
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     config, notes = settled(config, world)
+    reads: set[str] = set()
+    task = load_task(config, reads)
     if main:
+        if config.task in BUILT_IN:
+            try_model(config, is_new)
         write_config(config, run)
         for text in filter(None, (*notes, idle_gpus_note(world))):
             show(Note(text))
-    reads: set[str] = set()
-    task = load_task(config, reads)
     watch = _Starts(show)
     make = session_of or LocalSession
     with make(config, world, Best(task.monitor, task.goal), watch) as session:

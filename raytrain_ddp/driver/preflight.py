@@ -20,6 +20,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
+from raytrain_ddp.data.torchvision_datasets import torchvision_class
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
@@ -55,10 +56,12 @@ def check(config: TrainConfig) -> TrainConfig:
                 f"log.{name}: the package is not installed: pip install 'raytrain_ddp[{name}]'."
             )
     check_task_name(config.task)
+    sources = {config.data.source, config.data.eval_source or config.data.source}
+    for name in sorted(each for each in sources if each.startswith("torchvision:")):
+        torchvision_class(name.partition(":")[2])
     if config.task in BUILT_IN:
         model = check_weights(config.model, config.storage, lambda: _is_begun(config))
         config = replace(config, data=_with_classes(config), model=model)
-    sources = {config.data.source, config.data.eval_source or config.data.source}
     if config.data.root is None and all(each.startswith("torchvision:") for each in sources):
         config = replace(config, data=replace(config.data, root=TORCHVISION_ROOT))
     return with_paths(config, absolute_path)
