@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import signal
 import subprocess
@@ -41,7 +40,6 @@ from tiny import (
 from torch.nn.functional import cross_entropy
 from warm_python import WarmPython
 
-from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import load
@@ -304,32 +302,6 @@ def test_uneven_slots_and_a_short_last_step_give_the_gradient_of_the_whole_batch
 # ------------------------------------------------------------------ NaN losses
 
 
-def nan_row_of_step(config: TrainConfig, step: int, slot: int) -> int:
-    """A row that is in this slot of this step (from 1) of the first epoch."""
-    order = EpochOrder(ArraySource(tiny_arrays(ROWS, 0), 16).blocks, "full", config.seed, 0)
-    plan = Plan(ROWS, config.slots, config.micro_batch)
-    return int(order.read(*plan.span(step - 1, slot))[0])
-
-
-def test_fault_24_a_nan_loss_on_one_rank_ends_all_ranks_and_is_never_committed(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(
-        tmp_path,
-        "diverged",
-        checkpoint=CheckpointConfig(every_steps=2, every_s=0.0),
-        log=LogConfig(every_steps=10, tensorboard=False),
-    )
-    options = {"nan_row": nan_row_of_step(config, step=5, slot=1)}  # of rank 1 of three
-    results = workers.outcomes(3, run_tiny, plain(config), options)
-    assert [type(result) for result in results] == [Raised] * 3
-    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
-    assert kept_steps(config) == [2, 4]
-    for tensor in weights(config).values():
-        assert torch.isfinite(tensor.double()).all()
-    assert all(math.isfinite(loss) for loss in losses_of(config))
-
-
 # ------------------------------------------------------------------ checkpoints
 
 
@@ -436,10 +408,3 @@ def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_sam
     reference = dataclasses.replace(config, name="whole")
     assert bits(config) == bits(reference)
     assert log_of(config) == log_of(reference)
-
-
-def test_a_caller_in_no_grad_trains_and_stays_there(tmp_path: Path):
-    with torch.no_grad():
-        result = fit_locally(tiny_config(tmp_path, "run", task="tiny:TinyTask", steps=2))
-        assert not torch.is_grad_enabled()
-    assert (result.status, result.step) == ("finished", 2)

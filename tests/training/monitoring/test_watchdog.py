@@ -128,51 +128,6 @@ def test_fault_33_texts_and_files_have_the_ranks_of_the_run_when_workers_are_mis
     assert sorted(each["rank"] for each in document["signs"]) == [0, 3]
 
 
-def test_fault_33_a_rank_whose_status_no_longer_changes_is_named_after_its_time_limit(
-    tmp_path: Path,
-):
-    """The rank reported that it waits, then kept the GIL or was stopped. Here it is the lowest
-    rank, which otherwise checks the processes of other machines."""
-    before = status(0, doing="evaluation", still_s=1.0, patience_s=3.0)
-
-    def others() -> list[RankStatus]:
-        return [before, status(2, still_s=30 + time.monotonic() % 10)]
-
-    def patient() -> list[RankStatus]:
-        return [replace(before, patience_s=60.0), others()[1]]
-
-    cases: list[Any] = [
-        (tmp_path / "lock", others, lambda _: "S", "gradient exchange", 1, int, 60.0),
-        (tmp_path / "stopped", patient, lambda _: "T", "evaluation", 1, int, 60.0),
-        (tmp_path / "patient", patient, lambda _: "S", "gradient exchange", 1, int, 4.0),
-    ]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        tried = [*pool.map(lambda case: watch(*case), cases)]
-    assert [hang and hang.ranks for hang in tried] == [(0,), (0,), None]
-
-
-def test_a_rank_that_has_not_left_a_finished_generation_names_no_other_rank(tmp_path: Path):
-    """The others are silent: they wait for it in the next generation."""
-    found: list[Hang] = []
-    clock = Clock(torch.device("cpu"))
-    clock.steps, clock.doing = 1, "data wait"
-    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
-    owners[0] = Owner.here()
-    storage = open_storage(str(tmp_path))
-    ending = found.append, int, lambda: True
-    dog = Watchdog(clock, 0.2, 0, owners, storage, lambda _: {}, lambda _: "S", *ending)
-    until(lambda: bool(found))
-    dog.close()
-    assert found[0].ranks == ()
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def diagnosis(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
     owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
     hang = diagnose({each.rank: each for each in signs}, owners)

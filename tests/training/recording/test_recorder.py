@@ -123,17 +123,6 @@ def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
     assert str(newest(config).name) == "step-00000015-a0002"
 
 
-def test_fault_15_storage_errors_at_the_start_are_retried(
-    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
-    made = recorder(tiny_config(tmp_path, "start"), reported)
-    use_faulty_store(made).failures = 2
-    assert made.begin() is None
-    assert len(notes(reported)) == 2
-    made.close()
-
-
 def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_deleted(
     tmp_path: Path, reported: list[Record]
 ):
@@ -217,27 +206,6 @@ def test_a_commit_with_a_lost_response_is_not_written_twice(
     assert len(commits) == 1
     assert [e["tries"] for e in reported if e["kind"] == "checkpoint"] == [2]
     assert newest(config).manifest == commits[0].manifest
-
-
-def test_a_failure_to_remove_old_checkpoints_does_not_fail_the_commit(
-    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
-):
-    config = tiny_config(tmp_path, "prune")
-    made = recorder(config, reported)
-    made.begin()
-    made.log.restore([])
-    prune = made.store.prune
-    monkeypatch.setattr(made.store, "prune", lambda *_: (_ for _ in ()).throw(OSError(THROTTLED)))
-    for step in (1, 2, 3):
-        made.committer.submit(snapshot(step))
-    made.drain()
-    assert kept_steps(config) == [1, 2, 3]
-    assert len(notes(reported)) == 3
-    monkeypatch.setattr(made.store, "prune", prune)
-    made.committer.submit(snapshot(4))
-    made.finish()
-    made.close()
-    assert kept_steps(config) == [3, 4]
 
 
 # ------------------------------------------------------------------ training on bad storage
@@ -324,33 +292,6 @@ def test_fault_08_too_many_failed_commits_exit_with_5_and_the_run_can_be_resumed
     assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
     assert kept_steps(config)[-1] == 10
     workers(3, run_tiny, plain(config))
-    assert_same_run(config, reference)
-
-
-def throttle_writes(session: ScriptedSession) -> None:
-    """Every six steps, the next three writes fail."""
-    if session.recorder is not None:
-        faulty_store = use_faulty_store(session.recorder)
-        session.recorder.committer.sleep = lambda _: True
-
-        def fail(session: ScriptedSession, step: int) -> None:
-            if step % 6 == 1:
-                session.drain()
-                faulty_store.failures = 3
-
-        before_each_step_on_rank_0(session, fail)
-
-
-def test_fault_15_a_throttling_store_does_not_change_the_results(
-    reference: TrainConfig, workers: Group, tmp_path: Path
-):
-    every_6 = CheckpointConfig(every_epochs=0, every_steps=6, every_s=0.0)
-    config = tiny_config(tmp_path, "throttled", checkpoint=every_6)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, throttle_writes)
-    events = [e for e in ran[0].events if e["kind"] in ("checkpoint", "checkpoint_failed")]
-    tries = {e["step"]: e["tries"] for e in events}
-    assert sorted(tries) == [6, 10, 12, 18, 20, 24, 30]
-    assert max(tries.values()) > 1
     assert_same_run(config, reference)
 
 

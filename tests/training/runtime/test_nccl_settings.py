@@ -24,7 +24,6 @@ from raytrain_ddp.training.runtime.nccl_settings import (
 )
 
 PINNED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-NODE = {"CPU": 32.0, "GPU": 4.0}
 
 
 @pytest.mark.parametrize(

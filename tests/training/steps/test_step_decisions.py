@@ -39,8 +39,6 @@ from raytrain_ddp.training.state import checkpoint_interval
 from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer, best_interval_s
 from raytrain_ddp.training.steps.step_decisions import Cadence
 
-Record = Any
-
 # ------------------------------------------------------------------ by the number of steps
 
 
@@ -257,23 +255,6 @@ def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bit
     assert bits(cut) == bits(whole)
     assert newest(cut).manifest.finished
     assert log_of(cut) == log_of(whole)
-
-
-def test_after_a_signal_in_its_last_chunk_an_evaluation_still_finishes(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "late", epochs=1)
-    ran = workers(3, run_tiny, plain(config), LONG, 0, 0, StopInEvaluation(2))
-    ends = {(r.outcome.step, r.outcome.signal) for r in ran}
-    assert ends == {(STEPS_PER_EPOCH, 0)}  # the run is finished
-
-
-def test_an_evaluation_of_fewer_chunks_than_ranks_is_not_interrupted(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "short", epochs=1)
-    ran = workers(3, run_tiny, plain(config), {"eval_rows": 9})
-    assert all(each.outcome.step == STEPS_PER_EPOCH for each in ran)
 
 
 def test_fault_55_two_sighups_of_a_closing_terminal_end_the_run_with_a_checkpoint(
