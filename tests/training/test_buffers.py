@@ -28,7 +28,6 @@ from raytrain_ddp.config.sections import EmaConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.metrics.metric_states import scalars
@@ -187,16 +186,6 @@ def test_bool_buffers_do_not_depend_on_the_number_of_workers(workers: Group):
     for size in (1, 3, 4):
         for found in workers(size, step_flags):
             assert found == expected
-
-
-def test_a_bool_buffer_that_first_changes_after_the_first_pass_is_refused():
-    model = FlagModel()
-    buffers = SlotBuffers(model, World(0, 1, 0, torch.device("cpu"), 1))
-    buffers.begin()
-    buffers.add(0, 1.0, torch.zeros(()))
-    model.seen[0] = True
-    with pytest.raises(ConfigError, match="buffer seen"):
-        buffers.add(1, 1.0, torch.zeros(()))
 
 
 class RealMetrics(TinyTask):

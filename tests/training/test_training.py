@@ -6,7 +6,6 @@ Most tests use three processes: with two, DDP has only one order of sums, which 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -46,8 +45,6 @@ from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
-    EvalConfig,
-    LogConfig,
     OptimConfig,
     ScheduleConfig,
 )
@@ -325,27 +322,6 @@ def test_pruning_keeps_the_best_checkpoint_also_after_a_resume(
     assert bests == [(10, True), (20, True), (30, False), (40, False), (50, False), (60, False)]
     assert find_checkpoint("best", "best").name.step == 20
     assert find_checkpoint("best", "last").name.step == 60
-
-
-def test_checkpoints_evaluations_and_log_lines_are_at_the_configured_steps(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(
-        tmp_path,
-        "due",
-        checkpoint=CheckpointConfig(every_epochs=2, every_steps=7, every_s=0.0, keep_last=99),
-        eval=EvalConfig(every_epochs=2),
-        log=LogConfig(every_steps=4, tensorboard=True),
-    )
-    workers(1, run_tiny, plain(config))
-    assert kept_steps(config) == [7, 14, 20, 21, 28, 30]
-    log = log_of(config)
-    assert [r["step"] for r in log if r["kind"] == "eval"] == [20, 30]
-    train_steps = [1, 4, 8, 10, 12, 16, 20, 24, 28, 30]
-    assert [r["step"] for r in log if r["kind"] == "train"] == train_steps
-    assert newest(config).manifest.finished
-    assert json.loads(newest(config).read("log.json"))[-1]["step"] == 30
-    assert list((tmp_path / "due" / "tensorboard").iterdir()) != []
 
 
 # ------------------------------------------------------------------ the commands without Ray

@@ -20,7 +20,6 @@ from raytrain_ddp.config.sections import ComputeConfig, EvalConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record
@@ -30,7 +29,7 @@ from raytrain_ddp.training.metrics.metric_states import (
     TreeMetrics,
     tables,
 )
-from raytrain_ddp.training.runtime.world import World, choose_device
+from raytrain_ddp.training.runtime.world import World
 
 
 class TracedMetric:
@@ -171,15 +170,6 @@ def test_all_values_are_in_the_log_and_written_by_the_command_evaluate(
     assert reported["samples"] == EVAL_ROWS
     assert reported["metrics"]["confusion"] == logged["tables"]["confusion"]
     assert reported["metrics"]["accuracy"] == pytest.approx(result.last["accuracy"])
-
-
-def test_an_invalid_device_is_refused():
-    for name in ("bogus", "cuda:x", "cuda:", "meta", "cpu:1", ""):
-        with pytest.raises(ConfigError, match="--device"):
-            choose_device(name)
-    with pytest.raises(PreflightError, match="--device cuda:99"):
-        choose_device("cuda:99")
-    assert choose_device("cpu").type == "cpu"
 
 
 class RecordsDtypes(TinyTask):

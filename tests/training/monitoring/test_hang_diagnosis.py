@@ -96,19 +96,6 @@ def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
     time.sleep(0.12 if rank == 1 else 0.0)
 
 
-def slow_log_on_rank_0(session: ScriptedSession) -> None:
-    """Like a tracking server that is retried many times."""
-    if session.recorder is not None:
-        log = session.recorder.log
-        add = log.add
-
-        def slow(record: Any) -> None:
-            time.sleep(3.0 if record.step == 15 else 0.0)
-            add(record)
-
-        log.add = slow  # type: ignore[method-assign]
-
-
 def fail_on_rank_0(rank: int, _: Path, step: int) -> None:
     if (rank, step) == (0, 13):
         raise DataError("a record of rank 0 is bad")
@@ -204,10 +191,10 @@ def test_fault_32_33_a_slow_rank_or_a_pause_of_all_ranks_is_not_a_hang(
     assert not (tmp_path / "paused" / HANGS).exists()
 
 
-def test_fault_33_slow_data_and_a_slow_log_are_not_hangs(workers: Group, tmp_path: Path):
+def test_fault_33_slow_data_are_not_a_hang(workers: Group, tmp_path: Path):
     config = hung_config(tmp_path, "slow", epochs=2)
     at = "data.read:sleep(4)@rank=1,step=8"
-    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"), slow_log_on_rank_0)
+    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"))
     assert ran[0].outcome.step == ran[0].outcome.total_steps
     assert not [*(tmp_path / "slow" / HANGS).rglob("hang.json")]
 

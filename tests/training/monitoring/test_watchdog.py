@@ -11,18 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.training.monitoring import hang_diagnosis
 from raytrain_ddp.training.monitoring.hang_diagnosis import (
     Hang,
     RankStatus,
     diagnose,
     is_hang,
-    on_device,
 )
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
@@ -146,30 +143,6 @@ def test_fault_33_the_rank_that_the_others_wait_for_is_found_from_all_statuses()
     assert diagnosis(behind, status(1), size=2)[1] == (0,)
     assert diagnosis(status(0), status(1), status(2))[1] == ()
     assert diagnosis(*(status(rank, **idle) for rank in range(3)))[1] == ()
-
-
-def recorded(*states: str, kind: str = "nccl:all_reduce") -> list[dict[str, Any]]:
-    """Entries of torch's flight recorder."""
-    return [
-        {"profiling_name": kind, "state": state, "collective_seq_id": 38 + n}
-        for n, state in enumerate(states)
-    ]
-
-
-def test_fault_33_a_collective_stuck_on_a_gpu_is_reported_as_the_gradient_exchange(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def seen(doing: str, entries: list[dict[str, Any]], inside: bool = False) -> Any:
-        monkeypatch.setattr(hang_diagnosis, "collectives", lambda: entries)
-        return on_device(doing, inside)
-
-    started = recorded("completed", "completed", "started", "scheduled")
-    # The host waits for a flag that follows the all-reduce that its GPU executes.
-    assert seen("agreement", started) == ("gradient exchange", True, (40, "all_reduce"))
-    assert seen("agreement", recorded("completed")) == ("compute", False, None)  # own kernels
-    assert seen("agreement", started, inside=True) == ("agreement", True, None)  # on CPUs
-    assert seen("agreement", []) == ("agreement", True, None)  # nothing is known
-    assert seen("data wait", started) == ("data wait", False, None)
 
 
 def test_it_is_not_a_hang_while_one_rank_is_within_its_time_limit():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import resource
 import shutil
 import signal
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ from commits import THROTTLED, Record, notes, snapshot
 from event_records import to
 from faulty_storage import Faults, FaultyHandler
 from logs import log_of
-from processes import Group, Raised
+from processes import Group
 from pyarrow import fs as pafs
 from tiny import (
     TOTAL_STEPS,
     ScriptedSession,
     WorkerResult,
     bits,
-    kept_steps,
     newest,
     plain,
     run_tiny,
@@ -244,21 +241,6 @@ def fill_disk_from_11_to(session: ScriptedSession, last: int) -> None:
     before_each_step_on_rank_0(session, limit)
 
 
-def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> WorkerResult:
-    """A process that raises would exit, and its peers would notice. This one stays alive, so it
-    leaves its process group explicitly."""
-    try:
-        return run_tiny(rank, size, config, prepare_session=partial(fill_disk_from_11_to, last=99))
-    except Exception as error:
-        # First: closing a FileStore writes to its file, and torch aborts if that fails.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        raise
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
     reason="the size of files is limited here",
@@ -276,23 +258,6 @@ def test_fault_08_training_survives_a_full_disk_and_the_run_is_complete_once_spa
     assert any("metrics.jsonl cannot be written" in note for note in notes(ran[0].events))
     assert_same_run(config, reference)
     assert [str(p) for p in tmp_path.rglob("*tmp*")] == []
-
-
-@pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
-    reason="the size of files is limited here",
-)
-def test_fault_08_too_many_failed_commits_exit_with_5_and_the_run_can_be_resumed(
-    reference: TrainConfig, workers: Group, tmp_path: Path
-):
-    checkpoint = CheckpointConfig(every_epochs=1, every_steps=3, every_s=0.0)
-    config = tiny_config(tmp_path, "full", checkpoint=checkpoint)
-    results = workers.outcomes(3, run_until_full, plain(config), wait_s=10)
-    assert isinstance(results[0], Raised)
-    assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
-    assert kept_steps(config)[-1] == 10
-    workers(3, run_tiny, plain(config))
-    assert_same_run(config, reference)
 
 
 def slow_down_writes(session: ScriptedSession) -> None:

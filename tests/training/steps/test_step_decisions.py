@@ -206,14 +206,17 @@ def run_signalled(
     return outcome.step, outcome.signal, restored
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda n: signal.Signals(n).name)
-def test_fault_35_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
-    number: int, workers: Group, tmp_path: Path
+@pytest.mark.parametrize(
+    "signals",
+    [*([number] for number in STOP_SIGNALS), [signal.SIGHUP] * 2],  # of a closing terminal
+)
+def test_fault_35_55_a_signal_to_any_rank_ends_all_with_a_checkpoint_and_handlers_are_restored(
+    signals: list[int], workers: Group, tmp_path: Path
 ):
     """Also fault 34: on request, Slurm announces a preemption with SIGUSR1 or SIGUSR2."""
     config = tiny_config(tmp_path, "signalled", epochs=1)
-    results = workers(2, run_signalled, plain(config), [number])
-    assert results == [(7, int(number), True)] * 2
+    results = workers(2, run_signalled, plain(config), signals)
+    assert results == [(7, int(signals[0]), True)] * 2
     assert newest(config).name.step == 7
 
 
@@ -255,16 +258,6 @@ def test_a_signal_interrupts_an_evaluation_and_its_repetition_gives_the_same_bit
     assert bits(cut) == bits(whole)
     assert newest(cut).manifest.finished
     assert log_of(cut) == log_of(whole)
-
-
-def test_fault_55_two_sighups_of_a_closing_terminal_end_the_run_with_a_checkpoint(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "closed", epochs=1)
-    twice = [signal.SIGHUP, signal.SIGHUP]
-    (result,) = workers(1, run_signalled, plain(config), twice)
-    assert result == (7, signal.SIGHUP, True)
-    assert newest(config).name.step == 7
 
 
 def test_fault_35_a_second_signal_of_any_kind_ends_the_process_at_once(
