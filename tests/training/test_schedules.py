@@ -44,10 +44,12 @@ def test_constant_step_and_cosine_schedules_have_the_expected_values():
     assert rates(2, name="constant", warmup_epochs=0.0) == [2.0] * 10
     stairs = rates(4, name="step", warmup_epochs=0.0, step_epochs=1.4, gamma=0.5)
     assert stairs == [2.0] * 7 + [1.0] * 7 + [0.5] * 6
-    for tenths in (1, 7, 33):  # exactly at the first step of a period
-        periods = [int(step / (Fraction(tenths, 10) * 5)) for step in range(200)]
-        drops = rates(40, name="step", warmup_epochs=0.0, step_epochs=tenths / 10, gamma=0.1)
-        assert drops == pytest.approx([2.0 * 0.1**n for n in periods])
+    for tenths in (7, 11, 33):  # exactly at the first step of a period
+        schedule = ScheduleConfig(name="step", step_epochs=tenths / 10, warmup_epochs=0.0)
+        config = TrainConfig(optim=OptimConfig(lr=1.0), schedule=schedule)
+        for step in range(200):
+            drops = int(step / (Fraction(tenths, 10) * 50))
+            assert learning_rate(config, step, 50) == pytest.approx(schedule.gamma**drops)
     cosine = rates(4, name="cosine", warmup_epochs=0.0, final_lr=0.1)
     assert cosine == pytest.approx(
         [0.2 + 1.8 * (1 + math.cos(math.pi * step / 20)) / 2 for step in range(20)]

@@ -52,11 +52,14 @@ def test_fault_51_a_generation_needs_all_ranks_and_refuses_a_process_that_was_re
     assert clocked.asks(1, "b") == (1, "host:97")
     assert clocked.asks(0, "a") == clocked.asks(2, "c") == (1, "host:97")
 
-    assert clocked.asks(0, "a", last=1) is None
-    assert clocked.asks(2, "c", last=1) is None
-    assert clocked.asks(1, "d") == (2, "host:97")
+    assert not clocked.is_over(0, "a", last=1)
+    clocked.now_s += 1
+    assert clocked.asks(1, "d") is None
+    assert clocked.is_over(0, "a", last=1)
     assert clocked.asks(1, "b", last=1) == (OVER, "")
+    assert clocked.asks(0, "a", last=1) is None
     assert clocked.asks(2, "c", last=1) == (2, "host:97")
+    assert clocked.asks(1, "d") == (2, "host:97")
 
 
 def test_a_pause_of_the_roster_does_not_count_as_silence_of_members(

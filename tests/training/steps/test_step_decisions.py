@@ -44,18 +44,18 @@ from raytrain_ddp.training.steps.step_decisions import Cadence
 
 def test_what_is_due_follows_from_the_number_of_steps():
     config = TrainConfig(
-        epochs=2,
+        steps=9,
         checkpoint=CheckpointConfig(every_epochs=0, every_steps=4),
         eval=EvalConfig(every_epochs=1, every_steps=4),
         log=LogConfig(every_steps=3),
     )
     cadence = Cadence(config, steps_per_epoch=5)
     due = {
-        "log": [s for s in range(1, 11) if cadence.logs(s)],
-        "evaluate": [s for s in range(1, 11) if cadence.evaluates(s)],
-        "save": [s for s in range(1, 11) if cadence.saves(s)],
+        "log": [s for s in range(1, 10) if cadence.logs(s)],
+        "evaluate": [s for s in range(1, 10) if cadence.evaluates(s)],
+        "save": [s for s in range(1, 10) if cadence.saves(s)],
     }
-    assert due == {"log": [1, 3, 5, 6, 9, 10], "evaluate": [4, 5, 8, 10], "save": [4, 8, 10]}
+    assert due == {"log": [1, 3, 5, 6, 9], "evaluate": [4, 5, 8, 9], "save": [4, 8, 9]}
 
 
 # ------------------------------------------------------------------ agreed on by all ranks
