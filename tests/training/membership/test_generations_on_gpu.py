@@ -79,6 +79,20 @@ def test_fault_49_a_killed_rank_is_replaced_and_survivors_repeat_no_step(
     assert on_main == [starts if survived else starts[1:]]
 
 
+def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
+    forks: Any, backend: str, tmp_path: Path
+):
+    whole, made = config(tmp_path / "whole", exact=True), config(tmp_path, exact=True)
+    Run(forks, whole, tmp_path / "whole-fired", "", backend=backend).wait()
+    points = "train.after_backward:kill@rank=2,step=3;train.after_step:kill@rank=1,step=5"
+    run = Run(forks, made, tmp_path / "fired", points, 1, after_others=True, backend=backend)
+    notes = run.wait()
+    assert run.deaths == 2
+    assert bits(made) == bits(whole)
+    assert log_of(made) == log_of(whole)
+    assert min(max((note["sizes"] for note in notes), key=len)) == 1
+
+
 def test_survivors_do_not_continue_from_a_step_that_was_not_finite(
     forks: Any, backend: str, tmp_path: Path
 ):
