@@ -35,12 +35,10 @@ from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.state.train_state import TrainState
 
 CLASSES = 5
 ROWS = 291  # 4 lanes of 72, 73, 73 and 73 rows: 9 full steps and one with 0, 1, 1 and 1 rows
@@ -296,10 +294,3 @@ def commit_untrained_digits(run: Path, config: TrainConfig) -> None:
     manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
     weights = encode_tensors(DigitsCNN(10).state_dict())
     checkpoint_store(open_storage(str(run))).commit(manifest, {"model.safetensors": weights})
-
-
-def small_state() -> TrainState:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = build_optimizer(model, OptimConfig())
-    return TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from processes import Group, Raised
-from tiny import TinyTask, plain, run_tiny, tiny_config, weights
+from tiny import TinyTask, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, OptimConfig
+from raytrain_ddp.config.sections import ComputeConfig, DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 
@@ -147,54 +147,6 @@ def test_parameters_that_a_rank_does_not_use_in_a_step_are_named_at_once_by_all_
     assert "--ddp.find-unused-parameters" in line
     assert not first or f"in step {first}" in line
     assert kind is not DropsOnOneRank or "rank 1" in line
-
-
-class SkipsModel(TinyTask):
-    """Its loss does not depend on the model in step 2, and later on some ranks, as where no sample
-    is positive."""
-
-    calls, on_all = False, 2
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        step = self.session.step if self.session is not None else 0
-        is_negative = step == self.on_all or (step > 2 and int(batch["row"][0]) % 3 == 0)
-        if not (is_negative and model.training):
-            return super().loss(model, batch)
-        if self.calls:
-            model(batch["x"])
-        return torch.zeros((), requires_grad=True)
-
-
-class SkipsOutput(SkipsModel):
-    calls = True
-
-
-class SkipsOnSome(SkipsModel):
-    on_all = -1
-
-
-@pytest.mark.parametrize(
-    ("kind", "finds", "size"),
-    [
-        (SkipsModel, False, 1),
-        (SkipsModel, False, 3),
-        (SkipsOutput, False, 3),
-        (SkipsOnSome, True, 3),
-    ],
-)
-def test_a_loss_without_a_link_to_the_model_adds_zeros_to_the_gradient(
-    workers: Group, tmp_path: Path, kind: type[TinyTask], finds: bool, size: int
-) -> None:
-    """Weight decay and momentum are as with exact."""
-    changes: dict[str, Any] = {"epochs": 1, "optim": OptimConfig(lr=0.05, weight_decay=0.1)}
-    ddp = DdpConfig(find_unused_parameters=finds)
-    config = tiny_config(tmp_path, "run", ddp=ddp, **changes)
-    assert len({*workers(size, ran, plain(config), kind)}) == 1
-    exact = tiny_config(tmp_path, "exact", exact=True, **changes)
-    workers(size, ran, plain(exact), kind)
-    exactly = weights(exact)
-    for name, value in weights(config).items():
-        torch.testing.assert_close(value, exactly[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [Drops, DropsOnOneRank])

@@ -116,19 +116,6 @@ class Items:
         return {"x": x, "y": torch.tensor(row % 5), "row": torch.tensor(row)}
 
 
-class OwnSource:
-    """Without `shared`, which means that threads may read it."""
-
-    def __init__(self, items: Items) -> None:
-        self.items, self.blocks = items, np.array([96])
-
-    def read(self, rows: np.ndarray) -> list[Any]:
-        return [self.items[row] for row in rows.tolist()]
-
-    def fingerprint(self) -> str:
-        return ""
-
-
 def drawn_in_collate(records: Any) -> Any:
     return {
         name: torch.from_numpy(values) + 0 * int(random.random())
@@ -142,9 +129,7 @@ ARRAYS = {"x": np.zeros((96, 1, 4, 4), np.float32), "y": np.arange(96) % 5, "row
 READ_IN_THREADS = {
     "torch": lambda: MapSource(Items(lambda: torch.rand(())), shared=True),
     "NumPy": lambda: MapSource(Items(np.random.rand), shared=True),
-    "own source": lambda: OwnSource(Items(random.random)),
     "collate": lambda: ArraySource(ARRAYS),
-    "no draws": lambda: MapSource(Items(lambda: 0.0), shared=True),
     "generator of its own": lambda: MapSource(Items(random.Random(0).random), shared=True),
 }
 
@@ -170,9 +155,7 @@ class ReadInThreads(TinyTask):
     [
         ("torch", "train", "torch"),
         ("NumPy", "eval", "NumPy"),
-        ("own source", "eval", "Python"),
         ("collate", "train", "Python"),
-        ("no draws", "train", ""),
         ("generator of its own", "eval", ""),
     ],
 )

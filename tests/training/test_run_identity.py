@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes import run_cli
 
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
@@ -73,57 +71,7 @@ def test_fault_29_the_data_set_that_differs_is_named(now: RunIdentity, named: st
     assert named in str(caught.value)
 
 
-NUMBERS = ("0", "1")
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "are_same"),
-    [
-        (NUMBERS, ("zebra", "ant"), True),
-        (NUMBERS, ("1", "0"), False),
-        (NUMBERS, ("0.0", "1.0"), False),
-        (NUMBERS, ("000", "1"), False),
-        (("False", "True"), ("false", "true"), False),
-    ],
-)
-def test_runs_of_versions_that_read_numbers_from_the_same_data(
-    before: tuple[str, ...], now: tuple[str, ...], are_same: bool
-):
-    checkpoint = checkpoint_of(replace(BEFORE, classes=before))
-    if are_same:
-        replace(BEFORE, classes=now).require_same(checkpoint)
-        return
-    with pytest.raises(DataError):
-        replace(BEFORE, classes=now).require_same(checkpoint)
-
-
 def test_a_checkpoint_without_evaluation_data_is_not_resumed_with_evaluation_data():
     before = RunIdentity.of(CONFIG, TRAIN, None, TaskWithClasses())
     with pytest.raises(DataError, match="evaluation data"):
         BEFORE.require_same(checkpoint_of(before))
-
-
-def test_an_older_checkpoint_without_an_identity_document_can_be_resumed():
-    BEFORE.require_same(FakeCheckpoint(BEFORE.train, {}))  # type: ignore[arg-type]
-
-
-NET = """
-from torch import nn
-
-def net(classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))
-"""
-
-
-def test_changed_code_is_noted_on_resume(tmp_path: Path):
-    (tmp_path / "changed_net.py").write_text(NET)
-    train = ("--local", "--model.name", "changed_net.py:net", "--name", "own", "--steps")
-    texts = []
-    for steps in range(1, 4):
-        answer = run_cli("fit", *train, str(steps), cwd=tmp_path, warm=True)
-        assert answer.status == 0, answer.err
-        texts.append(answer.out + answer.err)
-        if steps == 2:
-            (tmp_path / "changed_net.py").write_text(NET + "# edited\n")
-    noted = ["the code of changed_net has changed since step-" in text for text in texts]
-    assert noted == [False, False, True]

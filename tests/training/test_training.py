@@ -6,8 +6,6 @@ Most tests use three processes: with two, DDP has only one order of sums, which 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import signal
 import subprocess
@@ -41,15 +39,12 @@ from tiny import (
 from torch.nn.functional import cross_entropy
 from warm_python import WarmPython
 
-from raytrain_ddp import fit_locally
 from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, find_checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
-    EvalConfig,
-    LogConfig,
     OptimConfig,
     ScheduleConfig,
 )
@@ -304,32 +299,6 @@ def test_uneven_slots_and_a_short_last_step_give_the_gradient_of_the_whole_batch
 # ------------------------------------------------------------------ NaN losses
 
 
-def nan_row_of_step(config: TrainConfig, step: int, slot: int) -> int:
-    """A row that is in this slot of this step (from 1) of the first epoch."""
-    order = EpochOrder(ArraySource(tiny_arrays(ROWS, 0), 16).blocks, "full", config.seed, 0)
-    plan = Plan(ROWS, config.slots, config.micro_batch)
-    return int(order.read(*plan.span(step - 1, slot))[0])
-
-
-def test_fault_24_a_nan_loss_on_one_rank_ends_all_ranks_and_is_never_committed(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(
-        tmp_path,
-        "diverged",
-        checkpoint=CheckpointConfig(every_steps=2, every_s=0.0),
-        log=LogConfig(every_steps=10, tensorboard=False),
-    )
-    options = {"nan_row": nan_row_of_step(config, step=5, slot=1)}  # of rank 1 of three
-    results = workers.outcomes(3, run_tiny, plain(config), options)
-    assert [type(result) for result in results] == [Raised] * 3
-    assert {(r.name, r.exit_status) for r in results} == {("DivergedError", 6)}
-    assert kept_steps(config) == [2, 4]
-    for tensor in weights(config).values():
-        assert torch.isfinite(tensor.double()).all()
-    assert all(math.isfinite(loss) for loss in losses_of(config))
-
-
 # ------------------------------------------------------------------ checkpoints
 
 
@@ -353,27 +322,6 @@ def test_pruning_keeps_the_best_checkpoint_also_after_a_resume(
     assert bests == [(10, True), (20, True), (30, False), (40, False), (50, False), (60, False)]
     assert find_checkpoint("best", "best").name.step == 20
     assert find_checkpoint("best", "last").name.step == 60
-
-
-def test_checkpoints_evaluations_and_log_lines_are_at_the_configured_steps(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(
-        tmp_path,
-        "due",
-        checkpoint=CheckpointConfig(every_epochs=2, every_steps=7, every_s=0.0, keep_last=99),
-        eval=EvalConfig(every_epochs=2),
-        log=LogConfig(every_steps=4, tensorboard=True),
-    )
-    workers(1, run_tiny, plain(config))
-    assert kept_steps(config) == [7, 14, 20, 21, 28, 30]
-    log = log_of(config)
-    assert [r["step"] for r in log if r["kind"] == "eval"] == [20, 30]
-    train_steps = [1, 4, 8, 10, 12, 16, 20, 24, 28, 30]
-    assert [r["step"] for r in log if r["kind"] == "train"] == train_steps
-    assert newest(config).manifest.finished
-    assert json.loads(newest(config).read("log.json"))[-1]["step"] == 30
-    assert list((tmp_path / "due" / "tensorboard").iterdir()) != []
 
 
 # ------------------------------------------------------------------ the commands without Ray
@@ -436,10 +384,3 @@ def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_sam
     reference = dataclasses.replace(config, name="whole")
     assert bits(config) == bits(reference)
     assert log_of(config) == log_of(reference)
-
-
-def test_a_caller_in_no_grad_trains_and_stays_there(tmp_path: Path):
-    with torch.no_grad():
-        result = fit_locally(tiny_config(tmp_path, "run", task="tiny:TinyTask", steps=2))
-        assert not torch.is_grad_enabled()
-    assert (result.status, result.step) == ("finished", 2)

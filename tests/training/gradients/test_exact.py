@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,12 @@ from tiny import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.config.recipe import changed_fields, to_dict
-from raytrain_ddp.config.sections import ComputeConfig, OptimConfig, ScalingConfig
+from raytrain_ddp.config.sections import ComputeConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.order.epoch_order import items_of_rank
-from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.reduction import ExactReduction
 from raytrain_ddp.training.gradients.tree_sum import TreeSum, subtrees
 from raytrain_ddp.training.monitoring.phase_clock import Clock
@@ -179,28 +175,6 @@ def test_buckets_change_no_gradient_and_are_exchanged_during_the_backward_pass(
                     assert events.count("exchange") >= (least if uses_all else (least + 1) // 2)
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(2):
-            x = checkpoint(self.twice, x, use_reentrant=True)
-        return x.sum()
-
-
-@pytest.mark.parametrize(("bucket_mib", "is_refused"), [(25.0, False), (1 / 2**20, True)])
-def test_a_gradient_that_changes_after_it_was_sent_is_refused(bucket_mib: float, is_refused: bool):
-    model = Reentrant()
-    reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), bucket_mib, Clock(CPU))
-    expected = pytest.raises(ConfigError, match="use_reentrant") if is_refused else nullcontext()
-    reduction.begin()
-    with expected, reduction.passing(Slot(0, 0, 1, 1, {}), True):
-        model(torch.ones(1, 2)).backward()
-
-
 # ------------------------------------------------------------------ whole runs
 
 
@@ -270,12 +244,6 @@ def test_with_bad_records_and_skipped_steps_the_bits_do_not_depend_on_the_worker
     assert found[0] == found[1]
     last = [record for record in found[0][1] if record["kind"] == "train"][-1]
     assert (last["skipped"], last["nonfinite"]) == (5, EPOCHS)
-
-
-def test_a_changed_number_of_threads_is_refused_on_resume():
-    then = to_dict(TrainConfig(exact=True))
-    now = TrainConfig(exact=True, scaling=ScalingConfig(cpus_per_worker=2))
-    assert [name for name, *_ in changed_fields(then, now)] == ["scaling.cpus_per_worker"]
 
 
 class Mixed(nn.Module):
@@ -364,18 +332,6 @@ def test_with_unusual_models_and_random_numbers_the_bits_do_not_depend_on_the_wo
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_fault_23_with_less_data_than_a_batch_the_bits_do_not_depend_on_the_workers(
-    rows: int, workers: Group, tmp_path: Path
-):
-    found = []
-    for size in (1, 4):
-        config = tiny_config(tmp_path, f"on-{size}", exact=True, batch_size=16, micro_batch=4)
-        workers(size, run_tiny, plain(config), {"rows": rows})
-        found.append((bits(config), log_of(config)))
-    assert found[0] == found[1]
-
-
 def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
     model = Mixed()
     reduction = ExactReduction(model, 1, World(0, 1, 0, CPU, 1), 25.0, Clock(CPU))
@@ -390,18 +346,3 @@ def test_parameters_of_all_memory_layouts_have_the_gradients_of_autograd():
         trained, torch.autograd.grad(model(batch).square().sum(), trained), strict=True
     ):
         assert torch.equal(parameter.grad, true.to_dense())
-
-
-def test_without_exact_bits_depend_on_the_workers_and_the_first_losses_only_by_rounding(
-    alone: Alone, workers: Group, tmp_path: Path
-):
-    """Otherwise the tests above would prove nothing."""
-    configs = []
-    for size in (1, 3):
-        configs.append(tiny_config(tmp_path, f"on-{size}", epochs=1))
-        workers(size, run_tiny, plain(configs[-1]))
-    assert bits(configs[0]) != bits(configs[1])
-    exact, default = (
-        [r["loss"] for r in log_of(c) if r["kind"] == "train"] for c in (alone("sgd"), configs[1])
-    )
-    assert exact[:5] == pytest.approx(default[:5], rel=1e-4)

@@ -35,22 +35,31 @@ class ClockedRoster:
         return self.roster.is_over(Member(rank, W, 1, token, last, "a"))
 
 
-def test_a_generation_is_complete_with_all_ranks_and_the_address_of_rank_0() -> None:
-    clocked = ClockedRoster()
-    assert clocked.asks(0, "a") is None
-    assert clocked.asks(1, "b") is None
-    assert clocked.asks(2, "c") == (1, "host:97")
-    assert clocked.asks(0, "a") == clocked.asks(1, "b") == (1, "host:97")
-
-
-def test_survivors_wait_for_the_replacement_of_a_rank() -> None:
+def training_roster(least: int = 1) -> ClockedRoster:
+    """All three train in generation 1."""
     clocked = ClockedRoster()
     for rank, token in enumerate("abc"):
-        clocked.asks(rank, token)
+        clocked.asks(rank, token, least=least)
+    return clocked
+
+
+def test_fault_51_a_generation_needs_all_ranks_and_refuses_a_process_that_was_replaced() -> None:
+    clocked = ClockedRoster()
+    clocked.asks(1, "x")
+    clocked.now_s += 10
+    assert clocked.asks(0, "a") is None
+    assert clocked.asks(2, "c") is None, "rank 1 has died while it waited"
+    assert clocked.asks(1, "b") == (1, "host:97")
+    assert clocked.asks(0, "a") == clocked.asks(2, "c") == (1, "host:97")
+
+    assert not clocked.is_over(0, "a", last=1)
+    clocked.now_s += 1
+    assert clocked.asks(1, "d") is None
+    assert clocked.is_over(0, "a", last=1)
+    assert clocked.asks(1, "b", last=1) == (OVER, "")
     assert clocked.asks(0, "a", last=1) is None
-    assert clocked.asks(2, "c", last=1) is None
-    assert clocked.asks(1, "d") == (2, "host:97")
     assert clocked.asks(2, "c", last=1) == (2, "host:97")
+    assert clocked.asks(1, "d") == (2, "host:97")
 
 
 def test_a_pause_of_the_roster_does_not_count_as_silence_of_members(
@@ -71,94 +80,36 @@ def test_a_pause_of_the_roster_does_not_count_as_silence_of_members(
     assert seat is not None
     assert seat.size == 3
     members = [replace(each, last=2) for each in members]
-    assert roster.meet(members[0])[0] is None
-    for _ in range(20):  # now they are silent: the roster was asked all the time
+    for _ in range(21):  # now they are silent: the roster was asked all the time
         now[0] += 0.5
         seat = roster.meet(members[0])[0]
     assert seat is not None
     assert seat.size == 1
 
 
-def test_fault_51_a_process_that_was_replaced_is_refused() -> None:
-    clocked = ClockedRoster()
-    for rank, token in enumerate("abc"):
-        clocked.asks(rank, token)
-    clocked.asks(1, "d")
-    assert clocked.asks(1, "b", last=1) == (OVER, "")
-    clocked.asks(0, "a", last=1)
-    assert clocked.asks(2, "c", last=1) == (2, "host:97"), "with the new one"
-    assert clocked.asks(1, "d") == (2, "host:97")
-
-
-def test_a_process_that_no_longer_asks_does_not_count_as_present() -> None:
-    clocked = ClockedRoster()
-    clocked.asks(1, "b")
-    clocked.now_s += 10
-    clocked.asks(0, "a")
-    assert clocked.asks(2, "c") is None, "rank 1 has died while it waited"
-    assert clocked.asks(1, "d") == (1, "host:97")
-
-
-def test_after_the_loss_of_the_roster_the_next_generation_forms_as_before() -> None:
-    clocked = ClockedRoster()
-    for rank, token in enumerate("abc"):
-        clocked.asks(rank, token)
-    clocked.asks(0, "a", last=1)
-    clocked.roster = Roster(lambda: clocked.now_s)
-    assert clocked.asks(1, "b", last=1) is None
-    assert clocked.asks(2, "c", last=1) is None
-    assert clocked.asks(0, "a", last=1) == (2, "host:97")
-
-
-def training_roster(clocked: ClockedRoster, least: int = 1) -> ClockedRoster:
-    """All three train in generation 1."""
-    for rank, token in enumerate("abc"):
-        clocked.asks(rank, token, least=least)
-    return clocked
-
-
-def test_survivors_continue_as_soon_as_a_death_is_reported() -> None:
-    clocked = training_roster(ClockedRoster())
-    assert clocked.asks(0, "a", last=1, least=1) is None, "rank 1 may only be slow"
-    assert not clocked.is_over(2, "c", last=1)
-    clocked.roster.died(1)
-    assert clocked.is_over(2, "c", last=1), "rank 2 may not notice it otherwise"
-    assert clocked.asks(0, "a", last=1, least=1) is None
-    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
-
-
-def test_the_lowest_surviving_rank_hosts_the_store() -> None:
-    clocked = training_roster(ClockedRoster())
+def test_survivors_continue_with_the_lowest_rank_as_host_as_soon_as_a_death_is_reported() -> None:
+    clocked = training_roster()
+    assert clocked.asks(2, "c", last=1, least=1) is None, "rank 0 may only be slow"
+    assert not clocked.is_over(1, "b", last=1)
     clocked.roster.died(0)
-    clocked.asks(2, "c", last=1, least=1)
+    assert clocked.roster.alive() == 2
+    assert clocked.is_over(1, "b", last=1), "rank 1 may not notice it otherwise"
+    for _ in range(60):  # rank 1 is in a long step
+        clocked.now_s += 1
+        assert clocked.asks(2, "c", last=1, least=1) is None
+        assert clocked.is_over(1, "b", last=1)
     assert clocked.asks(1, "b", last=1, least=1) == (2, "host:98")
     assert clocked.asks(2, "c", last=1, least=1) == (2, "host:98")
 
 
-def test_fewer_survivors_than_the_minimum_wait() -> None:
-    clocked = training_roster(ClockedRoster(), least=2)
+def test_too_few_survivors_wait_for_a_replacement_and_a_replacement_for_them() -> None:
+    clocked = training_roster(least=2)
     clocked.roster.died(0)
     clocked.roster.died(1)
     assert clocked.asks(2, "c", last=1, least=2) is None
     assert clocked.asks(0, "d", least=2) == (2, "host:100"), "two are there"
 
-
-def test_training_ranks_learn_of_a_waiting_newcomer() -> None:
-    clocked = training_roster(ClockedRoster())
-    clocked.roster.died(1)
-    clocked.asks(0, "a", last=1, least=1)
-    clocked.asks(2, "c", last=1, least=1)
-    assert not clocked.roster.has_newcomer()
-    assert clocked.asks(1, "d", least=1) is None
-    assert clocked.roster.has_newcomer()
-    assert not clocked.is_over(0, "a", last=2), "they leave at the end of a step"
-    clocked.asks(0, "a", last=2, least=1)
-    clocked.asks(1, "d", least=1)
-    assert clocked.asks(2, "c", last=2, least=1) == (3, "host:97")
-
-
-def test_a_replacement_does_not_start_without_the_survivors() -> None:
-    clocked = training_roster(ClockedRoster())
+    clocked = training_roster()
     clocked.roster.died(0)
     assert clocked.asks(0, "d", least=1) is None
     clocked.roster.died(1)
@@ -168,12 +119,31 @@ def test_a_replacement_does_not_start_without_the_survivors() -> None:
     assert clocked.asks(2, "f", least=1) == (2, "host:100")
 
 
+def test_training_ranks_learn_of_newcomers_that_have_waited_for_each_other() -> None:
+    clocked = training_roster()
+    for rank in (1, 2):
+        clocked.roster.died(rank)
+    assert clocked.asks(0, "a", last=1, least=1) == (2, "host:97")
+    assert clocked.asks(1, "d", least=1) is None
+    assert not clocked.roster.has_newcomer(), "rank 2 may come soon"
+    clocked.asks(2, "e", least=1)
+    assert clocked.roster.has_newcomer()
+    for _ in range(11):
+        clocked.now_s += 1
+        clocked.asks(1, "d", least=1)
+    assert clocked.roster.has_newcomer(), "one has waited long enough"
+    assert not clocked.is_over(0, "a", last=2), "it leaves at the end of a step"
+    clocked.asks(0, "a", last=2, least=1)
+    assert clocked.asks(1, "d", least=1) == (3, "host:97")
+
+
 def test_a_silent_process_counts_as_dead_without_a_report_of_ray() -> None:
-    clocked = training_roster(ClockedRoster())
+    clocked = training_roster()
     for _ in range(130):
         clocked.now_s += 1
         assert not clocked.is_over(0, "a", last=1) or clocked.now_s > 120
         clocked.is_over(2, "c", last=1)
+    assert clocked.roster.alive() == 2
     assert clocked.is_over(0, "a", last=1)
     clocked.asks(0, "a", last=1, least=1)
     assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
@@ -184,7 +154,7 @@ def test_a_silent_process_counts_as_dead_without_a_report_of_ray() -> None:
 
 
 def test_a_restarted_roster_waits_for_all_ranks_before_it_forms_a_smaller_generation() -> None:
-    clocked = training_roster(ClockedRoster())
+    clocked = training_roster()
     clocked.roster = Roster(lambda: clocked.now_s)
     assert clocked.asks(0, "a", last=1, least=1) is None
     clocked.now_s += 1
@@ -196,32 +166,6 @@ def test_a_restarted_roster_waits_for_all_ranks_before_it_forms_a_smaller_genera
     for rank, token in enumerate("ab"):
         clocked.asks(rank, token, last=1, least=1)
     assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
-
-
-def test_a_member_in_a_long_step_is_waited_for() -> None:
-    """It sends heartbeats but has not noticed that a peer is gone."""
-    clocked = training_roster(ClockedRoster())
-    clocked.roster.died(1)
-    for _ in range(60):
-        clocked.now_s += 1
-        assert clocked.asks(0, "a", last=1, least=1) is None
-        assert clocked.is_over(2, "c", last=1)
-    assert clocked.asks(2, "c", last=1, least=1) == (2, "host:97")
-
-
-def test_newcomers_within_a_few_seconds_join_together() -> None:
-    clocked = training_roster(ClockedRoster())
-    for rank in (1, 2):
-        clocked.roster.died(rank)
-    assert clocked.asks(0, "a", last=1, least=1) == (2, "host:97")
-    clocked.asks(1, "d", least=1)
-    assert not clocked.roster.has_newcomer(), "rank 2 may come soon"
-    clocked.asks(2, "e", least=1)
-    assert clocked.roster.has_newcomer()
-    for _ in range(11):
-        clocked.now_s += 1
-        clocked.asks(1, "d", least=1)
-    assert clocked.roster.has_newcomer(), "one has waited long enough"
 
 
 def test_additional_ranks_join_and_continue_after_the_first_ranks_died() -> None:
@@ -256,7 +200,7 @@ def test_additional_ranks_join_and_continue_after_the_first_ranks_died() -> None
 
 
 def test_starting_processes_wait_a_minute_for_the_first_ranks() -> None:
-    clocked, of = training_roster(ClockedRoster(), least=2), {"least": 2, "most": 4}
+    clocked, of = training_roster(least=2), {"least": 2, "most": 4}
     for rank in range(W):
         clocked.roster.died(rank)
     for _ in range(59):
@@ -269,23 +213,12 @@ def test_starting_processes_wait_a_minute_for_the_first_ranks() -> None:
 
 
 def test_a_newcomer_never_starts_alone_while_others_train() -> None:
-    clocked, of = training_roster(ClockedRoster()), {"least": 1, "most": 4}
+    clocked, of = training_roster(), {"least": 1, "most": 4}
     for _ in range(100):
         clocked.now_s += 1
         assert clocked.asks(3, "d", **of) is None
         for rank, token in enumerate("abc"):
             clocked.is_over(rank, token, last=1)
-
-
-def test_alive_counts_processes_with_recent_heartbeats() -> None:
-    clocked = training_roster(ClockedRoster())
-    assert clocked.roster.alive() == 3
-    clocked.roster.died(1)
-    assert clocked.roster.alive() == 2
-    clocked.now_s += 10
-    clocked.is_over(0, "a", last=1)
-    clocked.now_s += 10
-    assert clocked.roster.alive() == 1
 
 
 def test_seats_have_local_and_node_ranks_on_several_nodes() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from processes import Died, Group, Raised
 from tiny import (
@@ -27,16 +25,12 @@ from tiny import (
     run_tiny,
     tiny_config,
 )
-from torch import nn
 
 from raytrain_ddp.checkpoint.run_folder import HANGS, run_storage
 from raytrain_ddp.config.sections import DdpConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
 from raytrain_ddp.failpoints import arm
-from raytrain_ddp.training.monitoring.hang_diagnosis import (
-    is_compiling,
-)
 
 BeforeStep = Callable[[int, Path, int], None]
 SHORT_LIMIT = ScalingConfig(hang_s=2.0)
@@ -98,25 +92,8 @@ def stick(_: Any) -> None:
     time.sleep(60)
 
 
-def fail(_: Any) -> None:
-    raise ZeroDivisionError
-
-
 def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
     time.sleep(0.12 if rank == 1 else 0.0)
-
-
-def slow_log_on_rank_0(session: ScriptedSession) -> None:
-    """Like a tracking server that is retried many times."""
-    if session.recorder is not None:
-        log = session.recorder.log
-        add = log.add
-
-        def slow(record: Any) -> None:
-            time.sleep(3.0 if record.step == 15 else 0.0)
-            add(record)
-
-        log.add = slow  # type: ignore[method-assign]
 
 
 def fail_on_rank_0(rank: int, _: Path, step: int) -> None:
@@ -201,15 +178,6 @@ def test_fault_33_a_rank_that_hangs_during_the_gradient_exchange_is_named(
     assert "in stick" in (folder / "rank-1.txt").read_text()
 
 
-def test_a_task_that_fails_during_the_gradient_exchange_ends_all_ranks(
-    workers: Group, tmp_path: Path
-):
-    config = tiny_config(tmp_path, "failed", exact=True, ddp=DdpConfig(bucket_cap_mb=0.001))
-    then = partial(in_backward_on_rank_1, 6, fail)
-    ends = workers.outcomes(3, run_alongside, plain(config), str(tmp_path), then, wait_s=10)
-    assert [end.name for end in ends] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
-
-
 def test_fault_32_33_a_slow_rank_or_a_pause_of_all_ranks_is_not_a_hang(
     workers: Group, tmp_path: Path
 ):
@@ -223,21 +191,10 @@ def test_fault_32_33_a_slow_rank_or_a_pause_of_all_ranks_is_not_a_hang(
     assert not (tmp_path / "paused" / HANGS).exists()
 
 
-def test_fault_33_a_rank_stopped_in_a_phase_with_a_long_limit_is_named_soon(
-    workers: Group, tmp_path: Path
-):
-    config = hung_config(tmp_path, "hung")
-    at = "start.warmed_up:stop@rank=0"
-    ends = workers.outcomes(3, run_with, plain(config), at, str(tmp_path / "fired"))
-    assert ends == [Died(-9), LOST_PEER, LOST_PEER]
-    _, hang = hang_report(config)
-    assert hang["ranks"] == [0]
-
-
-def test_fault_33_slow_data_and_a_slow_log_are_not_hangs(workers: Group, tmp_path: Path):
+def test_fault_33_slow_data_are_not_a_hang(workers: Group, tmp_path: Path):
     config = hung_config(tmp_path, "slow", epochs=2)
     at = "data.read:sleep(4)@rank=1,step=8"
-    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"), slow_log_on_rank_0)
+    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"))
     assert ran[0].outcome.step == ran[0].outcome.total_steps
     assert not [*(tmp_path / "slow" / HANGS).rglob("hang.json")]
 
@@ -258,27 +215,3 @@ def test_fault_33_a_failed_rank_that_finishes_its_commit_is_not_a_hang(
     assert all(isinstance(end, Raised) for end in ends), ends
     assert ends[0].name == "DataError"
     assert kept_steps(config) == [10]
-
-
-def test_fault_33_compiling_is_distinguished_from_running_compiled_code():
-    """A step of another size is recompiled, which may take minutes."""
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
-        seen.append(is_compiling(threading.get_ident()))
-
-        def run(*inputs: torch.Tensor) -> Any:
-            seen.append(is_compiling(threading.get_ident()))
-            return graph(*inputs)
-
-        return run
-
-    class Net(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:  # torch 2.10 compiles none of its own
-            return super().forward(x) * 2
-
-    net = Net(2, 2)
-    net.compile(backend=backend)
-    net(torch.ones(1, 2))
-    assert seen == [True, False]
-    assert not is_compiling(threading.get_ident())

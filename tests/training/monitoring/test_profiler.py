@@ -33,9 +33,3 @@ def test_the_chosen_ranks_trace_the_steps_after_the_first_ten(workers: Group, tm
     assert sum(name.startswith("Optimizer.step") for name in called) == 4
     assert "aten::convolution" in called
     assert reported.startswith("steps 11 to 14; rank-0-steps-11-14.json.gz is in ")
-
-
-def test_a_run_that_ends_early_writes_the_trace_of_its_steps(workers: Group, tmp_path: Path):
-    traces, reported = traced(tmp_path, workers, 100, epochs=2)
-    assert traces[0].name == "rank-0-steps-11-20.json.gz"
-    assert reported.startswith("steps 11 to 20")

@@ -11,18 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.training.monitoring import hang_diagnosis
 from raytrain_ddp.training.monitoring.hang_diagnosis import (
     Hang,
     RankStatus,
     diagnose,
     is_hang,
-    on_device,
 )
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
@@ -128,51 +125,6 @@ def test_fault_33_texts_and_files_have_the_ranks_of_the_run_when_workers_are_mis
     assert sorted(each["rank"] for each in document["signs"]) == [0, 3]
 
 
-def test_fault_33_a_rank_whose_status_no_longer_changes_is_named_after_its_time_limit(
-    tmp_path: Path,
-):
-    """The rank reported that it waits, then kept the GIL or was stopped. Here it is the lowest
-    rank, which otherwise checks the processes of other machines."""
-    before = status(0, doing="evaluation", still_s=1.0, patience_s=3.0)
-
-    def others() -> list[RankStatus]:
-        return [before, status(2, still_s=30 + time.monotonic() % 10)]
-
-    def patient() -> list[RankStatus]:
-        return [replace(before, patience_s=60.0), others()[1]]
-
-    cases: list[Any] = [
-        (tmp_path / "lock", others, lambda _: "S", "gradient exchange", 1, int, 60.0),
-        (tmp_path / "stopped", patient, lambda _: "T", "evaluation", 1, int, 60.0),
-        (tmp_path / "patient", patient, lambda _: "S", "gradient exchange", 1, int, 4.0),
-    ]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        tried = [*pool.map(lambda case: watch(*case), cases)]
-    assert [hang and hang.ranks for hang in tried] == [(0,), (0,), None]
-
-
-def test_a_rank_that_has_not_left_a_finished_generation_names_no_other_rank(tmp_path: Path):
-    """The others are silent: they wait for it in the next generation."""
-    found: list[Hang] = []
-    clock = Clock(torch.device("cpu"))
-    clock.steps, clock.doing = 1, "data wait"
-    owners = [Owner(f"{n}", "far", 1 + n, "now", "its boot", 0) for n in range(3)]
-    owners[0] = Owner.here()
-    storage = open_storage(str(tmp_path))
-    ending = found.append, int, lambda: True
-    dog = Watchdog(clock, 0.2, 0, owners, storage, lambda _: {}, lambda _: "S", *ending)
-    until(lambda: bool(found))
-    dog.close()
-    assert found[0].ranks == ()
-
-
-def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def diagnosis(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:
     owners = [Owner(f"{n}", f"h{n}", 1 + n, "now", "another machine", 0) for n in range(size)]
     hang = diagnose({each.rank: each for each in signs}, owners)
@@ -191,30 +143,6 @@ def test_fault_33_the_rank_that_the_others_wait_for_is_found_from_all_statuses()
     assert diagnosis(behind, status(1), size=2)[1] == (0,)
     assert diagnosis(status(0), status(1), status(2))[1] == ()
     assert diagnosis(*(status(rank, **idle) for rank in range(3)))[1] == ()
-
-
-def recorded(*states: str, kind: str = "nccl:all_reduce") -> list[dict[str, Any]]:
-    """Entries of torch's flight recorder."""
-    return [
-        {"profiling_name": kind, "state": state, "collective_seq_id": 38 + n}
-        for n, state in enumerate(states)
-    ]
-
-
-def test_fault_33_a_collective_stuck_on_a_gpu_is_reported_as_the_gradient_exchange(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def seen(doing: str, entries: list[dict[str, Any]], inside: bool = False) -> Any:
-        monkeypatch.setattr(hang_diagnosis, "collectives", lambda: entries)
-        return on_device(doing, inside)
-
-    started = recorded("completed", "completed", "started", "scheduled")
-    # The host waits for a flag that follows the all-reduce that its GPU executes.
-    assert seen("agreement", started) == ("gradient exchange", True, (40, "all_reduce"))
-    assert seen("agreement", recorded("completed")) == ("compute", False, None)  # own kernels
-    assert seen("agreement", started, inside=True) == ("agreement", True, None)  # on CPUs
-    assert seen("agreement", []) == ("agreement", True, None)  # nothing is known
-    assert seen("data wait", started) == ("data wait", False, None)
 
 
 def test_it_is_not_a_hang_while_one_rank_is_within_its_time_limit():

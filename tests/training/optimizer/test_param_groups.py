@@ -9,10 +9,6 @@ import pytest
 import torch
 from tiny import (
     TinyNet,
-    plain,
-    run_tiny,
-    tiny_arrays,
-    tiny_config,
     weights,
 )
 from torch import nn
@@ -21,7 +17,6 @@ from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.small_networks import DigitsCNN
-from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
 from raytrain_ddp.training.optimizer.param_groups import param_groups
 from raytrain_ddp.training.runtime.seeding import seed_all
 
@@ -46,19 +41,6 @@ def names_by(
 # Decayed there but not here: biases with other names, and parameters that their keys miss.
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["resnet18", "vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"],
-)
-def test_the_decayed_parameters_are_those_of_timm(name: str):
-    timm, optim = (pytest.importorskip(name) for name in ("timm", "timm.optim"))
-    with torch.device("meta"):
-        model = timm.create_model(name, num_classes=5)
-    listed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    theirs = optim.param_groups_weight_decay(model, 0.7, no_weight_decay_list=listed)
-    assert decayed_names(model) == names_by(model, theirs)[0.7]
-
-
 def test_norms_and_biases_are_decayed_on_request():
     model = DigitsCNN(10)
     plain_names = {name for name, p in model.named_parameters() if p.ndim > 1}
@@ -67,17 +49,6 @@ def test_norms_and_biases_are_decayed_on_request():
     assert decayed_names(model) == plain_names
     assert decayed_names(model, decay_norms=True) == plain_names | norms
     assert decayed_names(model, decay_bias=True) == plain_names | biases
-
-
-def test_a_conv_net_has_a_group_of_matrices_and_a_group_of_vectors():
-    model = DigitsCNN(10)
-    parameters = list(model.parameters())
-    matrices, rest = param_groups(model, OptimConfig(weight_decay=5e-4))
-    assert [*map(id, matrices["params"])] == [id(p) for p in parameters if p.ndim > 1]
-    assert [*map(id, rest["params"])] == [id(p) for p in parameters if p.ndim <= 1]
-    assert (matrices["weight_decay"], rest["weight_decay"]) == (5e-4, 0.0)
-    # The order in which the state is written, so that checkpoint files keep their bytes.
-    assert [*map(id, build_optimizer(model, OptimConfig()).state)] == [*map(id, parameters)]
 
 
 # ------------------------------------------------------------------ learning rates
@@ -116,39 +87,6 @@ def test_the_head_and_groups_have_their_own_learning_rates_and_weight_decay():
         0.3: {"norm.weight", "norm.bias"},
         0.0: {"conv.bias", "hidden.bias", "head.bias"},
     }
-
-
-OWN_RATES = OptimConfig(lr=0.05, head_lr=0.2, groups=("conv", "lr=0.01", "weight_decay=0.1"))
-
-
-def test_the_weights_equal_those_of_a_plain_loop_with_the_same_groups(tmp_path: Path):
-    """One worker, one slot, no batch norm."""
-    config = tiny_config(
-        tmp_path, "rates", optim=OWN_RATES, epochs=1, batch_size=32, micro_batch=32
-    )
-    ran = run_tiny(0, 1, plain(config), {"norm": False, "rows": 64})
-    assert ran.outcome.step == 2
-    seed_all(config.seed)
-    model = TinyNet(norm=False)
-    body = {"conv.weight": (0.01, 0.1), "conv.bias": (0.01, 0.1)}
-    body |= {"hidden.weight": (0.05, 5e-4), "hidden.bias": (0.05, 0.0)}
-    body |= {"head.weight": (0.2, 5e-4), "head.bias": (0.2, 0.0)}
-    named = dict(model.named_parameters())
-    sgd = torch.optim.SGD(
-        [{"params": [named[n]], "lr": lr, "weight_decay": wd} for n, (lr, wd) in body.items()],
-        momentum=0.9,
-        nesterov=True,
-    )
-    arrays = tiny_arrays(64, 0)
-    for step, rows in ran.seen:
-        for group, (lr, _) in zip(sgd.param_groups, body.values(), strict=True):
-            group["lr"] = lr * learning_rate(config, step - 1, 2) / 0.05
-        sgd.zero_grad()
-        x, y = torch.from_numpy(arrays["x"][rows]), torch.from_numpy(arrays["y"][rows])
-        nn.functional.cross_entropy(model(x), y).backward()
-        sgd.step()
-    for name, tensor in weights(config).items():
-        torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-6, atol=1e-7)
 
 
 # ------------------------------------------------------------------ freezing

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import resource
 import shutil
 import signal
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ from commits import THROTTLED, Record, notes, snapshot
 from event_records import to
 from faulty_storage import Faults, FaultyHandler
 from logs import log_of
-from processes import Group, Raised
+from processes import Group
 from pyarrow import fs as pafs
 from tiny import (
     TOTAL_STEPS,
     ScriptedSession,
     WorkerResult,
     bits,
-    kept_steps,
     newest,
     plain,
     run_tiny,
@@ -123,17 +120,6 @@ def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
     assert str(newest(config).name) == "step-00000015-a0002"
 
 
-def test_fault_15_storage_errors_at_the_start_are_retried(
-    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
-    made = recorder(tiny_config(tmp_path, "start"), reported)
-    use_faulty_store(made).failures = 2
-    assert made.begin() is None
-    assert len(notes(reported)) == 2
-    made.close()
-
-
 def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_deleted(
     tmp_path: Path, reported: list[Record]
 ):
@@ -219,27 +205,6 @@ def test_a_commit_with_a_lost_response_is_not_written_twice(
     assert newest(config).manifest == commits[0].manifest
 
 
-def test_a_failure_to_remove_old_checkpoints_does_not_fail_the_commit(
-    tmp_path: Path, reported: list[Record], monkeypatch: pytest.MonkeyPatch
-):
-    config = tiny_config(tmp_path, "prune")
-    made = recorder(config, reported)
-    made.begin()
-    made.log.restore([])
-    prune = made.store.prune
-    monkeypatch.setattr(made.store, "prune", lambda *_: (_ for _ in ()).throw(OSError(THROTTLED)))
-    for step in (1, 2, 3):
-        made.committer.submit(snapshot(step))
-    made.drain()
-    assert kept_steps(config) == [1, 2, 3]
-    assert len(notes(reported)) == 3
-    monkeypatch.setattr(made.store, "prune", prune)
-    made.committer.submit(snapshot(4))
-    made.finish()
-    made.close()
-    assert kept_steps(config) == [3, 4]
-
-
 # ------------------------------------------------------------------ training on bad storage
 
 
@@ -276,21 +241,6 @@ def fill_disk_from_11_to(session: ScriptedSession, last: int) -> None:
     before_each_step_on_rank_0(session, limit)
 
 
-def run_until_full(rank: int, size: int, config: Mapping[str, Any]) -> WorkerResult:
-    """A process that raises would exit, and its peers would notice. This one stays alive, so it
-    leaves its process group explicitly."""
-    try:
-        return run_tiny(rank, size, config, prepare_session=partial(fill_disk_from_11_to, last=99))
-    except Exception as error:
-        # First: closing a FileStore writes to its file, and torch aborts if that fails.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        raise
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
     reason="the size of files is limited here",
@@ -308,50 +258,6 @@ def test_fault_08_training_survives_a_full_disk_and_the_run_is_complete_once_spa
     assert any("metrics.jsonl cannot be written" in note for note in notes(ran[0].events))
     assert_same_run(config, reference)
     assert [str(p) for p in tmp_path.rglob("*tmp*")] == []
-
-
-@pytest.mark.skipif(
-    resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY,
-    reason="the size of files is limited here",
-)
-def test_fault_08_too_many_failed_commits_exit_with_5_and_the_run_can_be_resumed(
-    reference: TrainConfig, workers: Group, tmp_path: Path
-):
-    checkpoint = CheckpointConfig(every_epochs=1, every_steps=3, every_s=0.0)
-    config = tiny_config(tmp_path, "full", checkpoint=checkpoint)
-    results = workers.outcomes(3, run_until_full, plain(config), wait_s=10)
-    assert isinstance(results[0], Raised)
-    assert (results[0].name, results[0].exit_status) == ("CheckpointError", 5)
-    assert kept_steps(config)[-1] == 10
-    workers(3, run_tiny, plain(config))
-    assert_same_run(config, reference)
-
-
-def throttle_writes(session: ScriptedSession) -> None:
-    """Every six steps, the next three writes fail."""
-    if session.recorder is not None:
-        faulty_store = use_faulty_store(session.recorder)
-        session.recorder.committer.sleep = lambda _: True
-
-        def fail(session: ScriptedSession, step: int) -> None:
-            if step % 6 == 1:
-                session.drain()
-                faulty_store.failures = 3
-
-        before_each_step_on_rank_0(session, fail)
-
-
-def test_fault_15_a_throttling_store_does_not_change_the_results(
-    reference: TrainConfig, workers: Group, tmp_path: Path
-):
-    every_6 = CheckpointConfig(every_epochs=0, every_steps=6, every_s=0.0)
-    config = tiny_config(tmp_path, "throttled", checkpoint=every_6)
-    ran = workers(3, run_tiny, plain(config), None, 0, 0, throttle_writes)
-    events = [e for e in ran[0].events if e["kind"] in ("checkpoint", "checkpoint_failed")]
-    tries = {e["step"]: e["tries"] for e in events}
-    assert sorted(tries) == [6, 10, 12, 18, 20, 24, 30]
-    assert max(tries.values()) > 1
-    assert_same_run(config, reference)
 
 
 def slow_down_writes(session: ScriptedSession) -> None:

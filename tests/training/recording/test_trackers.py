@@ -14,8 +14,6 @@ from event_records import event, to
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.training.recording.metrics_log import MetricsLog
 from raytrain_ddp.training.recording.trackers import openers, tracker_scalars
 
@@ -117,36 +115,6 @@ def test_a_restarted_run_is_one_run_of_weights_and_biases(
     assert b"eval/top1" in wait_for_content(second, b"eval/top1")
 
 
-def test_weights_and_biases_gets_no_step_below_its_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """It ignores such steps; evaluations have their own step in their figures."""
-    pytest.importorskip("wandb")
-    rows: list[tuple[int, dict[str, float]]] = []
-
-    class Run:
-        step = 0
-
-        def log(self, figures: dict[str, float], step: int) -> None:
-            rows.append((step, figures))
-
-        def define_metric(self, name: str, step_metric: str) -> None:
-            assert (name, step_metric) == ("eval/*", "eval/step")
-
-        def finish(self, exit_code: int) -> None: ...
-
-    monkeypatch.setattr("wandb.init", lambda **_: Run())
-    made = config(tmp_path, wandb=True)
-    assert logged(made, [], train(1, 1.0), train(3, 0.5), EVALUATION, train(4, 0.5)) == []
-    assert [step for step, _ in rows] == [1, 3, 3, 4]
-    assert rows[2][1]["eval/step"] == 2
-    rows.clear()
-    Run.step = 7  # the previous start was killed after its last checkpoint
-    had = [train(1, 1.0), train(3, 0.5), EVALUATION]
-    assert logged(made, had, train(4, 0.5), train(8, 0.5)) == []
-    assert rows[-1][0] == 8
-
-
 def wait_for_content(path: Path, sign: bytes) -> bytes:
     """The content of a file that another process writes, once it contains `sign`."""
     deadline = time.monotonic() + 10
@@ -196,11 +164,3 @@ def test_a_failing_service_is_reported_and_retried_at_the_next_checkpoint(tmp_pa
     book.add(train(4, 1.0))
     book.close()
     assert [each.had for each in opened] == [[1], [1, 2, 3, 4]]
-
-
-def test_a_missing_package_is_reported_by_the_check_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(PreflightError, match=r"log\.wandb"):
-        check(config(tmp_path, wandb=True))

@@ -7,15 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.recording import local_session
-from raytrain_ddp.training.recording.local_session import join_world
 from raytrain_ddp.training.runtime.nccl_settings import (
     ALWAYS,
     collective_timeout,
@@ -24,7 +20,6 @@ from raytrain_ddp.training.runtime.nccl_settings import (
 )
 
 PINNED = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-NODE = {"CPU": 32.0, "GPU": 4.0}
 
 
 @pytest.mark.parametrize(
@@ -44,28 +39,6 @@ def test_the_nccl_algorithm_is_pinned_only_if_the_same_bits_depend_on_it(
 @pytest.mark.parametrize(("hang_s", "limit_s"), [("auto", 3600), (0.0, 1800), (120.0, 14400)])
 def test_the_watchdog_acts_before_the_time_limit_of_nccl(hang_s: Any, limit_s: int):
     assert collective_timeout(ScalingConfig(hang_s=hang_s)) == timedelta(seconds=limit_s)
-
-
-@pytest.mark.parametrize("gpus", [2, 0])
-def test_processes_of_torchrun_get_the_settings_with_gpus_only(
-    gpus: int, monkeypatch: pytest.MonkeyPatch
-):
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(local_session, "join_launched", lambda *given: given[2](None))
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **rest: given.update(rest, backend=backend)
-    )
-    monkeypatch.setattr(local_session, "set_missing", lambda values: given.update(set=values))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **address}.items():
-        monkeypatch.setenv(name, value)
-    join_world(ScalingConfig(), nccl=PINNED)
-    if gpus:
-        assert (given["backend"], given["set"]) == ("cpu:gloo,cuda:nccl", PINNED)
-        assert given["timeout"] == timedelta(hours=1)
-    else:
-        assert (given["backend"], given["timeout"], "set" in given) == ("gloo", None, False)
 
 
 def test_if_workers_are_replaced_torchs_own_error_handling_is_off(

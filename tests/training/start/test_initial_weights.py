@@ -98,35 +98,3 @@ def test_a_model_with_another_shape_on_one_rank_is_refused(
     assert ends[1].name == ConfigError.__name__
     assert "rank 1" in ends[1].text
     assert all(isinstance(end, Raised) for end in ends)
-
-
-class PulledToStart(torch.optim.Optimizer):
-    """SGD that pulls the weights back to those that it was created with."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["anchor"] = parameter.detach().clone()
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                pull = parameter - self.state[parameter]["anchor"]
-                parameter.sub_(group["lr"] * (parameter.grad + pull))
-
-
-class PulledToStartTask(DifferentModelTask):
-    def optimizer(self, model: nn.Module) -> PulledToStart:
-        return PulledToStart(model.parameters())
-
-
-def digest_of_pulled(rank: int, size: int, config: Any, differs: bool) -> str:
-    return run_tiny(rank, size, config, {"differs": differs}, kind=PulledToStartTask).digest
-
-
-def test_optimizers_are_created_with_the_weights_of_rank_0(workers: Group, tmp_path: Path) -> None:
-    alike, differs = (tiny_config(tmp_path, name, epochs=1) for name in ("alike", "differs"))
-    (digest, *_) = workers(3, digest_of_pulled, plain(alike), False)
-    assert workers(3, digest_of_pulled, plain(differs), True) == [digest] * 3
-    assert bits(differs) == bits(alike)

@@ -11,15 +11,11 @@ import pytest
 import torch
 from processes import Group, WorkerError
 from tiny import (
-    CLASSES,
     EPOCHS,
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     TinyNet,
-    TinyTask,
-    WorkerResult,
-    bits,
     plain,
     run_tiny,
     tiny_arrays,
@@ -28,7 +24,7 @@ from tiny import (
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
-from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
@@ -142,40 +138,6 @@ def first_loss(rows: list[int]) -> float:
     return cross_entropy(logits, torch.from_numpy(arrays["y"][rows])).item()
 
 
-class BatchNorm1dTask(TinyTask):
-    """Its batch norm refuses a single sample."""
-
-    def model(self) -> torch.nn.Module:
-        nn = torch.nn
-        hidden = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8))
-        self.made = nn.Sequential(hidden, nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, CLASSES))
-        return self.made
-
-
-def run_flat(rank: int, size: int, *args: Any) -> WorkerResult:
-    return run_tiny(rank, size, *args, kind=BatchNorm1dTask)
-
-
-def test_fault_20_a_slot_with_one_remaining_sample_does_not_end_the_run(
-    workers: Group, tmp_path: Path
-):
-    """Batch norm has no statistics of one sample, so this slot uses evaluation mode, with the same
-    bits on any number of workers and after a stop."""
-    rows = 288  # the last step has full slots, too
-    data = DataConfig(workers=0, bad_records="skip")
-    config = tiny_config(tmp_path, "of-1", data=data, epochs=1, exact=True)
-    plan = Plan(rows, config.slots, config.micro_batch)
-    order = EpochOrder(ArraySource({"x": np.zeros(rows)}, 16).blocks, "full", config.seed, 0)
-    bad = [*order.read(*plan.span(2, 1)).tolist()[:7], *order.read(*plan.span(4, 3)).tolist()]
-    options = {"rows": rows, "bad_rows": bad}
-    workers(1, run_flat, plain(config), options)
-    assert trained(config)[-1]["skipped"] == len(bad) == 15
-    three = replace(config, name="of-3")
-    workers(3, run_flat, plain(three), options, 4)
-    workers(3, run_flat, plain(three), options)
-    assert bits(three) == bits(config)
-
-
 def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_limit(
     workers: Group, tmp_path: Path
 ):
@@ -188,12 +150,6 @@ def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_
 
 
 # ------------------------------------------------------------------ repeated augmentation
-
-
-def test_repeated_augmentation_shows_each_sample_as_often(workers: Group, tmp_path: Path):
-    config = tiny_config(tmp_path, "twice", augment=AugmentConfig(repeats=2), epochs=1)
-    ran = workers(3, run_tiny, plain(config))
-    assert sorted(r for w in ran for _, rows in w.seen for r in rows) == sorted([*range(ROWS)] * 2)
 
 
 @pytest.mark.gpu

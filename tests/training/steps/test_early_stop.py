@@ -161,14 +161,6 @@ def test_a_run_ends_at_max_time_with_an_evaluation_and_continues_with_a_larger_m
     assert end([run_tiny(0, 1, plain(longer))]) == (10, 10, 0)
 
 
-def test_max_time_has_a_unit():
-    for text, seconds in (("90s", 90), ("15m", 900), ("2.5h", 9000), ("1d", 86400)):
-        assert TrainConfig(max_time=text).max_time_s == seconds
-    for text in ("", "0", "0m", "soon", "-3m", "1:30:00", "3 h"):
-        with pytest.raises(ConfigError, match="max_time"):
-            TrainConfig(max_time=text)
-
-
 # ------------------------------------------------------------------ parts of the data
 
 
