@@ -35,13 +35,6 @@ class ByTrain(Fake):
         self._make(train=train, download=download)
 
 
-class Passing(ByTrain):
-    """Like QMNIST."""
-
-    def __init__(self, root: str, what: str | None = None, **more: Any) -> None:
-        super().__init__(root, **more)
-
-
 class BySplit(Fake):
     splits = ("train", "val", "test")
 
@@ -49,10 +42,6 @@ class BySplit(Fake):
         if split not in self.splits:
             raise ValueError(f"Unknown value {split!r} for argument split")
         self._make(split=split, download=download)
-
-
-class WithValid(BySplit):
-    splits = ("train", "valid")
 
 
 class OfLetters(BySplit):
@@ -108,7 +97,7 @@ class Whole:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [ByTrain, Passing, BySplit, WithValid, OfLetters, NotDownloaded, WantsMore, Gone]
+    found = [ByTrain, BySplit, OfLetters, NotDownloaded, WantsMore, Gone]
     names = []
     for fake in (*found, Boxes, Unlabeled, Whole):
         names.append(fake.__name__)
@@ -125,15 +114,11 @@ def opened(fake: type[Any], root: Path, train: bool = True, split: str = "") -> 
     [
         (ByTrain, True, "", {"train": True, "download": True}),
         (ByTrain, False, "", {"train": False, "download": True}),
-        (Passing, False, "", {"train": False, "download": True}),
         (BySplit, True, "", {"split": "train", "download": True}),
         (BySplit, False, "", {"split": "val", "download": True}),
-        (WithValid, False, "", {"split": "valid", "download": True}),
         (NotDownloaded, True, "", {"split": "train"}),
         (NotDownloaded, False, "", {"split": "val"}),
         (BySplit, True, "test", {"split": "test", "download": True}),
-        (BySplit, False, "val", {"split": "val", "download": True}),
-        (ByTrain, False, "Train", {"train": True, "download": True}),
         (ByTrain, True, "testing", {"train": False, "download": True}),
     ],
 )
