@@ -111,7 +111,6 @@ def test_encode_round_trip_and_format() -> None:
     tensors, file = samples(), encode_tensors(samples())
     data = whole(file)
     assert data == whole(file)  # any number of times
-    assert len(data) == file.size_bytes
     ours = decode(data)
     theirs = safetensors.torch.load(data)  # checked with the format's own library
     assert set(ours) == set(theirs) == set(tensors)
