@@ -66,29 +66,6 @@ def place(gcs: str, tmp_path: Path) -> str:
     return gcs.replace("PLACE", tmp_path.name)
 
 
-def test_files_and_folders_behave_as_on_a_local_disk(place: str, tmp_path: Path):
-    """Including folders without an object of that name, and a folder that does not exist."""
-    seen = []
-    for root in (open_storage(place), open_storage(str(tmp_path / "disk"))):
-        inner = root.join("a").join("b")
-        inner.mkdir()
-        inner.write_atomic("one", b"1")
-        root.write_atomic("two", b"22")
-        seen += [[
-            sorted(root.names()), sorted(root.join("a").names()), root.join("none").names(),
-            root.walk(), root.join("none").walk(), inner.read("one"), root.size_bytes("two"),
-            root.size_bytes("a"), root.exists("one"), inner.sha256("one"),
-        ]]  # fmt: skip
-        root.delete_dir("none")
-        inner.delete_file("none")
-        inner.delete_file("one")
-        root.delete_dir("a")
-        root.delete_dir("a")
-        assert root.walk() == ["two"]
-        assert abs(root.clock_s() - time.time()) < 60
-    assert seen[0] == seen[1]
-
-
 def test_a_stopped_run_resumes_with_the_same_bits(place: str, tmp_path: Path):
     alone = tiny_config(tmp_path, "alone")
     run_tiny(0, 1, plain(alone))

@@ -23,11 +23,9 @@ from faulty_storage import Faults, FaultyHandler
 from pyarrow import fs as pafs
 from s3 import S3, s3_server
 
-from raytrain_ddp.checkpoint import lease as lease_module
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.errors import RunLockedError
-from raytrain_ddp.uri import answer_within
 
 FAST = {"heartbeat_s": 0.2, "timeout_s": 0.8}
 OWNER = """
@@ -211,12 +209,7 @@ def test_fault_31_a_killed_owner_is_replaced_at_once(tmp_path: Path) -> None:
 def test_fault_31_an_owner_counts_as_dead_only_if_its_process_on_this_machine_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here, real = Owner.here(), Path.read_text
-
-    def hidden(path: Path, **options: Any) -> str:
-        if path.name == "stat":
-            raise FileNotFoundError(path)
-        return real(path, **options)
+    here = Owner.here()
 
     def refuse(pid: int, number: int) -> None:
         raise PermissionError
@@ -228,9 +221,6 @@ def test_fault_31_an_owner_counts_as_dead_only_if_its_process_on_this_machine_ha
     # In another container on this machine, which has its own PID namespace, there may be.
     for elsewhere in ({"host": "other"}, {"machine": "other boot"}, {"machine": ""}):
         assert not replace(ended, **elsewhere).is_dead()
-    monkeypatch.setattr(Path, "read_text", hidden)  # /proc may hide processes of other users
-    assert not here.is_dead()
-    assert ended.is_dead()
     monkeypatch.setattr(os, "kill", refuse)
     assert not here.is_dead()
 
@@ -266,26 +256,6 @@ def test_a_replaced_owner_does_not_release_its_successors_lease(run: Storage, kn
     if knows:
         run.delete_file(LEASE_FILE)  # the successor has ended, too
         wait_until(lambda: is_lost(lease))
-
-
-def test_a_renewal_in_progress_does_not_undo_the_release(
-    run: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease = Lease.take(run, **FAST)
-    write, writing, go_on = Storage.write_atomic, threading.Event(), threading.Event()
-
-    def slow(*arguments: object) -> None:
-        writing.set()
-        go_on.wait(5)
-        write(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Storage, "write_atomic", slow)
-    assert writing.wait(5)
-    timer = threading.Timer(0.2, go_on.set)
-    timer.start()
-    lease.release()
-    wait_until(lambda: not any(thread.name == "lease" for thread in threading.enumerate()))
-    assert not run.exists(LEASE_FILE)
 
 
 def test_a_temporarily_unmounted_file_system_does_not_lose_the_lease(
@@ -403,14 +373,6 @@ def test_an_unreadable_lease_blocks_a_start_until_it_expires(run: Storage) -> No
     assert not huge.is_dead()
 
 
-def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
-    with Lease.take(run, **FAST) as lease:
-        put(run, b"{")
-        wait_until(lambda: Owner.parse(run.read(LEASE_FILE)) is not None)
-        lease.require()
-    assert not run.exists(LEASE_FILE)
-
-
 def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
     any_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,26 +391,6 @@ def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
         wait_for_renewal(any_storage)
         lease.require()
     assert not any_storage.exists(LEASE_FILE)
-
-
-def test_release_does_not_wait_for_a_hung_storage(
-    run: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, lease = threading.active_count(), Lease.take(run, heartbeat_s=0.1)
-    hung, go_on = threading.Event(), threading.Event()
-
-    def hang(*_: object) -> bytes:
-        hung.set()
-        go_on.wait()
-        return b""
-
-    monkeypatch.setattr(lease_module, "answer_within", lambda _, act: answer_within(0.2, act))
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "read", hang)
-        assert hung.wait(5)
-        lease.release()
-    go_on.set()
-    wait_until(lambda: threading.active_count() == before)
 
 
 def test_the_copy_of_a_run_in_progress_is_free_and_the_same_folder_by_another_path_is_not(

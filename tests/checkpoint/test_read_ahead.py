@@ -13,7 +13,7 @@ import pytest
 from faulty_storage import content, manifest
 from s3 import S3, s3_server
 
-from raytrain_ddp.checkpoint import read_ahead, streams
+from raytrain_ddp.checkpoint import read_ahead
 from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.read_ahead import RANGES
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
@@ -73,19 +73,6 @@ def test_several_ranges_are_read_concurrently_and_each_byte_once(server: S3):
     ranges = sorted((int(first), int(last)) for first, last in asked)
     assert [first for first, _ in ranges] == [*range(0, len(data), CHUNK)]
     assert sum(last + 1 - first for first, last in ranges) == len(data)
-
-
-def test_a_small_file_is_one_request(server: S3):
-    folder = open_storage(server.uri("small"))
-    for size in (100, 3 * 2**20):  # the second one goes to several tensors
-        server.put("small/file", data := draw(size))
-        server.requests()
-        assert folder.read("file") == data
-        assert len(server.gets()) == 1
-        server.requests()
-        if size > 100:
-            assert read(folder, "file", len(data))[0] == data
-            assert len(server.gets()) == 1
 
 
 @pytest.mark.usefixtures("small")
@@ -150,26 +137,6 @@ def test_ranges_of_an_fsspec_file_add_up_to_the_file():
         folder = Storage(asynchronous({"place/file": data}, asked), "place", False)
         assert read(folder, "file", size) == (data, sha256(data), data)
         assert sorted(asked) == [(at, min(size, at + CHUNK)) for at in range(0, size, CHUNK)]
-
-
-class Slow:
-    """A stream that buffers its input until it is flushed, as Arrow's S3 stream does."""
-
-    def __init__(self) -> None:
-        self.unsent = self.most = 0
-
-    def write(self, chunk: memoryview) -> None:
-        self.unsent += len(chunk)
-        self.most = max(self.most, self.unsent)
-
-    def flush(self) -> None:
-        self.unsent = 0
-
-
-def test_data_waiting_to_be_sent_is_bounded():
-    stream, piece, pieces = Slow(), bytes(2**24), 20
-    assert streams.write_hashed(stream, [piece] * pieces)[0] == pieces * len(piece)
-    assert stream.most <= 2**28
 
 
 def test_a_large_file_is_written_in_parts(server: S3):

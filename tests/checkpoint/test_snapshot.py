@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 from typing import Any
 
 import pytest
@@ -108,55 +107,10 @@ def test_take_is_independent_of_its_sources() -> None:
     assert copies["tied"].data_ptr() != copies["tied too"].data_ptr()
 
 
-def test_take_reuses_its_memory_as_long_as_the_tensors_fit() -> None:
-    snapshot = HostSnapshot()
-    a, b = torch.ones(3), torch.ones(2, dtype=torch.int64)
-    first = snapshot.take({"a": a, "b": b})
-    places = {name: tensor.data_ptr() for name, tensor in first.items()}
-    second = snapshot.take({"a": a * 2, "b": b * 2})
-    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
-    assert (second["a"].tolist(), second["b"].tolist()) == ([2, 2, 2], [2, 2])
-    for other in (torch.ones(4), torch.ones(4).double(), torch.ones(1, 4).double()):
-        copies = snapshot.take({"a": other})
-        assert list(copies) == ["a"]
-        assert same_bits(copies["a"], other)
-
-
-def test_take_copies_into_reserved_memory() -> None:
-    tensors = samples() | {"large": torch.randn(9, 2**10, 2**10)}  # a thread reserves it
-    tensors["last"] = torch.randn(2, 8, 32, 32).to(memory_format=torch.channels_last)
-    snapshot = HostSnapshot()
-    for _ in range(2):
-        snapshot.reserve(tensors)
-    assert sum(thread.name == "reserving" for thread in threading.enumerate()) <= 1
-    copies = snapshot.take(tensors)
-    assert all(same_bits(copies[name], tensor) for name, tensor in tensors.items())
-    assert copies["last"].stride() == tensors["last"].stride()
-
-
-@pytest.mark.gpu
-def test_take_from_cuda_is_pinned_and_finished() -> None:
-    snapshot = HostSnapshot()
-    sources = {str(i): torch.full((512, 1024), float(i), device="cuda") for i in range(16)}
-    sources["channels_last"] = torch.randn(8, 3, 5, 7, device="cuda").to(
-        memory_format=torch.channels_last
-    )
-    expected = {name: tensor.clone() for name, tensor in sources.items()}
-    for _ in range(3):
-        copies = snapshot.take(sources)
-        for tensor in sources.values():
-            tensor.zero_()
-        for name, tensor in copies.items():
-            assert tensor.is_pinned()
-            assert same_bits(tensor, expected[name])
-            sources[name].copy_(expected[name])
-
-
 def test_encode_round_trip_and_format() -> None:
     tensors, file = samples(), encode_tensors(samples())
     data = whole(file)
     assert data == whole(file)  # any number of times
-    assert len(data) == file.size_bytes
     ours = decode(data)
     theirs = safetensors.torch.load(data)  # checked with the format's own library
     assert set(ours) == set(theirs) == set(tensors)
@@ -165,17 +119,6 @@ def test_encode_round_trip_and_format() -> None:
         assert same_bits(theirs[name], tensor), name
         assert ours[name].is_contiguous()
     assert decode(whole(encode_tensors({}))) == {}
-
-
-def test_a_file_of_tensors_shares_their_memory() -> None:
-    weight = torch.arange(6.0)
-    pieces = list(encode_tensors({"a": weight, "b": torch.zeros(2, 3).T}))
-    assert [len(piece) for piece in pieces[1:]] == [24, 24]
-    weight[0] = 7
-    assert bytes(pieces[1][:4]) == b"\0\0\xe0\x40"  # 7.0: not a copy
-    data = bytearray(whole(encode_tensors({"odd": torch.ones(3, dtype=torch.bool), "a": weight})))
-    view_tensors(memoryview(data))["a"].zero_()
-    assert decode(data)["a"].tolist() == [0.0] * 6
 
 
 def test_view_accepts_files_from_other_writers() -> None:
@@ -202,13 +145,6 @@ def test_view_accepts_files_from_other_writers() -> None:
             decode(bad)
 
 
-def test_encode_refuses_unsupported_tensors() -> None:
-    with pytest.raises(CheckpointError, match=r"torch\.complex64"):
-        encode_tensors({"z": torch.ones(1, dtype=torch.complex64)})
-    with pytest.raises(CheckpointError, match="__metadata__"):
-        encode_tensors({"__metadata__": torch.ones(1)})
-
-
 def test_a_state_is_the_same_after_a_round_trip() -> None:
     one, two, three, four = (torch.full((1,), float(i)) for i in range(4))
     state: dict[Any, Any] = {"a/b": one, "a": {"b": two}, 0: three, "0": four, "__metadata__": one}
@@ -222,13 +158,6 @@ def test_a_state_is_the_same_after_a_round_trip() -> None:
     assert_same(through_bytes(state), state)
 
 
-def test_names_of_tensors_are_paths() -> None:
-    state = {"model": nn.Linear(2, 2).state_dict(), "optimizer": {"state": {0: [torch.ones(1)]}}}
-    tensors, _ = flatten_state(state)
-    assert list(tensors) == ["model/weight", "model/bias", "optimizer/state/0/0"]
-    assert tensors["model/weight"].data_ptr() == state["model"]["weight"].data_ptr()
-
-
 def test_state_refuses_what_is_not_json_and_names_its_place() -> None:
     for value in ({1, 2}, b"bytes", object(), 1j, torch.float32, nn.Linear(1, 1)):
         with pytest.raises(CheckpointError, match="a/1"):
@@ -239,15 +168,6 @@ def test_state_refuses_what_is_not_json_and_names_its_place() -> None:
     for found, wrong in (({}, structure), (tensors, {"unknown": 1}), (tensors, {"dict": [1]})):
         with pytest.raises(CheckpointError):
             unflatten_state(found, wrong)
-
-
-def test_strides_are_restored() -> None:
-    for memory_format in (torch.channels_last, torch.contiguous_format):
-        for shape in ((4, 3, 2, 2), (4, 3, 1, 1), (4, 1, 2, 2), (1, 3, 2, 2)):
-            weight = torch.randn(shape).to(memory_format=memory_format)
-            again = through_bytes({"w": weight})["w"]
-            assert again.stride() == weight.stride()
-            assert same_bits(again, weight)
 
 
 def test_states_of_modules_and_optimizers_are_the_same_after_a_round_trip() -> None:

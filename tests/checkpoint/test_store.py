@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from faulty_storage import (
     Faults,
@@ -26,11 +24,9 @@ from faulty_storage import (
     tree,
 )
 
-from raytrain_ddp.checkpoint import streams
 from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
-from raytrain_ddp.errors import CheckpointError
 
 BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 
@@ -56,63 +52,6 @@ def test_commit_then_read(root: Path) -> None:
         "model.safetensors",
         "state.json",
     ]
-
-
-def test_commit_takes_any_buffer(root: Path) -> None:
-    for step, kind in enumerate((bytes, bytearray, memoryview, pa.py_buffer)):
-        files = {"x": kind(b"abc"), "empty": kind(b"")}
-        checkpoint = fresh(root).commit(manifest(step), files)
-        assert content(checkpoint) == {"x": b"abc", "empty": b""}
-
-
-def test_write_of_several_chunks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "CHUNK_BYTES", 7)
-    checkpoint = commit(fresh(root), 3)
-    checkpoint.verify()
-    assert content(checkpoint) == payload(3)
-
-
-def test_file_names_do_not_trigger_compression(root: Path) -> None:
-    checkpoint = fresh(root).commit(manifest(1), {"x.gz": b"not gzip"})
-    assert checkpoint.read("x.gz") == b"not gzip"
-    assert (root / "step-00000001-a0001" / "x.gz").read_bytes() == b"not gzip"
-
-
-def test_commit_refuses_a_name_twice_and_leaves_the_first(root: Path) -> None:
-    store = fresh(root)
-    commit(store, 5)
-    before = tree(root)
-    with pytest.raises(CheckpointError, match="step-00000005-a0001"):
-        store.commit(manifest(5), {"other": b"x"})
-    assert tree(root) == before
-
-
-def test_commit_replaces_a_leftover(root: Path) -> None:
-    leftover = root / "step-00000005-a0001"
-    leftover.mkdir(parents=True)
-    (leftover / "junk").write_bytes(b"x")
-    checkpoint = commit(fresh(root), 5)
-    assert not (leftover / "junk").exists()
-    assert content(checkpoint) == payload(5)
-
-
-def test_a_file_that_the_checkpoint_does_not_have_is_named_in_the_error(root: Path) -> None:
-    with pytest.raises(CheckpointError, match="'ema'"):
-        commit(fresh(root), 5).read("ema")
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "damaged.txt", "../x", "a/b", "..", "", "x\n"])
-def test_reserved_names_and_paths_are_not_names_of_files(root: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(repr(name))):
-        fresh(root).commit(manifest(1), {name: b"x"})
-    assert tree(root.parent) == {}
-
-
-def test_commit_of_config_that_is_not_json_leaves_nothing(root: Path) -> None:
-    with pytest.raises(TypeError):
-        fresh(root).commit(manifest(1, config={"x": object()}), payload(1))
-    assert tree(root) == {}
-    assert latest(root) == (None, [])
 
 
 @BOTH
@@ -179,16 +118,6 @@ def test_a_manifest_that_appears_after_its_timeout_still_has_its_files(
     write(folder, MANIFEST_FILE, data)
     (name,) = store.names()
     store.open(name).verify()
-
-
-def test_fault_02_a_failure_of_the_first_commit_of_a_run(tmp_path: Path) -> None:
-    for mode in Faults.MODES:
-        for root, returned, where in sweep_faults(
-            tmp_path / mode, lambda s: None, lambda s: commit(s, 20), mode, True
-        ):
-            found, reported = latest(root)
-            assert content(found) in ((payload(20),) if returned else (None, payload(20))), where
-            assert reported == []
 
 
 def test_commit_syncs_payload_before_the_manifest_appears(
@@ -277,16 +206,3 @@ def test_sweep_touches_only_its_own_leftovers(root: Path) -> None:
         "readme",
         "step-00000010-a0001",
     ]
-
-
-def test_next_attempt_counts_leftover_and_damaged_checkpoints(root: Path) -> None:
-    root.mkdir(parents=True)
-    store = fresh(root)
-    for folder, expected in [
-        ("step-00000020-a0003", 4),
-        ("damaged-step-00000020-a0007", 8),
-        ("damaged-step-00000020-a0008-2", 9),
-        ("stepping-a0099", 9),
-    ]:
-        (root / folder).mkdir()
-        assert next_attempt(store) == expected

@@ -11,7 +11,7 @@ import tomli_w
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.config.recipe import load, to_dict
+from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DEFAULTS, WITHDRAWN
 from raytrain_ddp.driver.dry_run import dry_run
@@ -95,8 +95,3 @@ def test_a_run_goes_on_without_a_withdrawn_field_that_did_not_decide_its_result(
     decided = begun(tmp_path / "other", ("ddp.compression", "powersgd"))
     with pytest.raises(ConfigError, match=WITHDRAWN["ddp.compression=powersgd"]):
         find_run(decided, None)
-
-
-def test_a_config_with_the_defaults_of_withdrawn_fields_is_used(tmp_path: Path):
-    written = write(tmp_path / "runs" / "old" / "config.toml", *DEFAULTS.items())
-    assert load(written) == TrainConfig(name="old", storage=str(tmp_path / "runs"))

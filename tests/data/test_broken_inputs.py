@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import tarfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import simplejpeg
 from PIL import Image
 from processes import Group
 
@@ -202,8 +202,6 @@ def test_fault_20_a_bad_image_may_be_skipped(kind: str, workers: Group, tmp_path
 
 
 def test_fault_20_61_an_enormous_image_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch):
-    import simplejpeg
-
     from raytrain_ddp.convert.pixels import shrink_image
     from raytrain_ddp.data.pixels.decoding import open_encoded_image
 
@@ -211,10 +209,3 @@ def test_fault_20_61_an_enormous_image_is_refused_by_its_header(monkeypatch: pyt
     for use in (open_encoded_image, lambda content: shrink_image(content, 8, 90)):
         with pytest.raises(Image.DecompressionBombError):
             use(enormous())
-    content = io.BytesIO()
-    Image.new("L", (1, 1)).save(content, "png")
-    large = bytearray(content.getvalue())  # a PNG of as many pixels meets the same bound
-    large[16:24] = (28_000).to_bytes(4, "big") * 2
-    large[29:33] = zlib.crc32(large[12:29]).to_bytes(4, "big")
-    with pytest.raises(Image.DecompressionBombError):
-        open_encoded_image(bytes(large))

@@ -13,7 +13,7 @@ from parquet_files import png, write_parquet
 from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.holdout import HoldoutRows, held_out
+from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import ConfigError, DataError
 
@@ -71,21 +71,6 @@ def test_the_held_out_rows_are_frozen_and_spread_over_the_data():
     assert 150 < len(np.intersect1d(held, other)) < 260  # as many as expected by chance
     labels = np.repeat([0, 1, 2, 3], [1, 4, 6, 9])  # 0.2: 0.2, 0.8, 1.2, 1.8 of 4 rows
     assert np.bincount(labels[held_out(labels, 0.2, 0)], minlength=4).tolist() == [0, 1, 1, 2]
-
-
-@settings(max_examples=40)
-@given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 9))
-def test_the_two_parts_contain_every_row_once(flags: list[bool], block: int):
-    held = HoldoutRows(np.flatnonzero(flags), "")
-    rows = len(flags)
-    left = held.of(np.arange(rows - len(held.rows)), True)
-    both = np.concatenate([left, held.of(np.arange(len(held.rows)), False)])
-    assert np.sort(both).tolist() == list(range(rows))
-    assert left.tolist() == np.flatnonzero(~np.array(flags)).tolist()
-    for start in range(0, rows, block):
-        stop = min(start + block, rows)
-        assert held.used(start, stop, False).tolist() == flags[start:stop]
-        assert held.used(start, stop, True).tolist() == [not flag for flag in flags[start:stop]]
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet"])

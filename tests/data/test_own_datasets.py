@@ -264,24 +264,6 @@ def test_a_data_set_that_cannot_be_copied_is_refused(pictures: str):
             data.close()
 
 
-class Longer:
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Any:
-        return iter(range(7))
-
-
-def test_items_beyond_the_length_are_reported_once(caplog: pytest.LogCaptureFixture):
-    source = IterableSource(Longer())
-    for _ in range(2):
-        assert source.read(np.arange(3)) == [0, 1, 2]
-        assert source.read(np.arange(3, 5)) == [3, 4]
-    assert len(caplog.records) == 1
-    IterableSource(Longer(), rows=5).read(np.arange(5))  # as intended
-    assert len(caplog.records) == 1
-
-
 def with_default(items: list[Any], scale: float = 1.0) -> Batch:
     return torch.stack(items) * scale
 

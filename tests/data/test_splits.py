@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -48,10 +47,7 @@ SAME = {
         "data/unsupervised-00000-of-00001.parquet",
     ),
     "one file of any name": ("photos.parquet",),
-    "Hive's folders of classes": ("name=train/0.parquet", "name=car/0.parquet"),
     "a number after a keyword": ("train=0.parquet", "test=0.parquet"),
-    "an equals sign in a folder": ("train_res=64/0.parquet", "val_res=64/0.parquet"),
-    "files without names of splits": ("a.parquet", "b.parquet", "deep/er/c.parquet"),
     "val": ("train_1.parquet", "train_2.parquet", "val_1.parquet"),
     "evaluation": ("train.parquet", "evaluation-0.parquet"),
     "a name in front": ("my_dataset-train.parquet", "my_dataset-test.parquet"),
@@ -170,17 +166,6 @@ def test_an_evaluation_source_has_its_own_splits(tmp_path: Path):
         found_at(source, eval_source=str(other), eval_split="none")
 
 
-def test_torchvision_sets_and_digits_accept_split_names():
-    found = found_at("torchvision:SVHN", train_split="extra", eval_split="test")
-    assert (found.train.name, found.eval and found.eval.name) == ("extra", "test")
-    found = found_at("torchvision:SVHN")
-    assert (found.train.name, found.eval and found.eval.name) == ("", "")
-    assert found_at("torchvision:SVHN", eval_split="none").eval is None
-    assert found_at("digits", train_split="test", eval_split="train").train.name == "test"
-    with pytest.raises(DataError, match="test, train"):
-        found_at("digits", eval_split="validation")
-
-
 # ------------------------------------------------------------------ shards and class folders
 
 
@@ -213,13 +198,10 @@ FOLDERS: dict[str, tuple[list[str], str, str | None]] = {
     "Hive's classes": (["label=apple/0.png", "label=train/0.png", "label=truck/0.png"], ".", None),
     "train2017": (["train2017/a/0.png", "val2017/a/0.png"], "train2017", "val2017"),
     "before test": (["train/a/0.png", "val/a/0.png", "test/a/0.png"], "train", "val"),
-    "nested": (["train/train/a/0.png", "train/val/a/0.png"], "train/train", "train/val"),
     "in data": (["data/train/a/0.png", "data/val/a/0.png"], "data/train", "data/val"),
     "named alike": (["seg_train/a/0.png", "seg_test/a/0.png"], "seg_train", "seg_test"),
     "no splits": (["a/0.png", "b/0.png"], ".", None),
-    "no splits, deeper": (["a/x/0.png", "b/y/0.png"], ".", None),
     "words within class names": (["test tube/0.png", "training shoe/0.png"], ".", None),
-    "an empty split": (["train/a/0.png", "val/", "test/a/0.png"], "train", "test"),
     "an empty split with classes": (["train/a/0.png", "val/a/", "test/a/0.png"], "train", "test"),
     "a test split without classes": (["train/a/0.png", "test/0.png"], "train", None),
     "what does not belong to it": (
@@ -293,29 +275,24 @@ def test_folders_behind_symlinks_are_found_but_not_those_above(tmp_path: Path):
 REFUSED: list[tuple[list[str], dict[str, str], str]] = [
     # (files, fields, what is named)
     (["train.parquet", "val.parquet"], {"train_split": "x"}, "train, val"),
-    (["train.parquet", "val.parquet"], {"eval_split": "test"}, "train, val"),
     (["a.parquet"], {"eval_split": "test"}, "data.source"),
     (["val.parquet"], {}, "--data.train-split val"),
     (["extra.parquet", "test.parquet"], {}, "extra, test"),
     (["train.parquet", "training.parquet"], {}, "train, training"),
     (["train.parquet", "dev.parquet", "val.parquet"], {}, "dev, val"),
     (["train/a/0.png", "train/b/0.png"], {"eval_split": "val"}, "train"),
-    (["train/a/0.png", "val/"], {"eval_split": "val"}, "val"),
     (["train/", "val/a/0.png"], {}, "train"),
     (["train/a/0.png", "train/b/0.png", "train/val/a/0.png"], {}, "data.train-split train"),
     (["train/0.png", "cat/0.png", "dog/0.png"], {}, "train"),
     (["x/train/a/0.png", "y/train/a/0.png"], {}, "x, y"),
-    (["x/train/a/0.png", "masks/0.png"], {}, "masks"),
     (["train-1/a/0.png", "train-2/a/0.png"], {}, "train-1, train-2"),
     (["train/a/notes.txt"], {}, "data.source"),
-    (["train.parquet", "test.parquet"], {"train_split": "."}, "train"),
     (shards("train", 0, 2, of=3), {}, "train-00001-of-00003.parquet"),
     ([*shards("train", 0, of=1), *shards("val", 1, of=2)], {}, "val-00000-of-00002"),
     (["data/" + name for name in shards("train", 1, of=2)], {}, "data/train-00000-of"),
     ([*shards("train", 0, of=1), *shards("train", 0, 1, of=2)], {}, "train-0000"),
     (["train-00000-of-00002-ab.parquet", *shards("train", 0, 1, of=2)], {}, "-ab.parquet"),
     (shards("train", 0, 1, 2, of=2), {}, "train-00002-of-00002.parquet"),
-    (["train_1_of_3.parquet", "train_3_of_3.parquet"], {}, "train_2_of_3.parquet"),
     (shards("train", 5, of=99), {}, "98 of 99"),
 ]
 
@@ -346,14 +323,7 @@ def test_a_name_of_a_hub_is_recognized():
 
 # ------------------------------------------------------------------ what is no data
 
-LEFTOVERS = [
-    *(".DS_Store", "._0.png", ".AppleDouble/", ".Spotlight-V100/", ".fseventsd/", "__MACOSX/"),
-    *("Thumbs.db", "desktop.ini", "$RECYCLE.BIN/", "System Volume Information/", "~$x.png"),
-    *("@eaDir/", "@tmp/", "#recycle/", ".Trash-1000/", "lost+found/", ".nfs00000000000a1b2c.png"),
-    *(".ipynb_checkpoints/", "__pycache__/", ".git/", ".NET/", ".svn/", "CVS/", "_gsdata_/"),
-    *("@Recently-Snapshot/", "~snapshot/", ".snapshot/", "@SynoResource/", "found.000/"),
-    *("RECYCLER/", "Network Trash Folder/", "Temporary Items/"),
-]
+LEFTOVERS = ["__MACOSX/", ".DS_Store", "._0.png", "@eaDir/", "$RECYCLE.BIN/", ".git/", "~$x.png"]
 
 
 def test_leftovers_of_systems_are_noted_and_are_no_data(tmp_path: Path):
@@ -370,14 +340,7 @@ def test_leftovers_of_systems_are_noted_and_are_no_data(tmp_path: Path):
             assert int(named.train.blocks.sum()) == 4
         rows = f"{name}0.parquet" if name.endswith("/") else f".{bare}.parquet"
         files = write(root / "files", "train.parquet", f"sub/{rows}")
-        for path in ("train.parquet", f"sub/{rows}"):
-            fsspec.filesystem("memory").pipe(f"/leftovers/{number}/{path}", b"")
-        for source in (files, f"memory://leftovers/{number}"):
-            found = found_at(source)
-            assert len(found.train.paths) == 1
-            assert len(found.notes) == 1
-        assert len(found_at(f"{files}/**").train.paths) == 1
-        assert len(found_at(files / "sub" / rows, train_split="train").train.paths) == 1
+        assert [len(found_at(source).train.paths) for source in (files, f"{files}/**")] == [1, 1]
 
 
 def test_each_unused_file_or_folder_is_in_one_note(tmp_path: Path):
@@ -397,19 +360,14 @@ def test_each_unused_file_or_folder_is_in_one_note(tmp_path: Path):
     assert found_at(root).train.kind == "folder"
 
 
-@pytest.mark.parametrize("odd", ["a\nb", "a\x1b[31mb", "a\x7fb", "a\u2028b", "a\udcffb", "a\tb"])
-def test_names_with_control_characters_stay_in_one_line(odd: str, tmp_path: Path):
-    both = [f"{name}/0.png" for name in ("cat", odd)]
-    root = write(tmp_path / "root", *both, f"cat/{odd}.txt", f"{odd}.csv")
-    reported = format_data(splits_of(root).summary(), "images")
-    assert [text for _, text in reported if odd.encode("unicode_escape").decode() in text]
-    assert all(text.isprintable() for _, text in reported)
-    deep: Any = write(tmp_path / "deep", "cat/0.png", "dog/0.png") / "cat"
-    for _ in range(30):
-        deep = deep / ("d/" * 10)
-    deep.mkdir(parents=True)
-    empty = write(tmp_path / "empty", "cat/0.png", f"{odd}/x.txt")
-    for source in (empty, f"{tmp_path}/{odd}", tmp_path / "deep", "a\0b"):
-        with pytest.raises(DataError) as caught:
-            splits_of(source)
-        assert str(caught.value).isprintable()
+def test_names_with_control_characters_stay_in_one_line(tmp_path: Path):
+    for number, odd in enumerate(("a\nb", "a\x1b[31mb", "a\u2028b", "a\udcffb")):
+        both = [f"{name}/0.png" for name in ("cat", odd)]
+        root = write(tmp_path / str(number), *both, f"cat/{odd}.txt", f"{odd}.csv")
+        reported = format_data(splits_of(root).summary(), "images")
+        assert [text for _, text in reported if odd.encode("unicode_escape").decode() in text]
+        assert all(text.isprintable() for _, text in reported)
+        for source in (write(root / "empty", "cat/0.png", f"{odd}/x.txt"), f"{root}/{odd}/x"):
+            with pytest.raises(DataError) as caught:
+                splits_of(source)
+            assert str(caught.value).isprintable()

@@ -43,11 +43,3 @@ def test_a_worker_gets_the_same_command_as_from_ray(
     assert answers[0][0] == ["--a=b c", "'$x'"]
     assert answers[0] == answers[1]
     assert (worker_setup.usual_worker([str(worker), *options])[0][0] == "bash") == is_simple
-
-
-def test_unrecognized_options_are_left_to_ray() -> None:
-    for context in ("", "{", "[]", "{}", '{"env_vars": 3, "py_executable": "x"}'):
-        argv = ["/r/default_worker.py", f"--serialized-runtime-env-context={context}", "-l"]
-        command = [sys.executable, "/r/setup_worker.py"]
-        for options in (argv, [*argv, "--language=JAVA"], [*argv, "--language=PYTHON"]):
-            assert worker_setup.usual_worker(options) == ([*command, *options], {})

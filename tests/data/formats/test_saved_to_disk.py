@@ -99,20 +99,3 @@ def test_a_broken_saved_data_set_is_named_with_its_file(tmp_path: Path):
     arrow.unlink()
     with pytest.raises(DataError, match=arrow.name):
         splits_of(tmp_path / "x")
-
-
-def test_the_arrow_files_of_the_cache_of_datasets_are_read_by_their_splits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    files = {}
-    for split, ids in (("train", range(9)), ("test", range(3))):
-        rows(ids).to_parquet(tmp_path / f"{split}.parquet")
-        files[split] = str(tmp_path / f"{split}.parquet")
-    datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
-    (folder,) = {path.parent for path in (tmp_path / "cache").rglob("*.arrow")}
-    opened = splits_of(folder)
-    assert opened.class_names == CLASSES
-    assert [image for image, _ in opened.train.read(np.arange(9))] == list(map(png, range(9)))
-    assert opened.eval is not None
-    assert int(opened.eval.blocks.sum()) == 3

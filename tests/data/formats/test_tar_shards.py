@@ -139,22 +139,6 @@ def test_any_row_is_read_in_any_order_and_each_once(shuffle: Shuffle, tmp_path: 
     source.close()
 
 
-def test_large_samples_are_in_groups_of_8_mib_with_what_is_between_them(tmp_path: Path):
-    def member(row: int, mib: int, between: int = 0) -> list[Member]:
-        more = [(f"{row}.npy", bytes(between * 2**20))] if between else []
-        image = (f"{row}.jpg", bytes([row]) * (mib * 2**20 + 100))
-        return [(f"{row}.cls", b"%d" % (row % 2)), image, *more]
-
-    sizes = [3, 3, 3, 9, 1, 1, 4, 5]
-    members = [each for row, mib in enumerate(sizes) for each in member(row, mib)]
-    source = splits_of(tar(tmp_path / "x.tar", members)).train
-    assert source.blocks.tolist() == [2, 1, 1, 3, 1]
-    assert not source.prefers_blocks
-    assert [len(image) // 2**20 for image, _ in source.read(np.arange(8))] == sizes
-    members = [each for row in range(6) for each in member(row, 0, between=3)]
-    assert splits_of(tar(tmp_path / "x.tar", members)).train.blocks.tolist() == [3, 3]
-
-
 def test_the_index_is_built_once_and_rebuilt_when_the_file_changes(tmp_path: Path, cache: Path):
     path = tar(tmp_path / "x.tar", samples(range(5)))
     first = splits_of(path).train
@@ -189,7 +173,6 @@ def test_a_sample_without_an_image_is_a_bad_record(tmp_path: Path):
 TWO = [("a.png", png(1)), ("a.cls", b"0"), ("b.png", png(2)), ("b.cls", b"1")]
 LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
     "hard links": [*TWO, special("c.png", LINK, "a.png"), special("c.cls", LINK, "b.cls")],
-    "symlinks": [*TWO, special("d/c.png", SYMLINK, "../a.png"), special("d/c.cls", LINK, "b.cls")],
     "symlinks to what follows": [special("c.png", SYMLINK, "./a.png"), ("c.cls", b"1"), *TWO],
     "a hard link to a symlink": [
         *TWO,
@@ -198,10 +181,6 @@ LINKS: Mapping[str, list[Member | tarfile.TarInfo]] = {
     "files without a suffix": [
         *(("blobs/12", png(1)), special("a.png", SYMLINK, "blobs/12"), *TWO[1:]),
         *(special("c.png", SYMLINK, "blobs/12"), ("c.cls", b"1")),
-    ],
-    "names that begin with a dot": [
-        *((f"./{name}", content) for name, content in TWO),
-        *(special("./c.png", LINK, "./a.png"), ("./c.cls", b"1")),
     ],
 }
 
@@ -243,35 +222,24 @@ def test_members_that_are_no_data_are_counted_in_one_note(tmp_path: Path):
             splits_of(path)
 
 
-LABELS: Mapping[str, tuple[list[bytes], list[str], list[Any]]] = {
-    # name: (members, labels, as the digest of the index has had them from the first version on)
-    "white space": ([b"7", b"7 ", b" 8", b"8\n\n"], ["7", "7", "8", "8"], [7, 7, 8, 8]),
-    "zeros": ([b"000", b"+1\r\n", b"-0"], ["000", "+1", "-0"], [0, 1, 0]),
-    "text": ([b" cat\t", b"1", b"dog\n"], ["cat", "1", "dog"], ["cat", "1", "dog"]),
-    "floats": ([b"1.0", b"2"], ["1.0", "2"], ["1.0", "2"]),
-}
-
-
-@pytest.mark.parametrize("kind", LABELS)
-def test_labels_and_fingerprints_of_tar_files_are_those_of_earlier_versions(
-    kind: str, tmp_path: Path
-):
-    contents, labels, recorded = LABELS[kind]
-    members = [
-        member
-        for row, content in enumerate(contents)
-        for member in ((f"{row}.png", png(row)), (f"{row}.cls", content))
-    ]
-    source = splits_of(tar(tmp_path / "x.tar", members)).train
-    assert [label for _, label in all_rows(source)] == labels
-    with tarfile.open(tmp_path / "x.tar") as file:
-        images = [member for member in file if member.name.endswith("png")]
+def test_labels_and_fingerprints_of_tar_files_are_those_of_earlier_versions(tmp_path: Path):
+    for contents, labels, recorded in (
+        ([b"7 ", b"000", b"+1\r\n", b"-0"], ["7", "000", "+1", "-0"], [7, 0, 1, 0]),
+        ([b" cat\t", b"1", b"2.0"], ["cat", "1", "2.0"], ["cat", "1", "2.0"]),
+    ):
+        members: list[Member] = []
+        for row, content in enumerate(contents):
+            members += [(f"{row}.png", png(row)), (f"{row}.cls", content)]
+        source = splits_of(tar(tmp_path / "x.tar", members)).train
+        assert [label for _, label in all_rows(source)] == labels
+        index = sha256()
+        with tarfile.open(tmp_path / "x.tar") as file:
+            images = [member for member in file if member.name.endswith("png")]
+        for member, label in zip(images, recorded, strict=True):
+            index.update(f"{(member.name, member.offset_data, member.size, label)}\n".encode())
         size = (tmp_path / "x.tar").stat().st_size
-    index = sha256()
-    for member, label in zip(images, recorded, strict=True):
-        index.update(f"{(member.name, member.offset_data, member.size, label)}\n".encode())
-    expected = sha256(f"x.tar {size} {index.hexdigest()}\n".encode())
-    assert source.fingerprint() == expected.hexdigest()
+        expected = sha256(f"x.tar {size} {index.hexdigest()}\n".encode())
+        assert source.fingerprint() == expected.hexdigest()
 
 
 # ------------------------------------------------------------------ what is refused

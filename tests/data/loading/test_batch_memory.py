@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 
 import torch
 
@@ -25,15 +24,3 @@ def test_batch_memory_is_reused_only_when_no_view_is_left() -> None:
     del kept, view
     gc.collect()
     assert memory.empty(4, 8, 6).data_ptr() == place
-
-
-def test_a_smaller_batch_reuses_memory_and_a_larger_one_replaces_it() -> None:
-    memory = BatchMemory()
-    place = memory.empty(4, 8, 8).data_ptr()
-    smaller = memory.empty(1, 4, 4)
-    assert smaller.data_ptr() == place
-    assert smaller.is_contiguous(memory_format=torch.channels_last)
-    del smaller
-    assert memory.empty(8, 16, 16).fill_(1).shape == (8, 3, 16, 16)
-    assert memory.empty(1, 1, 1).data_ptr() != place  # memory that was too small is freed
-    assert isinstance(pickle.loads(pickle.dumps(memory)), BatchMemory)

@@ -17,14 +17,12 @@ from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.loader import (
     TrainLoader,
     eval_batches,
-    memory_note,
     shuffle_for,
-    window_for,
 )
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
 from raytrain_ddp.data.loading.nested import samples_of
 from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, items_of_rank
+from raytrain_ddp.data.order.epoch_order import Plan, items_of_rank
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError
 
@@ -52,28 +50,6 @@ class Items:
         for item in range(self._most):
             self.taken = item + 1
             yield item
-
-
-@pytest.mark.parametrize("threads", [0, 1, 3])
-def test_prefetched_keeps_the_order_and_works_ahead_within_its_limit(threads: int):
-    done = [threading.Event() for _ in range(51)]
-    done[50].set()
-
-    def work(item: int) -> int:
-        if threads > 1 and item % 3 == 0:
-            assert done[item + 1].wait(20.0)  # a later one is done earlier
-        done[item].set()
-        return item * item
-
-    items = Items(50)
-    results = prefetched(items, work, LoaderThreads(threads, ahead=2))
-    for place in range(50):
-        assert next(results) == place * place
-        assert items.taken <= place + 1 + threads * 2
-        if place in range(1, 30):
-            assert items.taken == place + 1 + threads * 2
-    assert next(results, None) is None
-    assert loader_threads() == []
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
@@ -310,76 +286,6 @@ def test_digests_differ_by_rows_and_by_pixels():
 
 
 # ------------------------------------------------------------------ what sources are told
-
-
-class Hinted:
-    """Rows in blocks of 4; records which rows are read and hinted."""
-
-    block_bytes = np.full(40, 2**20)
-
-    def __init__(self) -> None:
-        self.blocks = np.full(40, 4)
-        self.events: list[tuple[str, list[int]]] = []
-        self.closed = 0
-
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        self.events.append(("read", rows.tolist()))
-        return {"row": rows}
-
-    def ahead(self, rows: np.ndarray) -> None:
-        self.events.append(("ahead", rows.tolist()))
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def fingerprint(self) -> str:
-        return ""
-
-
-def test_a_source_is_notified_of_each_row_of_its_own_lanes_before_the_read():
-    source = Hinted()
-    data = Data(source, lambda records, _: {"row": torch.from_numpy(records["row"])})
-    plan = Plan(160, slots=4, micro_batch=5)
-    order = EpochOrder(source.blocks, "block", 9, 0, window=3)
-    for rank in (0, 1):
-        source.events.clear()
-        loader = loader_of(data, plan, "block", 0, 2, rank)
-        seen = [s.batch["row"].tolist() for step in loader.steps(0, 8) for s in step]
-        spans = [plan.lane(slot) for slot in items_of_rank(4, 2, rank)]
-        lanes = [row for span in spans for row in order.read(*span).tolist()]
-        assert sorted(row for rows in seen for row in rows) == sorted(lanes)
-        hinted: set[int] = set()
-        for kind, rows in source.events:
-            if kind == "ahead":
-                hinted |= set(rows)
-            else:
-                assert set(rows) <= hinted
-        assert hinted == set(lanes)
-    assert source.closed == 2
-
-
-def test_shuffle_window_and_notes_of_memory_follow_from_the_blocks():
-    data, plan = Data(Hinted(), lambda records, _: {}), Plan(160, slots=4, micro_batch=5)
-    assert window_for(data, 5) == 5
-    for mib, blocks in ((1, 16), (4, 16), (8, 8), (10, 6), (60, 1), (1000, 1)):
-        data.source.block_bytes = np.full(40, mib * 2**20)  # type: ignore[attr-defined]
-        assert window_for(data, "auto") == blocks
-    assert window_for(rows_data(20), "auto") == 16
-
-    def noted(shuffle: Any, limit_mib: int, size: int = 1) -> bool:
-        return memory_note(loader_of(data, plan, shuffle, 0, size), limit_mib * 2**20) is not None
-
-    data.source.block_bytes = np.full(40, 2**20)  # type: ignore[attr-defined]
-    assert not noted("block", 18)  # 4 lanes x 3 blocks x 1 MiB, and half of it read ahead
-    assert noted("block", 17)
-    assert not noted("block", 9, size=2)
-    assert noted("full", 20)
-    assert not noted("none", 1)
-    plain = rows_data(20)
-    asked = ("auto", "full", "block")
-    assert [shuffle_for(plain, each) for each in asked] == ["full", "full", "block"]
-    plain.source.prefers_blocks = True  # type: ignore[attr-defined]
-    assert [shuffle_for(plain, each) for each in asked] == ["block", "full", "block"]
 
 
 # ------------------------------------------------------------------ iterable data sets

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import TrainLoader
@@ -76,41 +75,7 @@ def test_all_tensors_of_a_nested_batch_are_counted_and_moved(batch: Any):
     assert getattr(moved, "needed", 7) == 7
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested"
-)
-def test_packed_sparse_and_nested_tensors_are_leaves():
-    def odd_leaves(factor: float = 1.0, lengths: Any = (3, 1, 2, 2)) -> dict[str, Any]:
-        parts = [torch.full((n, 2), factor) for n in lengths]
-        return {
-            "packed": pack_sequence(parts, enforce_sorted=False),
-            "coo": (torch.eye(4) * factor).to_sparse_coo(),
-            "csr": (torch.eye(4) * factor).to_sparse_csr(),
-            "jagged": torch.nested.nested_tensor(parts, layout=torch.jagged),
-            "strided": torch.nested.nested_tensor(parts),
-        }
-
-    batch = odd_leaves()
-    assert [samples_of(leaf) for leaf in batch.values()] == [4] * 5
-    assert samples_of(batch) == 4
-    moved = to_device(batch, CPU)
-    assert [type(leaf) for leaf in moved.values()] == [type(leaf) for leaf in batch.values()]
-    assert digest_of(b"", moved) == digest_of(b"", odd_leaves())
-    for name, leaf in odd_leaves(2.0).items():
-        assert digest_of(b"", leaf) != digest_of(b"", batch[name])
-        assert bytes_of(leaf) >= 4 * 4
-    assert bytes_of(batch["packed"]) == 8 * 2 * 4 + 3 * 8 + 2 * 4 * 8  # rows, steps, orders
-    others = odd_leaves(lengths=(1, 3, 2, 2))
-    for name in ("packed", "jagged", "strided"):
-        assert digest_of(b"", others[name]) != digest_of(b"", batch[name])
-
-
 def test_digests_are_those_of_values_and_names():
-    value = torch.tensor([1 + 2j, 3 - 4j])
-    for view in (value.conj(), value.conj().imag, value.to_sparse().conj()):
-        assert digest_of(b"", view) == digest_of(b"", view.clone().resolve_conj().resolve_neg())
-    assert digest_of(b"", value.conj()) != digest_of(b"", value)
-
     def named(*names: str) -> np.ndarray:
         return np.array([["".join(name), None, 2.5] for name in names], object)
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
@@ -18,11 +17,9 @@ from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.cropping import (
     centre_into,
     place_image,
-    random_box,
-    resize_into,
     to_tensor,
 )
-from raytrain_ddp.data.pixels.decoding import open_encoded_image, shrink_for
+from raytrain_ddp.data.pixels.decoding import open_encoded_image
 from raytrain_ddp.data.pixels.image_batches import image_data, side_in
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
@@ -161,29 +158,6 @@ def blank(size: int) -> torch.Tensor:
     return images.contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("size", [(45, 67), (20, 20), (90, 100), (7, 40)])
-def test_resizing_equals_torchs_antialiased_resize(size: tuple[int, int], mode: Any):
-    image = to_tensor(np.array(RGB))
-    out = torch.empty((1, 3, *size), dtype=torch.uint8, memory_format=torch.channels_last)
-    part = image[:, :, 3:40, 5:60]
-    resize_into(out, part, 37, 55, mode)
-    assert torch.equal(out, interpolate(part, size, mode=mode, antialias=True))
-
-
-def test_a_random_box_that_does_not_fit_is_redrawn_and_finally_the_center_crop():
-    """Distributions: test_distributions.py."""
-    too_tall, fits = [0.9, 0.001], [0.5, 0.5]
-    for tries in range(10):
-        areas, aspects = zip(*[too_tall] * tries, *[fits] * (10 - tries), strict=True)
-        box = random_box(375, 500, (0.08, 1.0), [0.0, 0.999, *areas, *aspects])
-        assert box == (0, 182, 318, 318)
-    nothing = [0.3, 0.3, *[0.999] * 10, *[0.001] * 10]
-    assert random_box(375, 500, (0.08, 1.0), nothing) == (0, 0, 375, 500)
-    assert random_box(100, 900, (0.08, 1.0), nothing) == (0, 383, 100, 133)
-    assert random_box(900, 100, (0.08, 1.0), nothing) == (383, 0, 133, 100)
-
-
 @settings(max_examples=40)
 @given(
     st.integers(20, 90),
@@ -255,22 +229,7 @@ def test_a_very_elongated_image_takes_little_memory_and_keeps_its_center():
     assert (out == 200).all()
 
 
-def test_an_image_of_the_right_size_is_unchanged():
-    pixels = smooth(32, 32)
-    out = blank(32)
-    centre_into(out, open_encoded_image(Image.fromarray(pixels)), jpeg_scaling=True)
-    assert torch.equal(out, to_tensor(pixels))
-
-
 # ------------------------------------------------------------------ JPEG at a fraction of its size
-
-
-def test_a_jpeg_is_downscaled_only_if_the_crop_stays_twice_as_large():
-    assert shrink_for((447, 448), (224, 224)) == 1
-    assert shrink_for((895, 2000), (224, 224)) == 1
-    assert shrink_for((896, 2000), (224, 224)) == 2
-    assert shrink_for((1792, 1792), (224, 224)) == 4
-    assert shrink_for((9999, 3584), (224, 224)) == 8
 
 
 @pytest.mark.parametrize("shape", [(1000, 1300), (901, 1403)])

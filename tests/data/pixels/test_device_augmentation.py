@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -41,26 +38,6 @@ def erase_draws(images: int, seed: int = 0) -> np.ndarray:
 
 
 # ------------------------------------------------------------------ random erasing
-
-
-def test_images_are_erased_with_the_probability_alone_as_in_a_batch():
-    boxes = erase_boxes(32, 0.25, erase_draws(8000))
-    erased = boxes[:, 2] > 0
-    assert abs(erased.double().mean() - 0.25) < 0.025
-    assert (boxes[~erased] == 0).all()
-    assert (erase_boxes(32, 0.0, erase_draws(100)) == 0).all()
-    draws = erase_draws(50)
-    alone = [erase_boxes((40, 40), 0.7, draws[i : i + 1])[0] for i in range(50)]
-    assert torch.equal(torch.stack(alone), erase_boxes(40, 0.7, draws))
-
-
-def test_nothing_is_erased_when_none_of_the_ten_tries_fits():
-    large_and_tall = np.full((2, ERASE_DRAWS), 0.999)
-    large_and_tall[:, -1] = 0  # to be erased
-    large_and_tall[1, 5] = 0  # the sixth area fits
-    boxes = erase_boxes(50, 1.0, large_and_tall)
-    assert boxes[0].tolist() == [0, 0, 0, 0]
-    assert boxes[1, 2:].tolist() == [13, 4]
 
 
 # ------------------------------------------------------------------ finish
@@ -157,16 +134,6 @@ def test_every_image_is_mixed_with_another_one_exactly_once(images: int, repeats
     assert {len(others) for others in met} == {min(repeats, images - 1)}
 
 
-def test_with_skipped_copies_partners_are_still_other_images():
-    rows = np.array([7, 7, 7, 7, 2, 9, 9, 2])  # one copy of 2 apart: no order is assumed
-    others = rows[partners_of(rows).numpy()]
-    assert (others != rows).all()
-    assert set(others) <= {2, 7, 9}
-    for alone in ([4], [4, 4, 4], []):
-        partners = partners_of(np.array(alone, np.int64))
-        assert partners.tolist() == list(range(len(alone)))
-
-
 def test_mixing_a_single_sample_or_none_at_all_leaves_images_and_loss_as_they_are(inputs: Tensor):
     for config in (AugmentConfig(mixup=1.0), AugmentConfig(cutmix=1.0)):
         result, soft, _ = mixed(config, 1, inputs[:1], LABELS[:1])
@@ -197,36 +164,3 @@ def test_the_loss_and_its_gradient_are_those_of_soft_labels(smoothing: float, in
 
 
 # ------------------------------------------------------------------ GPU
-
-
-@contextmanager
-def no_wait_for_the_device() -> Iterator[None]:
-    """Raises a RuntimeError where the host waits for a GPU. Setting the mode itself raises a
-    warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_a_gpu_gets_the_values_of_a_cpu_and_the_host_never_waits(inputs: Tensor):
-    flip, erase = torch.arange(6) % 2 == 0, erase_boxes((12, 10), 0.8, erase_draws(6))
-    arguments: Sequence[Tensor] = (batch(), MEAN, STD, flip, erase)
-    on_gpu = [argument.cuda() for argument in arguments]
-    partners = partners_of(np.arange(6)).cuda()
-    labels, logits = LABELS.cuda(), torch.zeros(6, 5, device="cuda")
-    config = AugmentConfig(mixup=1.0, cutmix=1.0)
-    for last, seed in product((False, True), range(4)):
-        expected = mixed(config, seed, finish_images(*arguments, channels_last=last), LABELS)[0]
-        torch.cuda.synchronize()
-        with no_wait_for_the_device():
-            torch.default_generator.manual_seed(seed)
-            result, of = mix(finish_images(*on_gpu, channels_last=last), labels, partners, config)
-            of.loss(partial(cross_entropy, logits, label_smoothing=0.1))
-        layout = torch.channels_last if last else torch.contiguous_format
-        assert result.is_contiguous(memory_format=layout)
-        torch.testing.assert_close(result.cpu(), expected)

@@ -141,24 +141,6 @@ class Encoded:
         return f"image {row}"
 
 
-@pytest.mark.parametrize(
-    ("records", "named"),
-    [
-        ([(png(0), 0), (png(1), 2)], "image 6: label 2"),
-        ([(png(0), -1), (png(1), 0)], "image 5: label -1"),
-        ([(png(0), 0), (b"no image", 0)], "image 6"),
-        ([(png(0), 0), (b"", 0)], "image 6"),
-        ([(png(0), 0), (png(1)[:60], 0)], "image 6"),
-        ([(png(0), 0), (noise(1, 9, 9), 0)], "--data.image-size"),
-    ],
-)
-def test_fault_20_a_bad_sample_is_named(records: list[tuple[bytes, int]], named: str):
-    data = image_data(Encoded([]), DataConfig(), AugmentConfig(crop="none"), 2)
-    with pytest.raises(DataError) as caught:
-        data.collate(records, Draws(0, 0, np.array([5, 6])))
-    assert named in str(caught.value)
-
-
 @pytest.mark.parametrize("augment", [None, AugmentConfig(crop="random", flip=True, erase=0.5)])
 def test_fault_20_bad_samples_are_skipped_on_request(augment: AugmentConfig | None):
     config = DataConfig(image_size=8, bad_records="skip")
