@@ -119,18 +119,6 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
         wait_until(lambda: not alive(daemon))
 
 
-def test_a_script_ends_with_its_guard(tmp_path: Path):
-    with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
-        script, child, daemon = pids_in(tmp_path / "pids")
-        os.kill(int(guarded.report()["guard"]), signal.SIGKILL)
-        wait_until(lambda: not alive(script))
-        for pid in (child, daemon):
-            os.kill(pid, signal.SIGKILL)
-
-
-# ------------------------------------------------------------------ the agent
-
-
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     each = Agent(GUARD.read_text())
@@ -139,18 +127,18 @@ def agent() -> Iterator[Agent]:
     each.clean()
 
 
-def started(agent: Agent, script: str, folder: Path, *args: str, feeds: bool = False) -> None:
-    command = [sys.executable, "-c", script, *args]
-    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=feeds)
+def started(agent: Agent, script: str, folder: Path) -> None:
+    command = [sys.executable, "-c", script]
+    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=False)
 
 
-def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
+def taken(agent: Agent, until: str) -> list[dict[str, Any]]:
     """All messages up to the first one of this kind."""
     news: list[dict[str, Any]] = []
     deadline = time.monotonic() + 30
     while not any(until in each for each in news):
         assert time.monotonic() < deadline, news
-        news += agent.take(1.0, most)
+        news += agent.take(1.0, 500)
     return news
 
 
@@ -161,23 +149,6 @@ def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_
     assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
     assert "closed" in news[-1]
     assert [each["status"] for each in news if "status" in each] == [3]
-
-
-def test_a_status_waits_neither_for_the_console_nor_for_leftover_processes(
-    agent: Agent, tmp_path: Path
-):
-    leaves = (
-        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
-    )
-    ready = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(600)"
-    script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
-    began = time.monotonic()
-    started(agent, script, tmp_path, ready)
-    (reported,) = taken(agent, "status", most=0)
-    ended_at = time.monotonic()
-    assert (reported["status"], reported["asked"]) == (3, 0)
-    assert began < reported["at"] <= ended_at
-    taken(agent, "closed")
 
 
 def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):

@@ -84,18 +84,17 @@ def test_a_rank_gets_torchruns_environment_variables_and_those_of_its_flags():
     expected |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "2", "ROLE_NAME": "me"}
     expected |= {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "23456", "CUDA_VISIBLE_DEVICES": "2,10"}
     expected |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "0123456789abcdef"}
-    for flags, base, rank, changed in (
-        (RunFlags(role="me", cpus_per_worker=4), {}, 2, {"OMP_NUM_THREADS": "4"}),
-        (RunFlags(role="me"), {"OMP_NUM_THREADS": "7"}, 2, {"OMP_NUM_THREADS": "7"}),
-        (RunFlags(role="me", cpus_per_worker=0.5), {}, 2, {"OMP_NUM_THREADS": "1"}),
+    for flags, base, changed in (
+        (RunFlags(role="me", cpus_per_worker=4), {}, {"OMP_NUM_THREADS": "4"}),
+        (RunFlags(role="me"), {"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "7"}),
+        (RunFlags(role="me", cpus_per_worker=0.5), {}, {"OMP_NUM_THREADS": "1"}),
         (
             RunFlags(role="me", rdzv_id="job", virtual_local_rank=True),
             {},
-            2,
             {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "10"},
         ),
     ):
-        env = rank_variables(flags, group, group.workers[rank], base, "")
+        env = rank_variables(flags, group, group.workers[2], base, "")
         wanted = expected | changed
         assert {name: env[name] for name in wanted} == wanted
     alone = rank_variables(RunFlags(), group, group.workers[0], {}, "")
