@@ -15,7 +15,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parent / "lab.sh"
 ROOT = SCRIPT.parents[2]
-PROGRAMS = ("ip", "tc", "unshare", "nsenter", "sshd", "ssh-keygen", "rsync")
+PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "rsync")
 
 
 def lacking() -> str:

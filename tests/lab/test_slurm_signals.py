@@ -56,13 +56,6 @@ def nothing_is_left(slurm: SlurmCluster) -> Iterator[None]:
     wait_until(lambda: not slurm.left_on_nodes(), 30, LeftOn(slurm))
 
 
-def test_scancel_leaves_no_files_or_processes(slurm: SlurmCluster, tmp_path: Path):
-    tried = StandInJob(slurm, tmp_path / "notes")
-    tried.wait_for("training")
-    tried.job.cancel()
-    tried.job.wait({"CANCELLED"}, 30)
-
-
 def test_a_preempted_job_makes_its_checkpoint_and_is_requeued(slurm: SlurmCluster, tmp_path: Path):
     """PreemptMode=REQUEUE with GraceTime: at first, Slurm signals only the steps."""
     tried = StandInJob(slurm, tmp_path / "notes")
