@@ -45,14 +45,11 @@ SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 GresTypes=gpu
 SchedulerParameters=bf_interval=5,sched_interval=5,batch_sched_delay=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=15
 KillWait=10
 NodeName={nodes} CPUs=32 RealMemory=160000 Gres=gpu:8 State=UNKNOWN
-PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -212,6 +209,3 @@ class Job:
             assert time.time() < deadline, f"{self.facts()}: {self.output[-4000:]}\n{self.cluster}"
             self.cluster.sh(f"scontrol update JobId={self.number} StartTime=now || true")
             time.sleep(1)
-
-    def cancel(self, flags: str = "") -> None:
-        self.cluster.sh(f"scancel {flags} {self.number}")

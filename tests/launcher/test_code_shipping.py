@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -14,12 +13,9 @@ import pytest
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher import code_shipping
-from raytrain_ddp.launcher.agent import Agent
 from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
-from raytrain_ddp.launcher.worker_group import OF_AGENT
 from raytrain_ddp.launcher.working_folder import provide_folders
-from raytrain_ddp.ray_backend.ray_settings import by_value
 
 
 def written(folder: Path, *names: str) -> Path:
@@ -145,25 +141,3 @@ def test_a_script_outside_the_copied_folder_is_refused(tmp_path: Path, monkeypat
         assert provided(OtherMachine(shared=True), name) == {}
     assert code_shipping.path_in_copy(script, tmp_path, "/copy") == "/copy/train.py"
     assert code_shipping.path_in_copy(script, tmp_path / "jobs", "/copy") == script
-
-
-def test_a_node_without_this_package_can_read_the_agent(tmp_path: Path):
-    cloudpickle = pytest.importorskip("ray").cloudpickle
-    read = """
-import sys
-sys.modules["raytrain_ddp"] = None
-from ray import cloudpickle
-agent = cloudpickle.loads(open(sys.argv[1], "rb").read())("")
-folder = agent.unpack(open(sys.argv[2], "rb").read(), "copy")
-print(agent.contents(folder), agent.contents("/no/such/folder"))
-print(agent.free_port([]) > 0, agent.take(0))
-agent.clean()
-"""
-    with by_value(*OF_AGENT):
-        (tmp_path / "agent").write_bytes(cloudpickle.dumps(Agent))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "archive").write_bytes(code_shipping.pack_folder(tmp_path / "empty"))
-    command = [sys.executable, "-c", read, tmp_path / "agent", tmp_path / "archive"]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout == "{} None\nTrue []\n", done.stderr

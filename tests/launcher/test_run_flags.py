@@ -129,25 +129,6 @@ def test_invalid_flags_are_refused_and_named(argv: list[str], named: str):
     assert named in str(caught.value)
 
 
-def test_an_argument_that_is_not_a_script_is_refused_with_a_hint(tmp_path: Path) -> None:
-    (tmp_path / "plain.py").touch()
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__main__.py").touch()
-    for words in (["plain.py"], ["package"], ["--no-python", "./plain.py"], ["--no-python", "ls"]):
-        parse(words).require_possible(tmp_path, {})
-    os.mkfifo(tmp_path / "pipe")
-    for words, hint in (
-        ([str(tmp_path / "pipe")], "pipe"),
-        (["--export", "NOT_SET", "plain.py"], "NOT_SET"),
-        (["ls"], "--no-python"),
-        (["plan.py"], "plain.py"),
-        (["--no-python", "./no.sh"], "no.sh"),
-        (["--no-python", "plain.py"], "./plain.py"),
-    ):
-        with pytest.raises(ConfigError, match=hint):
-            parse(words).require_possible(tmp_path, {})
-
-
 def test_help_needs_neither_torch_nor_ray(tmp_path: Path):
     answer = run_cli("run", "--help", cwd=tmp_path)
     assert (answer.status, answer.heavy) == (0, [])

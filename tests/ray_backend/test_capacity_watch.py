@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +9,8 @@ from typing import Any
 import pytest
 from event_records import to
 
-from raytrain_ddp.errors import PreflightError, RetriesExhausted
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.messages import Alive, Joined
-from raytrain_ddp.ray_backend import capacity_watch
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
@@ -105,58 +100,6 @@ def test_fault_42_workers_that_never_start_end_the_run_despite_free_capacity():
     fake.waiting.lost()
     with pytest.raises(PreflightError):
         fake.run(600)
-
-
-def test_fault_54_time_while_the_process_is_suspended_does_not_count():
-    """A driver that was suspended must not take the head's silence for its death."""
-    code = (
-        "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
-        "awake, began = AwakeClock(), time.monotonic()\n"
-        "print(flush=True)\n"
-        "while time.monotonic() - began < 3: time.sleep(0.05)\n"
-        "print(awake())"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        child.send_signal(signal.SIGSTOP)
-        time.sleep(3)  # how long it is suspended is what is tested
-        child.send_signal(signal.SIGCONT)
-        assert float(child.stdout.readline()) < 2
-
-
-def test_fault_06_an_unresponsive_head_ends_the_run_within_a_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    class Clock:
-        now = 0.0
-
-        def __call__(self) -> float:
-            return self.now
-
-        def close(self) -> None: ...
-
-    clock = Clock()
-
-    def asked() -> list[Mapping[str, float]]:
-        if clock.now > 0:
-            raise ConnectionError("no GCS")
-        return [{"CPU": 1.0}]
-
-    monkeypatch.setattr(capacity_watch, "AwakeClock", lambda: clock)
-    monkeypatch.setattr(capacity_watch, "live_node_resources", asked)
-    nodes = capacity_watch.LiveNodes()
-    try:
-        for silent_s in (0.0, 10.0, 25.0):
-            clock.now = silent_s
-            assert nodes() == [{"CPU": 1.0}]
-        clock.now = 45.0
-        with pytest.raises(RetriesExhausted) as caught:
-            nodes()
-        assert caught.value.exit_status == 7
-        assert nodes.is_lost
-    finally:
-        nodes.close()
 
 
 ONE = {"n1": [1]}

@@ -11,7 +11,7 @@ import pytest
 from event_records import event as made
 from event_records import record
 
-from raytrain_ddp.errors import DataError, RetriesExhausted, TaskError
+from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.messages import Died
 from raytrain_ddp.ray_backend import failure_policy
 
@@ -211,16 +211,6 @@ def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
         hung(scenario.start(), 41)
 
 
-def test_fault_33_all_ranks_ended_by_a_hang_count_as_one_failure():
-    scenario = Scenario(most=1, replaced=3).start()
-    for rank in (0, 1):
-        scenario.words(rank, "hang", 40)
-    shown = scenario.died(2)
-    assert shown is not None
-    assert shown["hung"]
-    assert scenario.died(0, 1) is None
-
-
 def test_surviving_workers_keep_running_unless_none_is_left():
     scenario = Scenario(replaced=3).start().saved(23)
     assert numbers(scenario.died(1))[2:] == (None, 1)
@@ -258,35 +248,6 @@ def test_fault_34_a_preemption_does_not_count_as_a_failure():
         shown = preempted_event(scenario.start(), 1)
         assert shown is not None
         assert shown["kind"] == "preempted"
-
-
-def test_fault_34_preempted_nodes_are_counted_when_ray_does_not_see_their_workers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    now = [1000.0]
-    monkeypatch.setattr(failure_policy.time, "monotonic", lambda: now[0])
-    scenario = Scenario(replaced=3)
-    scenario.policy.most_preemptions = 1
-    scenario.start()
-    for _ in range(2):  # two workers of the same node
-        assert preempted_event(scenario, 1) is not None
-    with pytest.raises(RetriesExhausted, match=r"max_preemptions.* n2 .*rank 2"):
-        preempted_event(scenario, 2)
-    scenario.policy.most_preemptions = 2
-    now[0] += 3600
-    with pytest.raises(RetriesExhausted, match=r"max_preemptions"):
-        preempted_event(scenario, 2)  # it had returned
-
-
-def test_user_errors_and_our_own_errors_end_the_run_at_once():
-    scenario = Scenario().start()
-    event = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error"}
-    said = {"error": "X", "message": "x", "status": 4}
-    with pytest.raises(DataError, match=r"^x$"):
-        scenario.policy.take({**event, **said, "traceback": ""})
-    with pytest.raises(TaskError, match="Traceback") as caught:
-        scenario.policy.take({**event, **said, "traceback": "Traceback"})
-    assert caught.value.cause == {"rank": 0, "node": "n0", "step": 1, "error": "X"}
 
 
 def test_fault_07_events_from_a_zombie_are_ignored():

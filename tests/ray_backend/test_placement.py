@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,6 +31,7 @@ def layout_on(*nodes: dict[str, float], **scaling: object) -> Layout:
         ([DGX, {"CPU": 30, "GPU": 4}], {}, 7, 12),  # the node with the fewest decides
         ([DGX, {"CPU": 64}], {}, 28, 8),  # a node without GPUs has no worker
         ([{"CPU": 26, "GPU": 4}], {}, 6, 4),
+        ([DGX], {"batch": 64, "micro": 16}, 28, 4),  # as many slots
         ([DGX], {"num_workers": 4}, 28, 4),  # another run may take the other half
         ([DGX], {"gpus_per_worker": 0.5}, 14, 16),
         ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # a GPU with less than one CPU is used, too
@@ -73,29 +73,3 @@ def test_cpus_are_counted_by_affinity_mask_and_slurm_variables(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mask)))
     assert usable_cpus(environ) == usable
     assert cpus_of_process(environ) == of_process
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "scaling", "workers", "reported"),
-    [
-        (64, 16, {}, 4, ("4 of 8 GPUs", "--micro-batch 8 (", "--batch-size 128 (")),
-        (60, 20, {}, 3, ("3 of 8 GPUs", "--micro-batch 6 (", "--batch-size 160 (")),
-        (7, 7, {}, 1, ("1 of 8 GPUs", "For all of them: --batch-size 56 (")),
-        (64, 8, {}, 8, ()),
-        (64, 16, {"num_workers": 4}, 4, ()),  # as asked
-        (64, 16, {"use_gpu": False}, 2, ()),
-    ],
-)
-def test_the_reason_for_idle_gpus_is_reported(
-    batch: int, micro: int, scaling: dict[str, object], workers: int, reported: tuple[str, ...]
-):
-    layout = layout_on(DGX, batch=batch, micro=micro, **scaling)
-    assert layout.most == workers
-    assert bool(layout.note) == bool(reported)
-    assert all(text in layout.note for text in reported)
-    for flag, field in (("--micro-batch ", "micro_batch"), ("--batch-size ", "batch_size")):
-        if flag in layout.note:  # its proposal is accepted, and uses all of them
-            number = int(layout.note.partition(flag)[2].partition(" ")[0])
-            proposed = replace(config(batch, micro, **scaling), **{field: number})
-            again = choose_layout(proposed, DGX)
-            assert (again.most, again.note) == (8, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +26,7 @@ from raytrain_ddp.ray_backend.ray_settings import (
     applied_settings,
     ray_settings,
 )
-from raytrain_ddp.ray_backend.ray_start import (
-    explicit_address,
-    start_with_retries,
-)
+from raytrain_ddp.ray_backend.ray_start import start_with_retries
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -165,25 +161,6 @@ def test_fault_55_sighup_does_not_reach_ray_processes_and_is_not_lost() -> None:
         signal.signal(signal.SIGHUP, before)
         child[0].kill()
         child[0].wait()
-
-
-def test_auto_connects_to_the_newest_local_ray_that_listens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The workers get its address; otherwise, Ray Train's cleanup would ask the newest Ray of that
-    moment."""
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert explicit_address("auto") == "auto"
-    assert explicit_address("10.0.0.1:6379") == "10.0.0.1:6379"
-    (tmp_path / "ray").mkdir()
-    newest = tmp_path / "ray" / "ray_current_cluster"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        newest.write_text(address)
-        assert explicit_address("auto") == address
-    assert explicit_address("auto") == "auto"  # it was killed, and its file remains
-    newest.write_text("no address")
-    assert explicit_address("auto") == "auto"
 
 
 def test_ray_timeouts_follow_the_config_and_are_restored_after_the_run(

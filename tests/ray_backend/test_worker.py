@@ -6,7 +6,6 @@ import errno
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,7 +28,6 @@ from raytrain_ddp.errors import (
 from raytrain_ddp.ray_backend.failure_causes import cause_of
 from raytrain_ddp.ray_backend.failure_policy import as_error
 from raytrain_ddp.ray_backend.worker import WorkerSettings, report_failure
-from raytrain_ddp.ray_backend.worker_process import Tee
 
 
 def because(error: Exception, cause: Exception) -> Exception:
@@ -150,22 +148,3 @@ def test_fault_05_a_worker_that_misses_its_raylets_exit_ends_with_it():
     assert time.monotonic() - killed < 20
     parent.wait()
     parent.stdout.close()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_fault_08_a_worker_log_on_a_full_disk_costs_no_message_and_no_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
-    streams = sys.stdout, sys.stderr
-
-    def task() -> None:
-        with Tee(str(tmp_path / "logs"), 0):
-            print("a line", flush=True)
-            raise ValueError("its own")
-
-    with pytest.raises(ValueError, match="its own"):
-        task()
-    assert (sys.stdout, sys.stderr) == streams
-    assert capsys.readouterr().out == "a line\n"
