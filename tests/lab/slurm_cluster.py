@@ -182,14 +182,6 @@ class Job:
             time.sleep(0.5)
         return state
 
-    def wait_for(self, words: str, timeout_s: float) -> None:
-        """Waits until its output matches."""
-
-        def look() -> bool:
-            return re.search(words, self.output) is not None
-
-        wait_until(look, timeout_s, f"{words}: {self.state}: {self.output[-4000:]}")
-
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
 

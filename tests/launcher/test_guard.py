@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +20,11 @@ from raytrain_ddp.launcher.agent import Agent
 GUARD = Path(supervisor.__file__)
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> float:
-    """Waits until the condition holds; returns the seconds it took."""
-    began = time.monotonic()
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
     while not holds():
-        assert time.monotonic() - began < within_s
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def alive(pid: int) -> bool:
@@ -159,16 +156,3 @@ def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
         reported = taken(agent, "closed")[0]
         assert (reported["status"], reported["asked"]) == (-15, 15)
         agent.clean()
-
-
-def test_an_agent_killed_before_it_starts_a_script_leaves_no_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """For example, while the code is being copied to other machines."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = Agent(GUARD.read_text())
-    assert list(tmp_path.iterdir()) == []
-    started(before, "import time; time.sleep(600)", tmp_path)
-    wait_until(lambda: bool(list(tmp_path.glob("raytrain-run-*"))))
-    before.clean()  # closes the pipe, as the kernel does when its process is killed
-    wait_until(lambda: not list(tmp_path.iterdir()))

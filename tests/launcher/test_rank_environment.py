@@ -101,31 +101,6 @@ def test_a_rank_gets_torchruns_environment_variables_and_those_of_its_flags():
     assert "OMP_NUM_THREADS" not in alone  # on its node
 
 
-def test_a_rank_gets_slurms_environment_variables():
-    group = three_on_two_nodes()
-    env = rank_variables(RunFlags(env="slurm"), group, group.workers[2], {}, "")
-    expected = {
-        "SLURM_PROCID": "2",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1",
-        "SLURM_NTASKS": "3",
-        "SLURM_NPROCS": "3",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_STEP_NODELIST": "10.0.0.9,10.0.0.10",
-        "SLURM_NODELIST": "10.0.0.9,10.0.0.10",
-        "SLURM_TASKS_PER_NODE": "1,2",
-        "SLURM_GTIDS": "1,2",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
-        "SLURMD_NODENAME": "10.0.0.10",
-        "MASTER_ADDR": "10.0.0.9",
-        "WORLD_SIZE": "3",
-    }
-    assert {name: env.get(name) for name in expected} == expected
-    assert env["SLURM_JOB_ID"].isdigit()
-    assert not {name for name in env if name in ("RANK", "LOCAL_RANK") or "ELASTIC" in name}
-
-
 def test_the_drivers_environment_is_sent_without_machine_specific_variables():
     driver = {
         "PATH": "/driver",

@@ -118,15 +118,6 @@ def test_a_failed_head_start_is_reported_without_waiting_for_other_nodes(submit:
     assert processes_of(job.folder) == []
 
 
-def test_a_slow_ray_start_is_retried_on_each_node(submit: Submit):
-    job = submit(FAKE_RAY="slow", SLURM_JOB_NUM_NODES="2")
-    train(job)
-    for node in range(2):
-        assert (job.folder / f"tries-{node}").read_text().count("again") == 2
-    stop(job)
-    assert processes_of(job.folder) == [], "a failed start leaves nothing"
-
-
 def test_leftovers_of_an_ended_job_are_removed_by_the_users_next_job(
     submit: Submit, tmp_path: Path
 ):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.auth_token import use_token
 
 
@@ -46,23 +45,6 @@ def test_a_token_is_private_from_its_creation_and_again_if_others_could_read_it(
         assert f"mode {bits:03o}" in reported.pop()
         assert reported == []
     assert file.read_text() == token
-
-
-def test_fault_62_permissions_that_cannot_be_fixed_are_refused_for_an_embedded_ray(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Those of a mounted secret are the cluster's responsibility."""
-    (home / ".ray").mkdir()
-    (home / ".ray" / "auth_token").write_text("a" * 64)
-    (home / ".ray" / "auth_token").chmod(0o644)
-
-    def read_only(*_: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "chmod", read_only)
-    with pytest.raises(PreflightError, match="644"):
-        use_token(embedded=True)
-    use_token(embedded=False)
 
 
 def test_without_token_authentication_no_token_is_created(

@@ -56,13 +56,3 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
         outbox.answered(mailbox.push(*outbox.letter()))
     heard += inbox.sort(mailbox.take(dict(inbox.taken)))
     assert numbers(heard) == list(range(reported))
-
-
-def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> None:
-    mailbox = Mailbox()
-    assert mailbox.push([]).stop == 0
-    mailbox.take({}, stop=15)
-    assert mailbox.push([]).stop == 15
-    mailbox = Mailbox()
-    mailbox.take({}, stop=15)
-    assert mailbox.push([]).stop == 15
