@@ -359,7 +359,7 @@ time.sleep(0 if os.environ["RANK"] == "1" else 100)
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)  # the kernel would merge two at once
 
-    for times, grace_s in ((1, 2), (2, 600)):
+    for times, grace_s in ((1, 3), (2, 600)):
         for ready in local.folder.glob("ready-*"):
             ready.unlink()
         threading.Thread(target=interrupt, args=(times,), daemon=True).start()

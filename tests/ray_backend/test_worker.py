@@ -72,7 +72,7 @@ class OfTheUser(DataError):
 @pytest.mark.parametrize(
     ("error", "kind", "status", "said"),
     [
-        (OfTheUser(7, "the shelf is empty"), DataError, 42, "the shelf is empty (7)"),
+        (OfTheUser(7, "the shelf is empty"), RaytrainError, 42, "the shelf is empty (7)"),
         (type("Mine", (DataError,), {})("gone"), DataError, 4, "gone"),
         (type("Mine", (DataError,), {"exit_status": 300})("gone"), DataError, 4, "gone"),
         (type("Mine", (RaytrainError,), {"exit_status": True})("gone"), RaytrainError, 1, "gone"),
