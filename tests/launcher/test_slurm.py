@@ -1,4 +1,4 @@
-"""slurm.sbatch with stand-ins for Slurm, Ray, and the run; opt-in, with a real Ray and run."""
+"""slurm.sbatch with stand-ins for Slurm, Ray, and the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import pytest
 from slurm import FAKES, ROOT, Job, free_number, port_of, processes_of
 
 SBATCH = ROOT / "clusters" / "slurm.sbatch"
-
-
 Submit = Callable[..., Job]
 
 
