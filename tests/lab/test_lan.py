@@ -27,3 +27,6 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
     assert (here / "curves.png").read_bytes() == (
         lan.shared / "runs" / "digits" / "curves.png"
     ).read_bytes()
+    lan.take_down()
+    for host in ("head", "w1", "w2"):
+        assert lan.lab.processes(host) == [], host
