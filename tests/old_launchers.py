@@ -120,20 +120,15 @@ def in_folder(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def on_ray(name: str, size: int, flags: str = "", args: str = "") -> int:
-    manner = MANNERS[name]
-    ours = f"{manner.flags} {flags}".replace("{size}", str(size))
-    theirs = f"{manner.args} {args}".replace("{size}", str(size))
-    return run_script(parse([*ours.split(), str(EXAMPLES / name), *theirs.split()]))
-
-
 def compare(name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = MANNERS[name].out
     in_folder(monkeypatch, tmp_path / "own")
     MANNERS[name].own(str(EXAMPLES / name), size)
     own: dict[str, Any] = json.loads(Path(out).read_text())
     in_folder(monkeypatch, tmp_path / "ray")
-    assert on_ray(name, size) == 0
+    manner = MANNERS[name]
+    words = f"{manner.flags} {EXAMPLES / name} {manner.args}".replace("{size}", str(size))
+    assert run_script(parse(words.split())) == 0
     assert json.loads(Path(out).read_text()) == own
     assert own["accuracy"] > 0.7
     if "lines" in own:  # each of 401 once, except those that would give one rank an extra sample

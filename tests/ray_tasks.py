@@ -20,9 +20,6 @@ class Faulty(ImageClassification):
     """Digits; raises in the user's code on every rank."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._fault(batch)
-
-    def _fault(self, batch: Batch) -> Tensor:
         return batch["no such key"]
 
 

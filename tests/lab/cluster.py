@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +20,8 @@ PROJECT = Path(__file__).resolve().parent / "project"
 SHELL = f"export PATH={sys.prefix}/bin:$PATH; cd ~/project; "
 
 
-def filled_in(text: str, lab: Lab, settings: Mapping[str, str]) -> str:
-    """lan.yaml with a user's entries and the changes that a lab needs.
+def filled_in(text: str, lab: Lab) -> str:
+    """lan.yaml with the changes that a lab needs.
 
     There is no package index in a lab: the venv is this machine's, and the wheel is unpacked. Its
     hosts share this machine's cores and memory.
@@ -38,7 +38,6 @@ def filled_in(text: str, lab: Lab, settings: Mapping[str, str]) -> str:
         "RAY_AUTH_MODE=token' >>": "RAY_AUTH_MODE=token PYTHONPATH=~/code' >>",
         " --disable-usage-stats": " --disable-usage-stats --num-cpus=1"
         " --object-store-memory=100000000",
-        **settings,
     }
     for before, after in changes.items():
         assert before in text, before
@@ -47,9 +46,9 @@ def filled_in(text: str, lab: Lab, settings: Mapping[str, str]) -> str:
 
 
 class Cluster:
-    """Initially down. `settings`: further changes of lan.yaml as pairs of texts."""
+    """Initially down."""
 
-    def __init__(self, lab: Lab, shared: Path, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, lab: Lab, shared: Path) -> None:
         self.lab, self.shared, self.is_up = lab, shared, False
         project = lab.home("laptop") / "project"
         shutil.copytree(PROJECT, project, ignore=shutil.ignore_patterns("__pycache__"))
@@ -59,7 +58,7 @@ class Cluster:
         (project / "clusters").mkdir()
         text = (ROOT / "clusters" / "lan.yaml").read_text(encoding="utf-8")
         self.commands = opening(text)
-        (project / "clusters" / "lan.yaml").write_text(filled_in(text, lab, settings or {}))
+        (project / "clusters" / "lan.yaml").write_text(filled_in(text, lab))
         key = lab.home("laptop") / ".ssh" / "id_ed25519"
         key.touch(0o600)
         key.write_text(lab.key(), encoding="utf-8")
@@ -78,10 +77,9 @@ class Cluster:
         self.is_up = False
         return self.laptop(self.commands["take down"])
 
-    def train(self, flags: str, storage: str = "") -> Command:
+    def train(self, flags: str) -> Command:
         """The second command of the file, with flags."""
-        place = storage or f"{self.shared}/runs"
-        words = self.commands["train"].replace("/shared/runs", f"{place} {flags}")
+        words = self.commands["train"].replace("/shared/runs", f"{self.shared}/runs {flags}")
         return self.lab.start("laptop", SHELL + words)
 
     @contextmanager
@@ -137,18 +135,11 @@ class Run:
         """The number of workers at each start."""
         return [event["world_size"] for event in self.events("plan")]
 
-    def passes(self) -> dict[str, list[float]]:
-        """Host -> times of its forward passes."""
+    def times(self, since: float = 0.0) -> list[float]:
+        """Of the forward passes on all hosts, in order."""
         hosts = [path for path in self.notes.iterdir() if path.name in HOSTS]
-        return {
-            path.name: [float(line) for line in path.read_text(encoding="utf-8").split()]
-            for path in hosts
-        }
-
-    def times(self, since: float = 0.0, but: str = "") -> list[float]:
-        """Of the passes of all hosts (but one), in order."""
-        theirs = [times for host, times in self.passes().items() if host != but]
-        return sorted(t for times in theirs for t in times if t >= since)
+        times = [float(line) for host in hosts for line in host.read_text("utf-8").split()]
+        return sorted(t for t in times if t >= since)
 
     def wait_for(self, what: str, holds: Any, timeout_s: float = 150) -> float:
         def look() -> bool:
@@ -166,10 +157,10 @@ class Run:
         at = self.wait_for(f"start {number}", lambda: len(self.sizes()) >= number)
         return self.wait_for(f"a step of start {number}", lambda: self.times(at))
 
-    def standstill(self, since: float, but: str = "") -> tuple[float, float]:
+    def standstill(self, since: float) -> tuple[float, float]:
         """The longest period without a forward pass on any host: begin and end, in seconds after
         `since`."""
-        times = [t - since for t in self.times(since - 1, but)]
+        times = [t - since for t in self.times(since - 1)]
         return max(pairwise(times), key=lambda pair: pair[1] - pair[0])
 
     def weights(self) -> bytes:

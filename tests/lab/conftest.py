@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import HOSTS, Cluster, Run
 from lab import Lab, lacking
-from slurm_cluster import SlurmCluster, lacking_slurm, ways_to_track
+from slurm_cluster import SlurmCluster, lacking_slurm
 
 
 @pytest.fixture(scope="session")
@@ -39,16 +39,14 @@ def undisturbed(cluster: Cluster) -> Run:
     return run
 
 
-@pytest.fixture(scope="session", params=ways_to_track())
-def slurm(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SlurmCluster]:
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Two nodes; jobs are submitted in a folder that all hosts share, like the folders of the
     tests."""
     why = lacking() or lacking_slurm()
     if why:
         pytest.skip(why)
     folder, shared = tmp_path_factory.mktemp("slurm"), tmp_path_factory.getbasetemp()
-    cluster = SlurmCluster(folder, shared, request.param)
+    cluster = SlurmCluster(folder, shared)
     yield cluster
     cluster.down()

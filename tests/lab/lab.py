@@ -15,7 +15,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parent / "lab.sh"
 ROOT = SCRIPT.parents[2]
-PROGRAMS = ("ip", "tc", "unshare", "nsenter", "sshd", "ssh-keygen", "rsync")
+PROGRAMS = ("ip", "unshare", "nsenter", "sshd", "ssh-keygen", "rsync")
 
 
 def lacking() -> str:
@@ -70,13 +70,6 @@ class Lab:
 
     def key(self) -> str:
         return Path(self._do("key").strip()).read_text(encoding="utf-8")
-
-    def cut(self, host: str) -> None:
-        """Takes its network link down; `heal` brings it up again."""
-        self._do("cut", host)
-
-    def heal(self, host: str) -> None:
-        self._do("heal", host)
 
     def crash(self, host: str) -> None:
         """Powers the host off without a shutdown; `boot` powers it on."""

@@ -29,7 +29,6 @@ usage: lab.sh up [-s PATH]... HOST...   make the hosts (again: adds missing ones
        lab.sh exec HOST CMD [ARG...]    run a command on a host (no CMD: an interactive login shell)
        lab.sh cut HOST | heal HOST      unplug / plug in its network cable (sockets stay open, packets are lost)
        lab.sh crash HOST | boot HOST    power off without a goodbye (nothing sends FIN) / power on again
-       lab.sh slow HOST RATE | fast HOST   limit its link both ways (e.g. 100mbit) / no limit
        lab.sh ps HOST | ip HOST | key | status
        lab.sh down                      end every process of the lab, remove namespaces and state
 environment: NETLAB_NAME=$LAB NETLAB_DIR=$D NETLAB_NET=$NET NETLAB_SHM=$SHM
@@ -100,7 +99,7 @@ up() {
   while getopts s: o; do case $o in s) share+=("$(readlink -f "$OPTARG")") ;; *) usage; exit 2 ;; esac; done
   shift $((OPTIND - 1))
   [ "$(id -u)" = 0 ] || die "needs root"
-  for p in ip tc unshare nsenter setsid pgrep sshd ssh-keygen; do
+  for p in ip unshare nsenter setsid pgrep sshd ssh-keygen; do
     command -v "$p" >/dev/null || die "$p is missing (Debian: iproute2 util-linux procps openssh-server)"
   done
   case $D/ in /tmp/* | "$HOME"/* | /dev/shm/*) die "NETLAB_DIR=$D lies under a path that hosts cover" ;; esac
@@ -161,7 +160,7 @@ case $cmd in
   down) down; exit ;;
   status) status; exit ;;
   key) echo "$D/ssh/id"; exit ;;
-  ps | exec | cut | heal | crash | boot | slow | fast | ip) ;;
+  ps | exec | cut | heal | crash | boot | ip) ;;
   *) usage >&2; exit 2 ;;
 esac
 h=${1:-}; [ -n "$h" ] || { usage >&2; exit 2; }
@@ -174,11 +173,4 @@ case $cmd in
   heal) ip -n "$SW" link set "$P" up ;;
   crash) ip -n "$SW" link set "$P" down; halt "$h" ;;
   boot) boot "$h" ;;
-  slow)
-    r=${1:?RATE, e.g. 100mbit}
-    ip netns exec "$SW" tc qdisc replace dev "$P" root tbf rate "$r" burst 256k latency 50ms
-    ip netns exec "$LAB-$h" tc qdisc replace dev eth0 root tbf rate "$r" burst 256k latency 50ms ;;
-  fast)
-    ip netns exec "$SW" tc qdisc del dev "$P" root 2>/dev/null || true
-    ip netns exec "$LAB-$h" tc qdisc del dev eth0 root 2>/dev/null || true ;;
 esac

@@ -19,22 +19,6 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 _START_S = 30.0
 
-# How Slurm tracks a job's processes: by their parents, or by cgroups, as on most clusters.
-LINUXPROC, CGROUP = "linuxproc", "cgroup"
-_CONTROLLERS = ("freezer", "memory", "cpuset", "devices")
-# A part of this machine's cgroups for each node, as if it were the whole tree.
-_CGROUPS = """\
-for each in {controllers}; do
-  mkdir -p /tmp/cgroups/$each /tmp/all-$each
-  mount -t cgroup -o $each none /tmp/all-$each
-  mkdir /tmp/all-$each/{name}
-  [ $each != cpuset ] || for of in cpus mems; do
-    cat /tmp/all-cpuset/cpuset.$of > /tmp/all-cpuset/{name}/cpuset.$of
-  done
-  mount --bind /tmp/all-$each/{name} /tmp/cgroups/$each
-done
-"""
-
 # Nodes have the CPUs, memory and GPUs that two jobs of slurm.sbatch ask for at once; Slurm does not
 # look for them.
 _CONFIG = """\
@@ -51,8 +35,8 @@ SlurmctldPidFile=/tmp/slurmctld.pid
 SlurmdPidFile=/tmp/slurmd.pid
 SlurmctldLogFile=/var/log/slurmctld.log
 SlurmdLogFile=/var/log/slurmd.log
-ProctrackType=proctrack/{tracks}
-TaskPlugin=task/{task}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SwitchType=switch/none
 MpiDefault=none
@@ -61,28 +45,12 @@ SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
 GresTypes=gpu
 SchedulerParameters=bf_interval=5,sched_interval=5,batch_sched_delay=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=15
 KillWait=10
 NodeName={nodes} CPUs=32 RealMemory=160000 Gres=gpu:8 State=UNKNOWN
-PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
-PartitionName=urgent Nodes={nodes} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
 """
-
-_CGROUP_CONFIG = """\
-CgroupPlugin=cgroup/v1
-CgroupAutomount=no
-CgroupMountpoint=/tmp/cgroups
-ConstrainRAMSpace=yes
-"""
-
-
-def ways_to_track() -> list[str]:
-    """The first one is used on most clusters."""
-    has_cgroups = all(Path("/sys/fs/cgroup", each, "tasks").exists() for each in _CONTROLLERS)
-    return [CGROUP, LINUXPROC] if has_cgroups else [LINUXPROC]
 
 
 def lacking_slurm() -> str:
@@ -95,20 +63,18 @@ class SlurmCluster:
     """A running cluster. Jobs are submitted on the controller, in `folder`, which is inside
     `shared`; all hosts see `shared`."""
 
-    def __init__(self, folder: Path, shared: Path, tracks: str = LINUXPROC) -> None:
-        self.folder, self.tracks = folder, tracks
+    def __init__(self, folder: Path, shared: Path) -> None:
+        self.folder = folder
         self._munge = Path(f"/run/rtslurm-{os.getpid()}")  # a short path: it has a socket
         self._munged: subprocess.Popen[bytes] | None = None
         self.lab = Lab([shared, ROOT], (CONTROLLER, *NODES))
         try:
             self._start_munge()
             config = {"controller": CONTROLLER, "munge": self._munge, "nodes": ",".join(NODES)}
-            config |= {"tracks": tracks, "task": "cgroup" if tracks == CGROUP else "none"}
             (folder / "slurm.conf").write_text(_CONFIG.format(**config))
             for number in range(8):  # no devices
                 (folder / f"gpu{number}").touch()
             (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
-            (folder / "cgroup.conf").write_text(_CGROUP_CONFIG)
             self.lab.run(
                 CONTROLLER, f"mkdir -p /tmp/slurmctld; slurmctld -f {folder}/slurm.conf -c"
             )
@@ -133,9 +99,6 @@ class SlurmCluster:
         wait_until((self._munge / "socket").exists, _START_S, "munged's socket")
 
     def start_node(self, node: str) -> None:
-        if self.tracks == CGROUP:
-            own = {"controllers": " ".join(_CONTROLLERS), "name": self._cgroup(node)}
-            self.lab.run(node, _CGROUPS.format(**own))
         self.lab.run(node, f"slurmd -f {self.folder}/slurm.conf -N {node}")
 
     def __str__(self) -> str:
@@ -151,21 +114,10 @@ class SlurmCluster:
     def down(self) -> None:
         """Ends all of it; nothing of it stays on this machine."""
         self.lab.down()
-        for each in _CONTROLLERS:
-            for node in NODES:
-                parts = Path("/sys/fs/cgroup", each, self._cgroup(node))
-                for part in sorted(parts.rglob("*/"), reverse=True):
-                    part.rmdir()
-                if parts.exists():
-                    parts.rmdir()
         if self._munged is not None:
             self._munged.terminate()
             self._munged.wait(10)
         shutil.rmtree(self._munge, ignore_errors=True)
-
-    @staticmethod
-    def _cgroup(node: str) -> str:
-        return f"raytrain-{os.getpid()}-{node}"
 
     def sh(self, command: str, timeout_s: float = 60) -> str:
         """Runs a command on the controller, with the project's environment active."""
@@ -230,14 +182,6 @@ class Job:
             time.sleep(0.5)
         return state
 
-    def wait_for(self, words: str, timeout_s: float) -> None:
-        """Waits until its output matches."""
-
-        def look() -> bool:
-            return re.search(words, self.output) is not None
-
-        wait_until(look, timeout_s, f"{words}: {self.state}: {self.output[-4000:]}")
-
     def update(self, change: str) -> None:
         self.cluster.sh(f"scontrol update JobId={self.number} {change}")
 
@@ -257,6 +201,3 @@ class Job:
             assert time.time() < deadline, f"{self.facts()}: {self.output[-4000:]}\n{self.cluster}"
             self.cluster.sh(f"scontrol update JobId={self.number} StartTime=now || true")
             time.sleep(1)
-
-    def cancel(self, flags: str = "") -> None:
-        self.cluster.sh(f"scancel {flags} {self.number}")

@@ -27,12 +27,6 @@ def test_the_default_run_is_watched_from_the_laptop_and_its_results_are_fetched(
     assert (here / "curves.png").read_bytes() == (
         lan.shared / "runs" / "digits" / "curves.png"
     ).read_bytes()
-
-
-@pytest.mark.lab
-@pytest.mark.timeout(900)
-def test_after_ray_down_no_ray_process_is_left_on_any_host(lan: Cluster):
-    assert any("raylet" in line for line in lan.lab.processes("w2"))
     lan.take_down()
     for host in ("head", "w1", "w2"):
         assert lan.lab.processes(host) == [], host

@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 from lab import wait_until
 from slurm import ROOT
-from slurm_cluster import LeftOn, SlurmCluster, ways_to_track
+from slurm_cluster import LeftOn, SlurmCluster
 
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.events import Plan
 
-pytestmark = [
-    pytest.mark.slurm,
-    pytest.mark.timeout(900),
-    pytest.mark.parametrize("slurm", ways_to_track()[:1], indirect=True),
-]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 SBATCH = f"{ROOT}/clusters/slurm.sbatch"
 TASK = f"{ROOT}/tests/ray_tasks.py:Paced"
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +20,11 @@ from raytrain_ddp.launcher.agent import Agent
 GUARD = Path(supervisor.__file__)
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 20.0) -> float:
-    """Waits until the condition holds; returns the seconds it took."""
-    began = time.monotonic()
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
     while not holds():
-        assert time.monotonic() - began < within_s
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def alive(pid: int) -> bool:
@@ -119,18 +116,6 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
         wait_until(lambda: not alive(daemon))
 
 
-def test_a_script_ends_with_its_guard(tmp_path: Path):
-    with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
-        script, child, daemon = pids_in(tmp_path / "pids")
-        os.kill(int(guarded.report()["guard"]), signal.SIGKILL)
-        wait_until(lambda: not alive(script))
-        for pid in (child, daemon):
-            os.kill(pid, signal.SIGKILL)
-
-
-# ------------------------------------------------------------------ the agent
-
-
 @pytest.fixture
 def agent() -> Iterator[Agent]:
     each = Agent(GUARD.read_text())
@@ -139,18 +124,18 @@ def agent() -> Iterator[Agent]:
     each.clean()
 
 
-def started(agent: Agent, script: str, folder: Path, *args: str, feeds: bool = False) -> None:
-    command = [sys.executable, "-c", script, *args]
-    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=feeds)
+def started(agent: Agent, script: str, folder: Path) -> None:
+    command = [sys.executable, "-c", script]
+    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=False)
 
 
-def taken(agent: Agent, until: str, most: int = 500) -> list[dict[str, Any]]:
+def taken(agent: Agent, until: str) -> list[dict[str, Any]]:
     """All messages up to the first one of this kind."""
     news: list[dict[str, Any]] = []
     deadline = time.monotonic() + 30
     while not any(until in each for each in news):
         assert time.monotonic() < deadline, news
-        news += agent.take(1.0, most)
+        news += agent.take(1.0, 500)
     return news
 
 
@@ -163,23 +148,6 @@ def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_
     assert [each["status"] for each in news if "status" in each] == [3]
 
 
-def test_a_status_waits_neither_for_the_console_nor_for_leftover_processes(
-    agent: Agent, tmp_path: Path
-):
-    leaves = (
-        "import os, subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
-    )
-    ready = "import signal, time; signal.signal(15, signal.SIG_IGN); print(); time.sleep(600)"
-    script = f"{leaves}\nfor n in range(4_000): print(n)\nos._exit(3)"
-    began = time.monotonic()
-    started(agent, script, tmp_path, ready)
-    (reported,) = taken(agent, "status", most=0)
-    ended_at = time.monotonic()
-    assert (reported["status"], reported["asked"]) == (3, 0)
-    assert began < reported["at"] <= ended_at
-    taken(agent, "closed")
-
-
 def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
     for _ in range(3):
         agent = Agent(GUARD.read_text())
@@ -188,16 +156,3 @@ def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
         reported = taken(agent, "closed")[0]
         assert (reported["status"], reported["asked"]) == (-15, 15)
         agent.clean()
-
-
-def test_an_agent_killed_before_it_starts_a_script_leaves_no_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """For example, while the code is being copied to other machines."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = Agent(GUARD.read_text())
-    assert list(tmp_path.iterdir()) == []
-    started(before, "import time; time.sleep(600)", tmp_path)
-    wait_until(lambda: bool(list(tmp_path.glob("raytrain-run-*"))))
-    before.clean()  # closes the pipe, as the kernel does when its process is killed
-    wait_until(lambda: not list(tmp_path.iterdir()))

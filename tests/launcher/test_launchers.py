@@ -1,23 +1,9 @@
-"""examples/launchers: each script gives the same result on Ray as under its own launcher.
-
-Two of them by default, in test_fit_on_ray.py, on the Ray of that file.
-"""
+"""examples/launchers: what their README says. They run in test_fit_on_ray.py and, with -m slow, in
+test_ray_faults.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-from old_launchers import EXAMPLES, MANNERS, compare
-from ray_cluster import two_nodes
-
-
-@pytest.fixture(scope="module")
-def cluster(unchanged_process: None) -> Iterator[Any]:
-    with two_nodes() as made:
-        yield made
+from old_launchers import EXAMPLES, MANNERS
 
 
 def test_every_launcher_example_is_tested_and_in_the_readme():
@@ -30,14 +16,3 @@ def test_every_launcher_example_is_tested_and_in_the_readme():
             "{size}", "2"
         ).strip()
         assert command in " ".join(readme.replace("\\\n", " ").split()), command
-
-
-@pytest.mark.slow
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", MANNERS)
-def test_each_script_has_the_same_result_as_under_its_own_launcher(
-    name: str, size: int, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    compare(name, size, tmp_path, monkeypatch)

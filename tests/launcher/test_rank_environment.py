@@ -17,8 +17,7 @@ from raytrain_ddp.launcher.rank_environment import (
     placeholder_values,
     rank_variables,
 )
-from raytrain_ddp.launcher.run_options import RunFlags, RunOptions, fill
-from raytrain_ddp.run import parse
+from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 OWN = {
     "SLURM_CPUS_PER_TASK": "4",
@@ -65,16 +64,6 @@ def test_the_scripts_variables_are_kept_and_those_of_another_group_removed(local
     )
 
 
-def test_flags_set_the_same_variables_as_torchrun():
-    line = "--nproc-per-node 2 --role me --rdzv-id job --virtual-local-rank t.py"
-    group = three_on_two_nodes()
-    env = rank_variables(parse(line.split()).flags, group, group.workers[2], {}, "")
-    expected = {"ROLE_NAME": "me", "TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0"}
-    assert {name: env[name] for name in expected} == expected
-    assert env["CUDA_VISIBLE_DEVICES"] == "10"  # its own of 2 and 10
-    assert fill("${local_rank} {rank}", placeholder_values(group, group.workers[2])) == "1 2"
-
-
 def test_ranks_are_ordered_by_node_then_gpu():
     workers = three_on_two_nodes().workers
     assert [w.seat.number for w in workers] == [0, 2, 1]
@@ -88,79 +77,28 @@ def test_ranks_are_ordered_by_node_then_gpu():
     assert assign_ranks([w.seat for w in workers], first_node="a")[0].seat.number == 2
 
 
-def test_a_rank_gets_torchruns_environment_variables():
+def test_a_rank_gets_torchruns_environment_variables_and_those_of_its_flags():
+    """All of them are compared with torchrun's in test_run_local.py, on one node."""
     group = three_on_two_nodes()
-    env = rank_variables(
-        RunFlags(num_workers=3, max_restarts=2), group, group.workers[2], {}, "e.json"
-    )
-    assert env == {
-        "RANK": "2",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "3",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "1",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_RANK": "2",
-        "ROLE_NAME": "default",
-        "ROLE_WORLD_SIZE": "3",
-        "MASTER_ADDR": "10.0.0.9",
-        "MASTER_PORT": "23456",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "2",
-        "TORCHELASTIC_RUN_ID": "0123456789abcdef",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": "e.json",
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "2,10",
-    }
-
-
-@pytest.mark.parametrize(
-    ("flags", "base", "rank", "threads"),
-    [
-        (RunFlags(), {"OMP_NUM_THREADS": "7"}, 1, "7"),
-        (RunFlags(cpus_per_worker=4), {}, 1, "4"),
-        (RunFlags(cpus_per_worker=0.5), {}, 1, "1"),
-        (RunFlags(), {}, 0, None),  # alone on its node
-    ],
-)
-def test_omp_num_threads_is_the_users_or_torchruns(flags, base, rank, threads):
-    group = three_on_two_nodes()
-    env = rank_variables(flags, group, group.workers[rank], base, "")
-    assert env.get("OMP_NUM_THREADS") == threads
-
-
-def test_unrequested_gpus_are_hidden():
-    (worker,) = assign_ranks([Placement(0, "a", "10.0.0.1", "h", node_has_gpus=True)])
-    env = rank_variables(RunFlags(), RankedGroup([worker], "127.0.0.1", 1, "0" * 8), worker, {}, "")
-    assert env["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_a_rank_gets_slurms_environment_variables():
-    group = three_on_two_nodes()
-    env = rank_variables(RunFlags(env="slurm"), group, group.workers[2], {}, "")
-    expected = {
-        "SLURM_PROCID": "2",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1",
-        "SLURM_NTASKS": "3",
-        "SLURM_NPROCS": "3",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_STEP_NODELIST": "10.0.0.9,10.0.0.10",
-        "SLURM_NODELIST": "10.0.0.9,10.0.0.10",
-        "SLURM_TASKS_PER_NODE": "1,2",
-        "SLURM_GTIDS": "1,2",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
-        "SLURMD_NODENAME": "10.0.0.10",
-        "MASTER_ADDR": "10.0.0.9",
-        "WORLD_SIZE": "3",
-    }
-    assert {name: env.get(name) for name in expected} == expected
-    assert env["SLURM_JOB_ID"].isdigit()
-    assert not {name for name in env if name in ("RANK", "LOCAL_RANK") or "ELASTIC" in name}
+    expected = {"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}
+    expected |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "2", "ROLE_NAME": "me"}
+    expected |= {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "23456", "CUDA_VISIBLE_DEVICES": "2,10"}
+    expected |= {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "0123456789abcdef"}
+    for flags, base, changed in (
+        (RunFlags(role="me", cpus_per_worker=4), {}, {"OMP_NUM_THREADS": "4"}),
+        (RunFlags(role="me"), {"OMP_NUM_THREADS": "7"}, {"OMP_NUM_THREADS": "7"}),
+        (RunFlags(role="me", cpus_per_worker=0.5), {}, {"OMP_NUM_THREADS": "1"}),
+        (
+            RunFlags(role="me", rdzv_id="job", virtual_local_rank=True),
+            {},
+            {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "10"},
+        ),
+    ):
+        env = rank_variables(flags, group, group.workers[2], base, "")
+        wanted = expected | changed
+        assert {name: env[name] for name in wanted} == wanted
+    alone = rank_variables(RunFlags(), group, group.workers[0], {}, "")
+    assert "OMP_NUM_THREADS" not in alone  # on its node
 
 
 def test_the_drivers_environment_is_sent_without_machine_specific_variables():
@@ -189,26 +127,6 @@ def test_the_drivers_environment_is_sent_without_machine_specific_variables():
     assert base_environment(driver, node, False, moved=there) == expected
     exported = base_environment(driver, node, False, ["NCCL_DEBUG", "VIRTUAL_ENV"], there)
     assert exported == expected | {"NCCL_DEBUG": "INFO", "VIRTUAL_ENV": "/v"}
-
-
-@pytest.mark.parametrize(
-    ("text", "flag"),
-    [
-        ("add_argument('--local_rank')", "--local_rank=0"),
-        ("add_argument('--local-rank')", "--local-rank=0"),
-        ("add_argument('--local-rank', '--local_rank')", "--local_rank=0"),
-        ("", "--local_rank=0"),
-    ],
-)
-def test_the_local_rank_flag_is_spelled_as_the_script_expects(
-    text: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(text)
-    order = RunOptions(RunFlags(legacy_local_rank=True), "script.py")
-    group = three_on_two_nodes()
-    command = order.command("python", placeholder_values(group, group.workers[1]))
-    assert command == ["python", "-u", "script.py", flag]
 
 
 def test_placeholders_are_filled_in_and_other_braces_are_unchanged():

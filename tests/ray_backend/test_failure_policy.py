@@ -11,7 +11,7 @@ import pytest
 from event_records import event as made
 from event_records import record
 
-from raytrain_ddp.errors import DataError, RetriesExhausted, TaskError
+from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.messages import Died
 from raytrain_ddp.ray_backend import failure_policy
 
@@ -120,15 +120,6 @@ def test_one_death_counts_once_however_often_ray_reports_it():
     assert scenario.killed(1, 5) is None
 
 
-def test_a_checkpoint_whose_event_was_lost_counts_once_a_start_resumes_from_it():
-    scenario = Scenario(most=0)
-    with pytest.raises(RetriesExhausted):
-        scenario.start().killed(0, 4)
-    scenario = Scenario(most=1)
-    assert scenario.start().killed(0, 8) is not None
-    assert scenario.start(at=7).killed(0, 8) is not None
-
-
 def test_scaling_max_failures_consecutive_failures_end_the_run():
     scenario = Scenario(most=2)
     for count, step in enumerate((5, 9)):
@@ -179,30 +170,6 @@ def test_fault_48_another_step_or_rank_or_a_checkpoint_in_between_is_not_a_crash
     assert scenario.killed(rank, step) is not None
 
 
-def test_fault_48_the_step_of_a_lone_workers_death_is_its_last_reported_step():
-    policy = FailurePolicy(100)
-    for number in range(3):
-        joined = {"kind": "joined", "start": f"{number}", "rank": 0, "node": "n0"}
-        for event in (joined, {"kind": "plan", "start_step": 0}, {"kind": "at", "step": 12}):
-            assert policy.take(event) is None
-        died = {"kind": "died", "texts": {0: KILLED.format(number)}, "preempted": []}
-        if number < 2:
-            shown = policy.take(died)
-            assert shown is not None
-            assert shown["step"] == 12
-        else:
-            with pytest.raises(RetriesExhausted, match="step 12"):
-                policy.take(died)
-
-
-def test_deaths_during_startup_are_not_a_crash_loop_but_are_counted():
-    scenario = Scenario(most=2)
-    for count in (1, 2):
-        assert numbers(scenario.start(at=None).killed(1, None)) == (1, None, 0, count)
-    with pytest.raises(RetriesExhausted):
-        scenario.start(at=None).killed(rank=1, step=None)
-
-
 def test_fault_25_a_worker_ended_by_rays_memory_monitor_is_replaced_once():
     why = "NODE_OUT_OF_MEMORY Worker exit detail: the node was running low on memory"
     scenario = Scenario(most=100)
@@ -244,16 +211,6 @@ def test_fault_33_48_hangs_at_the_same_step_twice_or_too_often_end_the_run():
         hung(scenario.start(), 41)
 
 
-def test_fault_33_all_ranks_ended_by_a_hang_count_as_one_failure():
-    scenario = Scenario(most=1, replaced=3).start()
-    for rank in (0, 1):
-        scenario.words(rank, "hang", 40)
-    shown = scenario.died(2)
-    assert shown is not None
-    assert shown["hung"]
-    assert scenario.died(0, 1) is None
-
-
 def test_surviving_workers_keep_running_unless_none_is_left():
     scenario = Scenario(replaced=3).start().saved(23)
     assert numbers(scenario.died(1))[2:] == (None, 1)
@@ -285,16 +242,6 @@ def test_new_workers_that_fail_do_not_end_a_run_that_makes_progress() -> None:
         scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
 
 
-def test_fault_33_a_hang_is_reported_although_the_others_continued_before_ray_reports_it() -> None:
-    scenario = Scenario(replaced=3).start()
-    scenario.words(0, "hang", 40).start(at=39, new=[])
-    shown = scenario.died(2)
-    assert shown is not None
-    assert shown["hung"]
-    scenario.saved(41)
-    assert scenario.died(1) is not None, "a failure of its own"
-
-
 def test_fault_34_a_preemption_does_not_count_as_a_failure():
     scenario = Scenario(most=0)
     for _ in range(3):
@@ -303,56 +250,11 @@ def test_fault_34_a_preemption_does_not_count_as_a_failure():
         assert shown["kind"] == "preempted"
 
 
-def test_fault_34_preempted_nodes_are_counted_when_ray_does_not_see_their_workers(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    now = [1000.0]
-    monkeypatch.setattr(failure_policy.time, "monotonic", lambda: now[0])
-    scenario = Scenario(replaced=3)
-    scenario.policy.most_preemptions = 1
-    scenario.start()
-    for _ in range(2):  # two workers of the same node
-        assert preempted_event(scenario, 1) is not None
-    with pytest.raises(RetriesExhausted, match=r"max_preemptions.* n2 .*rank 2"):
-        preempted_event(scenario, 2)
-    scenario.policy.most_preemptions = 2
-    now[0] += 3600
-    with pytest.raises(RetriesExhausted, match=r"max_preemptions"):
-        preempted_event(scenario, 2)  # it had returned
-
-
-def test_fault_04_a_lost_node_is_named_although_its_peers_report_only_a_lost_connection():
-    scenario = Scenario().start()
-    scenario.words(0, "peer", 7, "RuntimeError").words(2, "peer", 7, "RuntimeError")
-    texts = {0: "Connection closed by peer", 2: "Connection closed by peer"}
-    shown = scenario.policy.take({"kind": "died", "texts": texts, "preempted": []})
-    assert shown is not None
-    assert (shown["rank"], shown["node"], shown["step"]) == (1, "n1", 7)
-
-
-def test_user_errors_and_our_own_errors_end_the_run_at_once():
-    scenario = Scenario().start()
-    event = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error"}
-    said = {"error": "X", "message": "x", "status": 4}
-    with pytest.raises(DataError, match=r"^x$"):
-        scenario.policy.take({**event, **said, "traceback": ""})
-    with pytest.raises(TaskError, match="Traceback") as caught:
-        scenario.policy.take({**event, **said, "traceback": "Traceback"})
-    assert caught.value.cause == {"rank": 0, "node": "n0", "step": 1, "error": "X"}
-
-
 def test_fault_07_events_from_a_zombie_are_ignored():
     scenario = Scenario().start().start()
     old = {"kind": "failed", "start": "1", "rank": 0, "step": 1, "cause": "error", "status": 8}
     assert scenario.policy.take({**old, "error": "RunLockedError", "message": "x"}) is None
     assert "x" not in scenario.policy.ended("the controller")["message"].split(";")[0]
-
-
-def test_a_start_that_dies_before_its_first_event_is_not_judged_by_older_events():
-    scenario = Scenario()
-    assert scenario.start().killed(1, 5) is not None
-    shown = scenario.policy.take({"kind": "died", "texts": {1: "gone"}, "preempted": []})
-    assert numbers(shown) == (1, None, 0, 2)
 
 
 def test_a_failure_of_ray_train_itself_is_retried_and_counted():
@@ -369,10 +271,3 @@ def test_a_failure_of_ray_train_itself_is_retried_and_counted():
             scenario.words(rank, "peer", 3, "RuntimeError")
         with pytest.raises(RetriesExhausted, match="max_preemptions"):
             scenario.policy.ended("Training was interrupted by node preemption")
-
-
-def test_progress_after_a_start_from_an_older_checkpoint_counts_from_it():
-    scenario = Scenario(most=1).start(at=100)
-    assert scenario.killed(1, 105) is not None
-    scenario.start(at=20).saved(30)  # the one of step 100 was damaged
-    assert numbers(scenario.killed(1, 35)) == (1, 35, 30, 1)

@@ -19,16 +19,13 @@ import pytest
 
 pytest.importorskip("ray")
 import psutil
-import torch
 import warm_python
 from logs import log_of
-from old_launchers import compare
+from old_launchers import compare, free_port
 from processes import ENVIRONMENT
 from ray_cluster import (
     TASKS,
     Ears,
-    Running,
-    at_size,
     at_step,
     once,
     paced,
@@ -39,12 +36,12 @@ from ray_cluster import (
     weights,
 )
 
-from raytrain_ddp import FitResult, TrainConfig, fit, fit_locally
-from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
+from raytrain_ddp import FitResult, TrainConfig, fit
+from raytrain_ddp.checkpoint.run_folder import read_events
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import dumps, load
-from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError, TaskError
 from raytrain_ddp.events import End
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
@@ -101,15 +98,21 @@ def test_fit_trains_the_digits_and_writes_every_file_of_the_run(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """A run of three processes under torchrun."""
+    """A run of three processes that have torchrun's variables."""
     config = paced(tmp_path_factory.mktemp("reference"), "undisturbed")
-    run_storage(config).mkdir()
     recipe = Path(config.storage) / "undisturbed.toml"
     recipe.write_text(dumps(config))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command = [*torchrun, "--standalone", "-m", "raytrain_ddp.fit", str(recipe)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=200)
+    ranks = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe)]
+    processes = [
+        warm_python.WarmPython(
+            command,
+            env={**os.environ, **ENVIRONMENT, **ranks, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(3)
+    ]
+    assert [process.wait(200) for process in processes] == [0, 0, 0]
     return config
 
 
@@ -119,7 +122,7 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     """One of three Ray workers is killed and replaced while the others survive and the task's files
     are broken; then Ctrl-C and the same command again.
 
-    Weights and log are those of three undisturbed processes under torchrun.
+    Weights and log are those of three undisturbed processes.
     """
     monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=15")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
@@ -193,54 +196,6 @@ def test_fault_05_after_a_killed_driver_the_same_command_ends_with_the_same_bits
     assert log_of(config) == log_of(undisturbed)
 
 
-def test_killed_mailboxes_do_not_disturb_the_run(cluster: Any, tmp_path: Path) -> None:
-    """The actor between workers and driver is killed in mid-run, and once more near the end."""
-    (tmp_path / "slow").touch()
-    config = paced(tmp_path, "mailbox", scaling=ScalingConfig(num_workers=2, max_failures=0))
-    config = replace(config, epochs=1)
-    log = tmp_path / "mailbox" / "metrics.jsonl"
-    killed: set[int] = set()
-
-    def kill_mailboxes() -> None:
-        for lines in (5, 18):
-            wait_until(lambda n=lines: log.exists() and log.read_text().count("\n") >= n, 100)
-            for process in processes("ray::Mailbox"):
-                process.kill()
-                killed.add(process.pid)
-
-    ears = Ears()
-    killing = once(ears, lambda event: event["kind"] == "plan", kill_mailboxes)
-    assert fit(config, display=ears).status == "finished"
-    killing.join(10)
-    assert len(killed) >= 2
-    assert ears.of("failed") == []
-    assert trained(config) == [*range(1, 24)]
-    assert [event["step"] for event in ears.of("eval")] == [23]
-    assert {event["step"] for event in ears.of("train")} == {*range(1, 24)}
-
-
-def test_a_killed_ray_train_controller_restarts_all_workers(cluster: Any, tmp_path: Path) -> None:
-    """There is capacity for one placement of the workers: that of the dead controller is freed."""
-    (tmp_path / "slow").touch()
-    saves = CheckpointConfig(every_steps=5, every_s=0)
-    config = replace(paced(tmp_path, "controller", checkpoint=saves), epochs=1)
-
-    def kill_controller() -> None:
-        for process in processes("ray::TrainController"):
-            process.kill()
-        (tmp_path / "slow").unlink()
-
-    ears = Ears()
-    once(ears, lambda event: event["kind"] == "checkpoint", kill_controller)
-    assert fit(config, display=ears).status == "finished"
-    assert len(ears.of("failed")) == 1
-    plans = [plan["start_step"] for plan in ears.of("plan")]
-    assert len(plans) == 2
-    assert plans[1] in (5, 10, 15)
-    assert trained(config) == [*range(1, 24)]
-    wait_until(lambda: not (processes("ray::TrainController") or processes("ray::RayTrainWorker")))
-
-
 def test_a_users_error_is_shown_once_as_the_users_own_traceback(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -269,79 +224,6 @@ def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(
         fit(config, display=Ears())
     assert caught.value.exit_status == 3
     assert not (tmp_path / "digits" / "config.toml").exists()
-
-
-def test_fault_34_a_node_removed_with_notice_costs_no_step_and_no_failure(
-    cluster: Any, tmp_path: Path
-) -> None:
-    from ray._raylet import GcsClient
-    from ray.core.generated import autoscaler_pb2
-
-    notice_s = 10.0
-    node = cluster.add_node(num_cpus=1)
-    (tmp_path / "slow").touch()
-    rarely = CheckpointConfig(every_epochs=0, every_s=0)
-    scaling = ScalingConfig(num_workers="1:4", max_failures=0, resize_s=1)
-    options = {"scaling": scaling, "checkpoint": rarely, "eval": EvalConfig(every_epochs=0)}
-    run = Running(paced(tmp_path, "drained", epochs=8, **options))
-    ears = run.ears
-    ears.wait(at_step(4))
-    drained = time.monotonic()
-    # What an autoscaler reports to Ray when a cloud is about to remove a machine.
-    why = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-    until_ms = int(1e3 * (time.time() + notice_s))
-    client = GcsClient(address=cluster.address)
-    assert client.drain_node(node.node_id, why, "taken away", until_ms)[0]
-    ears.wait(lambda event: event["kind"] == "checkpoint", drained)
-    time.sleep(max(0.0, drained + notice_s - time.monotonic()))  # the cloud's machine lives as long
-    removed = time.monotonic()
-    cluster.remove_node(node, allow_graceful=False)
-    planned = ears.wait(at_size(3), removed)
-    (tmp_path / "slow").unlink()
-    assert run.end().status == "finished"
-    assert ears.of("failed") == []
-    assert len(ears.of("preempted")) == 1
-    saved = [e["step"] for at, e in ears.heard if e["kind"] == "checkpoint" and at < removed]
-    last_step = max(e["step"] for at, e in ears.heard if e["kind"] == "train" and at < planned)
-    assert len(saved) == 1  # at the notice
-    assert saved[0] < last_step
-    # Rank 0 may have been lost before it sent its last lines: they are in the log.
-    (unheard,) = [e["start_step"] - last_step for e in ears.of("plan")[1:]]
-    assert 0 <= unheard <= 3, "no step was repeated"
-    assert trained(run.config) == [*range(1, 8 * 23 + 1)]
-
-
-def test_fault_28_workers_join_with_a_new_node_and_any_may_die_without_a_restart(
-    cluster: Any, tmp_path: Path
-) -> None:
-    """A run starts with three of at most four workers.
-
-    A node is added, and its worker joins; one of the first three is killed. With exact, the bits
-    are those of one process.
-    """
-    scaling = ScalingConfig(num_workers="1:4", resize_s=1)
-    options = {"exact": True, "epochs": 3, "scaling": scaling}
-    reference = paced(tmp_path, "reference", **options)
-    torch.set_num_threads(1)
-    fit_locally(reference, display=Ears())
-    (tmp_path / "slow").touch()
-    run = Running(paced(tmp_path, "grown", **options))
-    run.ears.wait(at_step(2))
-    node = cluster.add_node(num_cpus=1)
-    at = run.ears.wait(at_size(4))
-    run.ears.wait(lambda event: event["kind"] == "train", at)
-    processes("ray::RayTrainWorker")[0].kill()
-    run.ears.wait(at_size(3), at)
-    (tmp_path / "slow").unlink()
-    assert run.end().status == "finished"
-    plans = run.ears.of("plan")
-    assert [event["world_size"] for event in plans][:3] == [3, 4, 3]
-    assert all(event.get("replaced") is not None for event in plans[1:]), "from a checkpoint"
-    assert len(run.ears.of("failed")) == 1
-    assert trained(run.config) == [*range(1, 3 * 23 + 1)]
-    assert weights(run.config) == weights(reference)
-    wait_until(lambda: not processes("ray::SingleWorker"))
-    cluster.remove_node(node, allow_graceful=False)
 
 
 # ------------------------------------------------------------------ scripts, by `run`
@@ -419,13 +301,10 @@ def test_no_process_is_left_when_the_driver_is_stopped_or_killed(
     assert status == expected, (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["torchrun_env.py", pytest.param("launch_local_rank.py", marks=SLOW)]
-)
-def test_an_old_script_has_the_same_result_as_under_its_own_launcher(
-    name: str, cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_old_script_has_the_same_result_as_under_torchrun(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(name, 2, tmp_path, monkeypatch)
+    compare("torchrun_env.py", 2, tmp_path, monkeypatch)
 
 
 # ------------------------------------------------------------------ a Ray of the run's own

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from typing import Any
 
 import pytest
 
-from raytrain_ddp.messages import ControllerStarted
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox, Outbox
 
 
@@ -58,31 +56,3 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
         outbox.answered(mailbox.push(*outbox.letter()))
     heard += inbox.sort(mailbox.take(dict(inbox.taken)))
     assert numbers(heard) == list(range(reported))
-
-
-def test_fault_52_a_restarted_mailbox_receives_the_drivers_request_again() -> None:
-    mailbox = Mailbox()
-    assert mailbox.push([]).stop == 0
-    mailbox.take({}, stop=15)
-    assert mailbox.push([]).stop == 15
-    mailbox = Mailbox()
-    mailbox.take({}, stop=15)
-    assert mailbox.push([]).stop == 15
-
-
-def test_an_outbox_drops_events_that_the_driver_has_received() -> None:
-    outbox, mailbox, inbox = Outbox(), Mailbox(), Inbox()
-    for n in range(50):
-        outbox.add({"n": n})
-        letter = outbox.letter()
-        assert len(pickle.dumps(letter)) < 500
-        outbox.answered(mailbox.push(*letter))
-        inbox.sort(mailbox.take(dict(inbox.taken)))
-
-
-def test_an_actor_handle_passes_through_the_mailbox_without_being_unpickled():
-    """Unpickling the handle of Ray Train's controller costs two seconds of imports."""
-    mailbox = Mailbox()
-    event = pickle.loads(pickle.dumps(ControllerStarted(b"no pickle")))
-    mailbox.push([event])
-    assert mailbox.take({}) == [("", 0, ControllerStarted(b"no pickle"))]

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process, usable_cpus
-from raytrain_ddp.config.sections import DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.ray_backend import cluster
 from raytrain_ddp.ray_backend.placement import Layout, choose_layout, workers_that_fit
 
 DGX = {"CPU": 224.0, "GPU": 8.0}
@@ -29,9 +24,6 @@ def layout_on(*nodes: dict[str, float], **scaling: object) -> Layout:
     return choose_layout(config(**scaling), have, nodes)
 
 
-# ------------------------------------------------------------------ CPUs of a worker
-
-
 @pytest.mark.parametrize(
     ("nodes", "scaling", "cpus", "workers"),
     [
@@ -39,6 +31,7 @@ def layout_on(*nodes: dict[str, float], **scaling: object) -> Layout:
         ([DGX, {"CPU": 30, "GPU": 4}], {}, 7, 12),  # the node with the fewest decides
         ([DGX, {"CPU": 64}], {}, 28, 8),  # a node without GPUs has no worker
         ([{"CPU": 26, "GPU": 4}], {}, 6, 4),
+        ([DGX], {"batch": 64, "micro": 16}, 28, 4),  # as many slots
         ([DGX], {"num_workers": 4}, 28, 4),  # another run may take the other half
         ([DGX], {"gpus_per_worker": 0.5}, 14, 16),
         ([{"CPU": 3, "GPU": 4}], {}, 0.75, 4),  # a GPU with less than one CPU is used, too
@@ -54,44 +47,6 @@ def test_a_worker_gets_its_gpus_share_of_the_nodes_cpus(
     assert (layout.per_worker["CPU"], layout.most) == (cpus, workers)
     if any("GPU" in node for node in nodes):
         assert workers_that_fit(layout, nodes) >= workers
-
-
-@pytest.mark.parametrize(
-    ("micro", "scaling", "why"),
-    [
-        (128, {}, ""),  # 8 slots for 8 GPUs
-        (1024, {"num_workers": 1, "use_gpu": False}, ""),
-        (64, {}, "8 workers, and micro_batch = 64 of"),
-        (128, {"num_workers": 4}, "4 workers, and micro_batch = 128 of"),
-        (128, {"num_workers": "4:8"}, "4 to 8 workers"),
-        (128, {"num_workers": "1:8"}, "1 to 8 workers"),
-        (512, {"num_workers": 2, "use_gpu": False}, "2 workers on CPUs"),
-    ],
-)
-def test_workers_that_cannot_synchronize_batch_norm_are_refused(
-    micro: Any, scaling: dict[str, object], why: str
-):
-    """At once if the config gives their number."""
-    with pytest.raises(ConfigError, match=why) if why else nullcontext():
-        synced = replace(config(1024, micro, **scaling), ddp=DdpConfig(sync_batchnorm=True))
-        layout = choose_layout(synced, DGX)
-        synced.require_synced(layout.least, layout.most, layout.use_gpu)
-
-
-def test_nodes_that_join_while_the_run_waits_determine_the_cpus(monkeypatch: pytest.MonkeyPatch):
-    asked: list[list[dict[str, float]]] = []
-    nodes: list[dict[str, float]] = [{"CPU": 4.0}]
-
-    def request(bundles: list[dict[str, float]]) -> None:
-        asked.append(bundles)
-        nodes[:] = [{"CPU": 4.0}, DGX]
-
-    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", request)
-    have = lambda: {n: sum(node.get(n, 0) for node in nodes) for n in ("CPU", "GPU")}  # noqa: E731
-    wanted = config(num_workers=8, use_gpu=True, wait_s=10.0)
-    layout = cluster.wait_for_room(wanted, have, lambda: nodes, lambda text: None)
-    assert dict(layout.per_worker) == {"CPU": 28, "GPU": 1}
-    assert asked == [[{"CPU": 1.0, "GPU": 1.0}] * 8, []]
 
 
 @pytest.mark.parametrize(
@@ -118,38 +73,3 @@ def test_cpus_are_counted_by_affinity_mask_and_slurm_variables(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(mask)))
     assert usable_cpus(environ) == usable
     assert cpus_of_process(environ) == of_process
-
-
-def test_invalid_cpus_per_worker_are_refused():
-    for value in (0.0, -1.0, "many"):
-        with pytest.raises(ConfigError, match=r"scaling\.cpus_per_worker"):
-            ScalingConfig(cpus_per_worker=value)  # type: ignore[arg-type]
-
-
-# ------------------------------------------------------------------ GPUs that stay idle
-
-
-@pytest.mark.parametrize(
-    ("batch", "micro", "scaling", "workers", "reported"),
-    [
-        (64, 16, {}, 4, ("4 of 8 GPUs", "--micro-batch 8 (", "--batch-size 128 (")),
-        (60, 20, {}, 3, ("3 of 8 GPUs", "--micro-batch 6 (", "--batch-size 160 (")),
-        (7, 7, {}, 1, ("1 of 8 GPUs", "For all of them: --batch-size 56 (")),
-        (64, 8, {}, 8, ()),
-        (64, 16, {"num_workers": 4}, 4, ()),  # as asked
-        (64, 16, {"use_gpu": False}, 2, ()),
-    ],
-)
-def test_the_reason_for_idle_gpus_is_reported(
-    batch: int, micro: int, scaling: dict[str, object], workers: int, reported: tuple[str, ...]
-):
-    layout = layout_on(DGX, batch=batch, micro=micro, **scaling)
-    assert layout.most == workers
-    assert bool(layout.note) == bool(reported)
-    assert all(text in layout.note for text in reported)
-    for flag, field in (("--micro-batch ", "micro_batch"), ("--batch-size ", "batch_size")):
-        if flag in layout.note:  # its proposal is accepted, and uses all of them
-            number = int(layout.note.partition(flag)[2].partition(" ")[0])
-            proposed = replace(config(batch, micro, **scaling), **{field: number})
-            again = choose_layout(proposed, DGX)
-            assert (again.most, again.note) == (8, "")

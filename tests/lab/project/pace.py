@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from raytrain_ddp import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
@@ -18,10 +14,7 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
 class Paced(ImageClassification):
-    """Records the time of each forward pass by host; pauses until a file `hurry` exists.
-
-    If a file `stop-` plus the host's name exists, an evaluation there stops its process.
-    """
+    """Records the time of each forward pass by host; pauses until a file `hurry` exists."""
 
     def __init__(self, config: TrainConfig, notes: str, pause_s: str = "0.2") -> None:
         super().__init__(config)
@@ -33,10 +26,3 @@ class Paced(ImageClassification):
         with (self._notes / socket.gethostname()).open("a", encoding="utf-8") as file:
             file.write(f"{time.time():.3f}\n")
         return super().loss(model, batch)
-
-    def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
-        wish = self._notes / f"stop-{socket.gethostname()}"
-        if wish.exists():
-            wish.unlink()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        super().evaluate(model, batch, metrics)
