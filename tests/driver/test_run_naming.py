@@ -3,13 +3,12 @@ run."""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from processes import Group, run_cli
 from rich.console import Console
 from tiny import tiny_config
 
-from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     find_checkpoint,
@@ -33,11 +31,9 @@ from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run, run_of_rank_0
+from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run
 from raytrain_ddp.driver.run_ownership import driven
-from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError
-from raytrain_ddp.events import Note
-from raytrain_ddp.training.runtime import launched
+from raytrain_ddp.errors import ConfigError, RunLockedError
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 
@@ -60,23 +56,11 @@ def named(config: TrainConfig, default: str | None = None) -> tuple[str | None, 
     return run.config.name, run.is_new
 
 
-class RecordingDisplay(Display):
-    """Collects everything that is reported to it."""
-
-    def __init__(self) -> None:
-        super().__init__(Console(quiet=True), live=False)
-        self.notes: list[str] = []
-
-    def handle(self, event: object) -> None:
-        if isinstance(event, Note):
-            self.notes.append(event.text)
-
-
-def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[str]]:
-    """(name, step, status, notes) of a run of this config."""
-    ears = RecordingDisplay()
-    result = fit_locally(config, display=ears, **options)
-    return Path(result.path).name, result.step, result.status, ears.notes
+def trained(config: TrainConfig) -> tuple[str, int, str, str]:
+    """(name, step, status, output) of a run of this config."""
+    shown = io.StringIO()
+    result = fit_locally(config, display=Display(Console(file=shown, width=300), live=False))
+    return Path(result.path).name, result.step, result.status, shown.getvalue()
 
 
 # ------------------------------------------------------------------ one command after another
@@ -85,24 +69,19 @@ def trained(config: TrainConfig, **options: Any) -> tuple[str, int, str, list[st
 def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: Path):
     config = unnamed(tmp_path)
     steps = trained(config)[1]
-    assert trained(config) == ("TinyTask", steps, "already complete", [])
-    name, step, status, notes = trained(replace(config, optim=replace(config.optim, lr=0.1)))
+    assert trained(config)[:3] == ("TinyTask", steps, "already complete")
+    name, step, status, shown = trained(replace(config, optim=replace(config.optim, lr=0.1)))
     assert (name, step, status) == ("TinyTask-2", steps, "finished")
-    assert "optim.lr 0.05 -> 0.1" in notes[0]
+    assert "optim.lr 0.05 -> 0.1" in shown
     # Fields that may change, such as the number of epochs, do not make a different config.
     longer = replace(config, epochs=2, checkpoint=replace(config.checkpoint, keep_last=5))
-    assert trained(longer) == ("TinyTask", 2 * steps, "finished", [])
-    again = replace(config, epochs=2, optim=replace(config.optim, lr=0.1))
-    assert trained(again)[:3] == ("TinyTask-2", 2 * steps, "finished")
-    assert trained(replace(config, seed=1))[0] == "TinyTask-3"
-    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
-    assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
+    assert trained(longer)[:3] == ("TinyTask", 2 * steps, "finished")
     # With an explicit name, other configs are refused.
     with pytest.raises(ConfigError, match="seed  0 -> 2"):
         fit_locally(replace(config, name="TinyTask", seed=2))
-    assert "TinyTask-4" in dry_run(replace(config, seed=2))
-    assert "TinyTask-3" in dry_run(replace(config, seed=1))
-    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2", "TinyTask-3"]
+    assert "TinyTask-3" in dry_run(replace(config, seed=2))
+    assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2"]
+    assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
 
 
 # ------------------------------------------------------------------ which name
@@ -181,69 +160,18 @@ def test_only_identical_simultaneous_commands_share_a_run_name(tmp_path: Path):
     assert len({rate for rate, name in zip(rates, names, strict=True) if name != 8}) == 3
 
 
-@contextmanager
-def in_thread(function: Any, *args: Any) -> Iterator[None]:
-    thread = threading.Thread(target=function, args=args)
-    thread.start()
-    yield
-    thread.join()
-
-
-def test_a_command_waits_for_a_name_that_is_locked_but_not_yet_claimed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    first, second = unnamed(tmp_path, 0.1), unnamed(tmp_path, 0.2)
-    run = find_run(second)
-    assert run.config.name == "TinyTask"
-
-    taken, refused, take = [], threading.Event(), Lease.take
-
-    def noted(*given: Any) -> Any:
-        try:
-            return take(*given)
-        except RunLockedError:
-            refused.set()
-            raise
-
-    def drive() -> None:
-        with driven(run, quiet) as (other, _):
-            taken.append(other.config.name)
-
-    with Lease.take(run.folder, quiet):
-        monkeypatch.setattr(Lease, "take", noted)
-        with in_thread(drive):
-            assert refused.wait(60)
-            begin(first, "TinyTask")
-    assert taken == ["TinyTask-2"]
-
-
 def test_a_name_used_by_another_run_meanwhile_is_not_taken(tmp_path: Path):
     run = find_run(unnamed(tmp_path, 0.1))
     begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: no process holds it
     with driven(run, quiet) as (taken, _):
         assert taken.config.name == "TinyTask-2"
-        assert (tmp_path / "TinyTask-2" / CLAIM_FILE).exists()
     assert os.listdir(tmp_path) == ["TinyTask"], "a run that did not begin leaves no folder"
-
-
-def test_other_ranks_use_the_run_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begin(unnamed(tmp_path, 0.2), "TinyTask")
-    config = unnamed(tmp_path, 0.1)
-    found: list[str | None] = []
-    waits = in_thread(lambda: found.append(run_of_rank_0(config, 1).config.name))
-    with waits, driven(find_run(config), quiet):
-        while not found:
-            time.sleep(0.01)
-    assert found == ["TinyTask-2"]
-    monkeypatch.setattr(launched, "LIMIT_S", 0.2)
-    with pytest.raises(PreflightError):
-        run_of_rank_0(unnamed(tmp_path, 0.3), 1)
 
 
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
     try:
-        result = fit_locally(config, display=RecordingDisplay())
+        result = fit_locally(config, display=Display(Console(quiet=True), live=False))
     finally:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
@@ -317,17 +245,6 @@ def meant(*words: str) -> tuple[str, int]:
     return str(run.folder), run.manifest.step if run.manifest is not None else 0
 
 
-@pytest.mark.parametrize("place", ["runs/photos", "elsewhere/deep/Other.2"])
-def test_a_run_is_its_folder_wherever_that_lies(project: Path, place: str):
-    (project / place).parent.mkdir(parents=True, exist_ok=True)
-    (project / "runs/photos").rename(project / place)
-    # The project has moved, and its data and code with it. A run that is moved further needs them.
-    words = OF_PROJECT if place.startswith("elsewhere") else ()
-    for form in ("{}", "{}/", "{}/config.toml", "./{}", "../project/{}", f"{project}/{{}}"):
-        meant_run = meant(form.format(place), *words, *SMALL, "--epochs", "2")
-        assert meant_run == (str(project / place), STEPS)
-
-
 def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
     project: Path, trained_project: Path
 ):
@@ -341,10 +258,8 @@ def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
     whole, renamed = (find_checkpoint(f"runs/{name}", "last") for name in ("whole", "renamed"))
     assert renamed.manifest.step == whole.manifest.step == 2 * STEPS
     assert renamed.read("model.safetensors") == whole.read("model.safetensors")
-    for command in (("evaluate", run), ("predict", run, "--out", "p.csv"), ("report", run)):
-        done = run_cli(*command, cwd=elsewhere, warm=True)
-        assert done.status == 0, done.err
-        assert "Error" not in done.err
+    done = run_cli("evaluate", run, cwd=elsewhere, warm=True)
+    assert done.status == 0, done.err
     assert sorted(os.listdir(project / "runs")) == ["renamed", "whole"]
 
 
@@ -355,18 +270,14 @@ def test_the_spelling_of_a_path_does_not_make_another_run(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HOME", str(project))
+    run = str(project / "runs/photos")
+    for form in ("{}", "{}/", "{}/config.toml", "../project/{}", f"{project}/{{}}"):
+        assert meant(form.format("runs/photos"), *SMALL, "--epochs", "2") == (run, STEPS)
     Path("link").symlink_to("photos")
     spellings = ["photos", "photos/", "../project/photos", "tables/../photos", "~/photos", "link"]
-    spellings += [f"{project}/photos", f"file://{project}/photos"]
-    calls = [("--data.source", spelling, *OF_PROJECT[2:], *SMALL) for spelling in spellings]
-    for words in calls:
-        assert meant(*words, "--name", "photos") == (str(project / "runs/photos"), STEPS)
-    # Its checkpoint has paths of where the project was.
-    done = run_cli("fit", "photos", *SMALL, "--epochs", "2", cwd=project, warm=True)
-    assert done.status == 0, done.err
-    for words in calls:
-        if "link" not in words:  # names another run
-            assert meant(*words) == (str(project / "runs/photos"), 2 * STEPS)
+    for spelling in (*spellings, f"{project}/photos", f"file://{project}/photos"):
+        words = ("--data.source", spelling, *OF_PROJECT[2:], *SMALL)
+        assert meant(*words, "--name", "photos") == (run, STEPS)
 
 
 def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
@@ -380,8 +291,3 @@ def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
     assert meant("--data.source", "more/photos", *words) == (f"{run}-2", 0)
     with pytest.raises(ConfigError, match=r"data\.source"):
         meant("runs/photos", "--data.source", "more/photos", *SMALL)
-    write_photos(Path("photos"))  # of the same sizes, while the former data are still there
-    done = run_cli("fit", "photos", "--data.source", "big/photos", *SMALL, "--epochs", "2",
-                   cwd=project, warm=True)  # fmt: skip
-    assert done.status == 0, done.err
-    assert meant("--data.source", "photos", *words) == (f"{run}-2", 0)
