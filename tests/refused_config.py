@@ -11,17 +11,19 @@ from refused import Row
 # Field -> values that its constructor refuses; the others have their defaults.
 VALUES: Mapping[str, Sequence[Any]] = {
     "name": ["../x", "..", "a/b", "", "x" * 129, "new\n", 5],
-    "storage": [""],
+    "storage": ["", "a\rb"],
+    "task": ["a\n.py:Mine"],
     "seed": [-1, 2**63, "1"],
     "epochs": [0, 1.5, True, "3"],
     "batch_size": [0, 50, 10**12],
     "micro_batch": [0, 65],
     "exact": [1],
-    "task_options": [{"a": {"b": 1}}, 3],
-    "data.source": ["", 3],
+    "task_options": [{"a": {"b": 1}}, {"a": "\x1b[2J"}, {"a\u2028": "b"}, 3],
+    "data.source": ["", "a\0b", 3],
     "data.image_size": [-1, 2**20, "224"],
     "data.eval_size": [-1],
     "data.eval_crop": [0.0, 1.1],
+    "data.classes": [("a\nb", "c")],
     "data.mean": [(124.0, 117.0, 104.0), (-0.5, 0.5, 0.5), (0.5, 0.5)],  # of 0 to 1
     "data.std": [(1.0, 0.0, 1.0), (58.0, 57.0, 57.0), ("a", 1, 1)],
     "data.holdout": [20.0],  # percent
@@ -42,7 +44,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "augment.cutmix": [-1.0],
     "augment.repeats": [0, 3],
     "model.dropout": [1.0, math.nan],
-    "model.args": [{"img size": 3}, {"layers": [2, 2]}],
+    "model.args": [{"a": "b\n"}, {"img size": 3}, {"layers": [2, 2]}],
     "model.freeze": ["fc"],
     "optim.name": ["adam"],
     "optim.lr": [0.0, math.nan, math.inf, "0.1"],

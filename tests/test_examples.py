@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import warm_python
 from logs import log_of
 from PIL import Image
 from processes import Group
-from safetensors.torch import load_file, save_file
 from tiny import bits, plain, run_named, tiny_config
 
 from raytrain_ddp.config.input_sections import DataConfig
@@ -127,23 +125,3 @@ def test_the_examples_learn_what_can_be_learned(tmp_path: Path) -> None:
     flags += of("--task-options", "train", str(tmp_path / "train.csv"), "target", "churned")
     found = trained(tmp_path / "4", "churn.py:Churn", *flags, "eval", str(tmp_path / "val.csv"))
     assert 0.85 < found[-1]["auroc"] < 1
-
-
-def test_the_fine_tuning_example_starts_from_a_file(tmp_path: Path) -> None:
-    timm = pytest.importorskip("timm")
-    for value, name in ((50, "cats"), (200, "dogs")):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for number in range(20):
-            image = Image.new("RGB", (32, 32), (value, number, 0))
-            image.save(tmp_path / "photos" / name / f"{number}.jpg")
-    weights = tmp_path / "begun.safetensors"
-    save_file(timm.create_model("test_resnet").state_dict(), weights)
-    command = [sys.executable, str(EXAMPLES / "finetune.py"), str(tmp_path / "photos")]
-    command += ["timm:test_resnet", "--weights", str(weights), "--size", "32", "--epochs", "3"]
-    command += ["--storage", str(tmp_path)]
-    done = warm_python.run(command, capture_output=True, text=True, timeout=280, env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr
-    newest = max((tmp_path / "finetune/checkpoints").glob("step-*"))
-    before, after = (load_file(file) for file in (weights, newest / "model.safetensors"))
-    assert {*after} == {*before}
-    assert any(before[name].shape != after[name].shape for name in before), "another head"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,31 +69,16 @@ def test_a_failpoint_fires_once_when_all_conditions_hold(tmp_path: Path):
         assert [place for place, each in enumerate(found) if each] == fired, conditions
 
 
-def program(code: str, armed: str, folder: Path) -> warm_python.WarmPython:
-    return warm_python.WarmPython(
-        [sys.executable, "-c", f"from raytrain_ddp.failpoints import failpoint; {code}"],
-        env={**os.environ, **ENVIRONMENT, VARIABLE: armed, FOLDER_VARIABLE: str(folder)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-
-
-def test_only_one_of_several_processes_fires(tmp_path: Path):
-    code = "import sys; sys.stdin.read(1); print(failpoint('train.loss'), end='')"
-    processes = [program(code, "train.loss:nan@hit=1", tmp_path) for _ in range(4)]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(b"x")
-        process.stdin.flush()
-    assert sorted(process.communicate()[0] for process in processes) == [b"1"] * 3 + [b"nan"]
-
-
 def test_a_process_ends_as_its_failpoint_specifies_and_passes_it_the_next_time(tmp_path: Path):
-    code = "failpoint('train.loss', 1, 2); print('on')"
+    code = "from raytrain_ddp.failpoints import failpoint\n"
+    code += "failpoint('train.loss', 1, 2)\nprint('on')"
     for action, status in (("kill", -signal.SIGKILL), ("exit(3)", 3), ("term", -signal.SIGTERM)):
         for wanted in ((status, b""), (0, b"on\n")):
             armed = f"train.loss:{action}@rank=1,step=2"
-            with program(code, armed, tmp_path / action) as process:
-                assert process.stdout is not None
-                out = process.stdout.read()
-            assert (process.returncode, out) == wanted
+            folder = str(tmp_path / action)
+            done = warm_python.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, **ENVIRONMENT, VARIABLE: armed, FOLDER_VARIABLE: folder},
+                capture_output=True,
+            )
+            assert (done.returncode, done.stdout) == wanted

@@ -14,7 +14,6 @@ import pytest
 from cluster_checks import check_shell, configs
 
 from raytrain_ddp.command_line import parse_fit
-from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.cluster_files import emit
@@ -22,10 +21,6 @@ from raytrain_ddp.errors import ConfigError
 
 yaml = pytest.importorskip("yaml")
 
-CONTROL = [
-    *("\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\ufeff"),
-    "x\ninitialization_commands: [touch pwned]\n#",
-]
 PRINTABLE = [
     *("a b", "a'b", 'a"b', "a\\b", "$HOME", "$(touch pwned)", "`touch pwned`", "a # b", "#a"),
     *("a: b", "{a: b}", "[a, b]", "a;b", "a|b", "a>b", "a&b", "!a", "*a", "%a", "@a", "~a", "- a"),
@@ -40,8 +35,6 @@ FREE_TEXTS = {
     *("data.train_split", "data.eval_split", "data.config", "data.classes", "log.project"),
     *("model.args", "model.freeze"),
 }
-# `data.target_columns` goes where `data.label_column` goes, but needs another loss.
-PARSED = {"name", "scaling.num_workers", "max_time", "optim.groups", "data.target_columns"}
 
 
 def value_with(field: str, text: str) -> Any:
@@ -51,7 +44,6 @@ def value_with(field: str, text: str) -> Any:
         "data.classes": (text, "b"),
         "model.args": {"key": text},
         "model.freeze": (text,),
-        "optim.groups": (text, "lr=1"),
     }
     return of_field.get(field, text)
 
@@ -68,17 +60,6 @@ def with_text(fields: Iterable[str], text: str, config: TrainConfig | None = Non
             name, value = section, inner
         config = dataclasses.replace(config, **{name: value})
     return config
-
-
-def test_control_characters_are_refused_wherever_a_config_comes_from():
-    for place, field in enumerate(sorted({*FREE_TEXTS, *PARSED})):
-        text = f"a{CONTROL[place % len(CONTROL)]}b"
-        with pytest.raises(ConfigError):
-            with_text([field], text)
-        section, _, name = field.rpartition(".")
-        given = {name: value_with(field, text)}
-        with pytest.raises(ConfigError, match=field):
-            from_dict({section: given} if section else given)
 
 
 @pytest.mark.parametrize("turn", range(4))

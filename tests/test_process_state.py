@@ -53,7 +53,7 @@ class Rude(ImageClassification):
 """
 SCRIPT = """
 import faulthandler, gc, logging, multiprocessing, os, random, resource, signal, sys, threading
-import time, warnings
+import warnings
 import numpy, torch
 from rich.console import Console
 from raytrain_ddp import TrainConfig, fit, fit_locally, load
@@ -63,8 +63,6 @@ from raytrain_ddp.display.progress_display import Display
 case, storage, fail = sys.argv[1:]
 os.environ["KEPT"] = "1"
 logging.getLogger("own").addHandler(logging.NullHandler())
-if case.startswith("in-process"):
-    import ray
 known = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
 
 def snapshot():
@@ -82,7 +80,7 @@ def snapshot():
         "disabled": logging.root.manager.disable, "records": logging.getLogRecordFactory(),
         "collector": [gc.get_threshold(), gc.isenabled()],
         "start": multiprocessing.get_start_method(allow_none=True),
-        "threads": {thread.name for thread in threading.enumerate()},
+        "threads": {*threading.enumerate()},
         "generators": [str(random.getstate()), str(numpy.random.get_state()),
                        torch.get_rng_state().tolist()],
         "torch": [torch.get_deterministic_debug_mode(), torch.get_default_dtype(),
@@ -112,31 +110,14 @@ try:
     ended = "well"
 except BaseException as error:
     ended = type(error).__name__
-deadline = time.monotonic() + 20
-while {t.name for t in threading.enumerate()} != before["threads"] and time.monotonic() < deadline:
-    time.sleep(0.05)
+for thread in {*threading.enumerate()} - before["threads"]:
+    thread.join(20)
 after = snapshot()
 for name in before:
     if before[name] != after[name]:
         print("differs:", name, before[name], after[name])
 print("ended", ended)
 """
-
-
-def differences(case: str, folder: Path, fails: str = "") -> list[str]:
-    """What a call has changed, and how it ended."""
-    fail = folder / "fail"
-    if fails:
-        fail.write_text(fails)
-    (folder / "rude.py").write_text(f"FAIL = {str(fail)!r}\n{TASK}")
-    command = [sys.executable, "-c", SCRIPT, case, str(folder), str(fail)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(
-        command, capture_output=True, text=True, env=environment, cwd=folder, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    return [line for line in lines if line.startswith(("differs", "ended"))]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +128,23 @@ def differences(case: str, folder: Path, fails: str = "") -> list[str]:
         ("load own task", "", "well"),
         ("load fails", "", "ConfigError"),
         pytest.param("fit own task", "raise", "TaskError", marks=pytest.mark.ray),
-        pytest.param("in-process fit", "", "well", marks=pytest.mark.ray),
     ],
 )
 def test_a_call_leaves_the_process_as_it_was(case: str, fails: str, ended: str, tmp_path: Path):
-    if "fit " in f"{case} " and "locally" not in case:
+    if case == "fit own task":
         pytest.importorskip("ray")
-    assert differences(case, tmp_path, fails) == [f"ended {ended}"]
+    fail = tmp_path / "fail"
+    if fails:
+        fail.write_text(fails)
+    (tmp_path / "rude.py").write_text(f"FAIL = {str(fail)!r}\n{TASK}")
+    done = warm_python.run(
+        [sys.executable, "-c", SCRIPT, case, str(tmp_path), str(fail)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("differs", "ended"))]
+    assert lines == [f"ended {ended}"]

@@ -140,30 +140,6 @@ def test_loader_processes_import_what_their_worker_has_received(tmp_path: Path) 
         sys.modules.pop("dataset_of_mine", None)
 
 
-RECEIVED = """
-import pickle, sys
-from raytrain_ddp import TrainConfig
-from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.tasks.task_loading import check_task_name
-task = TrainConfig(task="/no/such/folder/own_task.py:Own").task
-try:
-    check_task_name(task)
-except ConfigError:
-    pickle.load(open(sys.argv[1], "rb"))
-    check_task_name(task)
-    print("found")
-"""
-
-
-def test_a_received_task_needs_no_source_file(tmp_path: Path) -> None:
-    code = UserCode({"own_task": ("/no/such/folder/own_task.py", b"")})
-    (tmp_path / "code").write_bytes(pickle.dumps(code))
-    command = [sys.executable, "-c", RECEIVED, str(tmp_path / "code")]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = warm_python.run(command, capture_output=True, text=True, env=environment)
-    assert (done.stdout, done.returncode) == ("found\n", 0), done.stderr
-
-
 # ------------------------------------------------------------------ classes of a script
 
 SCRIPT = """

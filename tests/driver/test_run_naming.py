@@ -160,22 +160,11 @@ def test_only_identical_simultaneous_commands_share_a_run_name(tmp_path: Path):
     assert len({rate for rate, name in zip(rates, names, strict=True) if name != 8}) == 3
 
 
-def test_a_name_used_by_another_run_meanwhile_is_not_taken(tmp_path: Path):
-    run = find_run(unnamed(tmp_path, 0.1))
-    begin(unnamed(tmp_path, 0.2), "TinyTask")  # and has ended: no process holds it
-    with driven(run, quiet) as (taken, _):
-        assert taken.config.name == "TinyTask-2"
-    assert os.listdir(tmp_path) == ["TinyTask"], "a run that did not begin leaves no folder"
-
-
 def fit_here(rank: int, size: int, config: TrainConfig) -> tuple[str, int]:
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)})
-    try:
-        result = fit_locally(config, display=Display(Console(quiet=True), live=False))
-    finally:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            del os.environ[name]
-    return Path(result.path).name, result.step
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", rank)):
+            patch.setenv(name, str(value))
+        return trained(config)[:2]
 
 
 def test_three_ranks_agree_on_a_new_run_and_resume_it(workers: Group, tmp_path: Path):
@@ -194,23 +183,19 @@ SMALL = (
     *("--local", "--batch-size", "16", "--micro-batch", "8", "--log.no-tensorboard"),
     *("--data.image-size", "16"),
 )
-STEPS = 2  # of an epoch
+STEPS, SPLITS = 2, ("train", "val")  # of an epoch
 NET = """
 from torch import nn
-def make(classes, table=""):
+def make(classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, classes))
 """
-OF_PROJECT = ("--data.source", "photos", "--model.name", "net.py:make", "--model.args", "table",
-              "tables/table.bin")  # fmt: skip
+OF_PROJECT = ("--data.source", "photos", "--model.name", "net.py:make")
 
 
 def write_photos(root: Path, side: int = 16) -> None:
-    for split, count in (("train", 16), ("val", 4)):
-        for name in ("cat", "dog"):
-            (root / split / name).mkdir(parents=True)
-            for number in range(count):
-                image = Image.new("RGB", (side, side), (number * 9, 80, 90))
-                image.save(root / split / name / f"{number}.bmp")
+    for path in (f"{split}/{name}/{n}.bmp" for split in SPLITS for name in "ab" for n in range(16)):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side, side), (90, 80, 90)).save(root / path)
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +204,6 @@ def trained_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "project"
     write_photos(folder / "photos")
     (folder / "net.py").write_text(NET)
-    (folder / "tables").mkdir()
-    (folder / "tables/table.bin").write_text("1")
     done = run_cli("fit", *OF_PROJECT, *SMALL, "--epochs", "1", cwd=folder, warm=True)
     assert done.status == 0, done.err
     return folder
@@ -274,7 +257,7 @@ def test_the_spelling_of_a_path_does_not_make_another_run(
     for form in ("{}", "{}/", "{}/config.toml", "../project/{}", f"{project}/{{}}"):
         assert meant(form.format("runs/photos"), *SMALL, "--epochs", "2") == (run, STEPS)
     Path("link").symlink_to("photos")
-    spellings = ["photos", "photos/", "../project/photos", "tables/../photos", "~/photos", "link"]
+    spellings = ["photos", "photos/", "../project/photos", "runs/../photos", "~/photos", "link"]
     for spelling in (*spellings, f"{project}/photos", f"file://{project}/photos"):
         words = ("--data.source", spelling, *OF_PROJECT[2:], *SMALL)
         assert meant(*words, "--name", "photos") == (run, STEPS)
