@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,6 @@ HEAD = {  # how a head is given in each kind of cluster
 }
 
 
-def in_ray(path: str) -> Path:
-    """A file of the installed Ray, which is not imported for it."""
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / path
-
-
 def opening(text: str) -> dict[str, str]:
     """label -> command of the first lines of a file."""
     lines = re.findall(r"(?m)^#   (\S+(?: \S+)*) {3,}([^#\s].*)$", text)
@@ -66,8 +57,6 @@ def check_opening(text: str) -> None:
     assert len(commands) == 3, commands
     for command in commands.values():
         check_shell(command)
-    once = [line[4:] for line in text.splitlines() if line.startswith("#   ")][3:]
-    check_shell("\n".join(once))
     assert configs(text)
 
 
@@ -84,19 +73,19 @@ def configs(text: str) -> list[TrainConfig]:
     return [parse_fit(each).config for each in words] or [TrainConfig()]
 
 
-def commands_of(cluster: dict[str, Any]) -> Iterator[str]:
-    for name in LISTS_OF_COMMANDS:
-        yield from cluster.get(name, [])
-
-
 def check_ray_up(text: str) -> dict[str, Any]:
     """Ray's own schema, commands that a shell can parse, the token, and details found by
     experiment."""
     check_opening(text)
     cluster: dict[str, Any] = yaml.safe_load(text)
-    jsonschema.validate(cluster, json.loads(in_ray("autoscaler/ray-schema.json").read_text()))
-    for command in commands_of(cluster):
-        check_shell(f"({command})")
+    ray = importlib.util.find_spec("ray")  # which is not imported for it
+    assert ray is not None
+    assert ray.origin is not None
+    schema = Path(ray.origin).with_name("autoscaler") / "ray-schema.json"
+    jsonschema.validate(cluster, json.loads(schema.read_text()))
+    for name in LISTS_OF_COMMANDS:
+        for command in cluster.get(name, []):
+            check_shell(f"({command})")
     assert cluster["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     for start in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "export RAY_AUTH_MODE=token" in cluster[start][-1]
@@ -187,9 +176,7 @@ def check_sbatch(text: str) -> dict[str, str]:
     assert text.startswith("#!/bin/bash\n")
     before = re.split(r"(?m)^[^#\n]", text)[0]
     reported = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)(?:=(\S+))?$", before))
-    assert len(reported) == text.count("\n#SBATCH"), (
-        "a directive behind the first command is ignored"
-    )
+    assert len(reported) == text.count("\n#SBATCH"), "the others are ignored"
     assert reported["signal"] == "B:USR1@120"
     assert "requeue" in reported
     assert reported["ntasks-per-node"] == "1"

@@ -155,16 +155,15 @@ def test_the_package_offers_the_documented_names():
     assert for_type_checkers >= OFFERED
 
 
-def loaded_after(statement: str) -> set[str]:
-    """Modules in a fresh process after a statement."""
-    code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    return set(json.loads(out))
-
-
 def test_commands_load_neither_torch_nor_ray_before_they_need_them():
     """A complete or refused run exits at once; a name or config costs even less."""
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
+
+    def loaded_after(statement: str) -> set[str]:
+        code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+        return set(json.loads(out))
+
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
     packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos", "sweep")
     light = ("fit", "evaluate", "run", *(f"{name}.__main__" for name in (*packages, "spot")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -200,21 +199,6 @@ def test_files_named_like_modules_of_libraries_do_not_replace_them(tmp_path: Pat
     )
     assert done.returncode == 0, done.stderr
     assert "model          2 parameters" in done.stdout
-
-
-def test_a_run_whose_folder_is_deleted_says_so_and_ends(tmp_path: Path):
-    every = ("--checkpoint.every-steps", "1", "--epochs", "20", "--model.dropout", "0")
-    program = [sys.executable, "-m", "raytrain_ddp.fit", *TRAIN, *every]
-    environment = {**os.environ, **ENVIRONMENT}
-    with warm_python.WarmPython(
-        program, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        while not [*tmp_path.glob("runs/small/checkpoints/step-*")]:
-            assert process.poll() is None
-        for _ in range(2):
-            shutil.rmtree(tmp_path / "runs/small", ignore_errors=True)
-        out = process.communicate(timeout=120)[0].decode()
-    assert process.returncode == 5, out
 
 
 def test_without_ray_fit_says_so_in_one_line_and_trains_locally(

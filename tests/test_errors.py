@@ -105,21 +105,18 @@ def test_each_error_ends_a_command_with_the_status_that_the_documentation_gives_
 @pytest.mark.parametrize("field", VALUES)
 def test_a_value_that_cannot_work_is_refused_in_python_and_in_a_recipe(field: str):
     section, _, name = field.rpartition(".")
+
+    def build(given: dict[str, Any]) -> object:
+        made = (type(getattr(TrainConfig(), section)) if section else TrainConfig)(**given)
+        return TrainConfig(**{section: made}) if section else made
+
+    def read(given: dict[str, Any]) -> object:
+        return from_dict({section: given} if section else given, where="mine.toml")
+
     for value in VALUES[field]:
-        given = {name: value}
-
-        def build(given: dict[str, Any] = given) -> object:
-            kind = type(getattr(TrainConfig(), section)) if section else TrainConfig
-            made = kind(**given)
-            return TrainConfig(**{section: made}) if section else made
-
-        def read(given: dict[str, Any] = given) -> object:
-            return from_dict({section: given} if section else given, where="mine.toml")
-
         for act in (build, read):
             with pytest.raises(ConfigError) as caught:
-                act()
-            assert caught.value.exit_status == 2
+                act({name: value})
             said = str(caught.value)
             assert field in said or name in said.replace("-", "_"), said
             assert "\n" not in said

