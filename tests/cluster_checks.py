@@ -139,11 +139,11 @@ def check_kubernetes(text: str) -> list[dict[str, Any]]:
             assert spec["shutdownAfterJobFinishes"]
             assert spec["ttlSecondsAfterFinished"] > 0
             spec = spec["rayClusterSpec"]
-        _check_cluster_spec(spec)
+        check_cluster_spec(spec)
     return resources
 
 
-def _check_cluster_spec(spec: dict[str, Any]) -> None:
+def check_cluster_spec(spec: dict[str, Any]) -> None:
     assert spec["authOptions"]["mode"] == "token"
     head, groups = spec["headGroupSpec"], spec["workerGroupSpecs"]
     for group in groups:

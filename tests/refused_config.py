@@ -87,11 +87,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
 
 A_SWEEP = dict.fromkeys(("runs/rates/sweep.json", "runs/rates/trial-1/config.toml"), "")
 ROWS = [
-    Row("--optim.lr abc", 2, "optim.lr abc", light=True),
-    Row("--epochs 0", 2, "epochs", light=True),
     Row("--task image-clasification", 2, "'image-classification'", light=True),
     Row("--optim.name adamw --optim.momentum 0.9", 2, "optim.momentum optim.name", light=True),
-    Row("--scaling.num-workers 64 --batch-size 1024", 3, "64", light=True),
     Row("char-lm --describe", 2, "char-lm examples/char_lm.py", light=True),
     Row("--no-ddp.shard-optimizer", 2, "ddp.shard", light=True),
     Row("--local --address auto", 2, "--address --local", light=True),

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import warm_python
-from processes import ENVIRONMENT
 
 from raytrain_ddp.failpoints import (
-    FOLDER_VARIABLE,
-    VARIABLE,
     arm,
     failpoint,
 )
@@ -51,18 +44,3 @@ def test_a_failpoint_fires_once_when_all_conditions_hold(tmp_path: Path):
         visits = [("train.loss", *place) for place in places]
         found = fires(tmp_path / f"{row}", f"train.loss:nan{conditions}", *visits)
         assert [place for place, each in enumerate(found) if each] == fired, conditions
-
-
-def test_a_process_ends_as_its_failpoint_specifies_and_passes_it_the_next_time(tmp_path: Path):
-    code = "from raytrain_ddp.failpoints import failpoint\n"
-    code += "failpoint('train.loss', 1, 2)\nprint('on')"
-    for action, status in (("kill", -signal.SIGKILL), ("exit(3)", 3), ("term", -signal.SIGTERM)):
-        for wanted in ((status, b""), (0, b"on\n")):
-            armed = f"train.loss:{action}@rank=1,step=2"
-            folder = str(tmp_path / action)
-            done = warm_python.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, **ENVIRONMENT, VARIABLE: armed, FOLDER_VARIABLE: folder},
-                capture_output=True,
-            )
-            assert (done.returncode, done.stdout) == wanted

@@ -15,9 +15,6 @@ from tiny import WorkerResult, bits, newest, plain, run_tiny, tiny_config
 HOUR_S = 3600.0
 
 
-# ------------------------------------------------------------------ 36: clocks
-
-
 def run_with_a_wrong_clock(
     rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
 ) -> WorkerResult:
@@ -48,8 +45,6 @@ def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
     assert log_of(config) == log_of(whole)
     assert newest(config).manifest.attempt == 3
 
-
-# ------------------------------------------------------------------ 45: secrets
 
 CANARY = "Canary4567SecretThatMustNotShow"
 SECRETS = {

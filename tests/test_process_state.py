@@ -10,7 +10,7 @@ import pytest
 import warm_python
 
 TASK = """
-import faulthandler, gc, logging, multiprocessing, os, random, resource, signal, sys, threading
+import faulthandler, logging, multiprocessing, os, random, resource, signal, sys, threading
 import warnings
 import numpy, torch
 from raytrain_ddp.tasks.image_classification import ImageClassification
@@ -20,15 +20,12 @@ def change_everything():
     os.environ.pop("KEPT", None)
     os.chdir("/")
     sys.path.append("/nowhere")
-    sys.argv.append("--flag")
     sys.excepthook = threading.excepthook = sys.unraisablehook = lambda *_: None
     faulthandler.enable()
     warnings.simplefilter("ignore")
     logging.getLogger().addHandler(logging.NullHandler())
-    logging.getLogger("own").setLevel(logging.ERROR)
     logging.disable(logging.INFO)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    gc.set_threshold(9999)
     multiprocessing.set_start_method("spawn", force=True)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR2, lambda *_: None)
@@ -52,7 +49,7 @@ class Rude(ImageClassification):
         return super().loss(model, batch)
 """
 SCRIPT = """
-import faulthandler, gc, logging, multiprocessing, os, random, resource, signal, sys, threading
+import faulthandler, logging, multiprocessing, os, random, resource, signal, sys, threading
 import warnings
 import numpy, torch
 from rich.console import Console
@@ -62,23 +59,20 @@ from raytrain_ddp.display.progress_display import Display
 
 case, storage, fail = sys.argv[1:]
 os.environ["KEPT"] = "1"
-logging.getLogger("own").addHandler(logging.NullHandler())
 known = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
 
 def snapshot():
     cudnn = torch.backends.cudnn
     return {
         "environment": dict(os.environ), "folder": os.getcwd(), "umask": os.umask(0o022),
-        "path": [*sys.path], "argv": [*sys.argv], "faulthandler": faulthandler.is_enabled(),
-        "hooks": [sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook],
-        "streams": [sys.stdin, sys.stdout, sys.stderr],
+        "path": [*sys.path], "faulthandler": faulthandler.is_enabled(),
+        "hooks": [sys.excepthook, sys.unraisablehook, threading.excepthook],
         "signals": {n: signal.getsignal(n) for n in signal.valid_signals()},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "limits": [resource.getrlimit(n) for n in range(16)],
         "filters": [*warnings.filters], "showwarning": warnings.showwarning,
         "logging": [(o.name, o.level, o.propagate, o.disabled, *o.handlers) for o in known],
-        "disabled": logging.root.manager.disable, "records": logging.getLogRecordFactory(),
-        "collector": [gc.get_threshold(), gc.isenabled()],
+        "disabled": logging.root.manager.disable,
         "start": multiprocessing.get_start_method(allow_none=True),
         "threads": {*threading.enumerate()},
         "generators": [str(random.getstate()), str(numpy.random.get_state()),
@@ -93,20 +87,17 @@ task = f"{storage}/rude.py:Rude" if "own task" in case else "image-classificatio
 config = TrainConfig(name="run", storage=storage, steps=3, task=task,
                      scaling=ScalingConfig(num_workers=1))
 
-def act():
-    quiet = {"display": Display(Console(quiet=True), live=False)}
+quiet = {"display": Display(Console(quiet=True), live=False)}
+if case.startswith("load"):
+    fit_locally(config, **quiet)
+before = snapshot()
+try:
     if case.startswith("load"):
         load(f"{storage}/run", device="cpu" if "fails" not in case else "none")
     elif case.startswith("fit_locally"):
         fit_locally(config, **quiet)
     else:
         fit(config, **quiet)
-
-if case.startswith("load"):
-    fit_locally(config, display=Display(Console(quiet=True), live=False))
-before = snapshot()
-try:
-    act()
     ended = "well"
 except BaseException as error:
     ended = type(error).__name__

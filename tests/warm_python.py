@@ -130,11 +130,8 @@ def run(
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """``subprocess.run([sys.executable, ...])`` with a `WarmPython`."""
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    if capture_output:
-        options["stdout"] = options["stderr"] = subprocess.PIPE
-    with WarmPython(command, **options) as process:
+    pipes = ["stdin"] * (input is not None) + ["stdout", "stderr"] * capture_output
+    with WarmPython(command, **options, **dict.fromkeys(pipes, subprocess.PIPE)) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:

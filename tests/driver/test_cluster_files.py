@@ -37,9 +37,6 @@ def emitted(kind: Kind, *words: str) -> tuple[str, list[str]]:
     return emit(args.config, kind, args.recipe)
 
 
-# ------------------------------------------------------------------ command
-
-
 def test_the_printed_command_has_the_same_config():
     for words in (
         "",
@@ -51,9 +48,6 @@ def test_the_printed_command_has_the_same_config():
         args = parse_fit(shlex.split(words))
         text, _ = emit(args.config, "command", args.recipe)
         assert parse_fit(shlex.split(text)[3:]).config == args.config
-
-
-# ------------------------------------------------------------------ machines
 
 
 def test_the_nodes_have_room_for_all_workers():
@@ -71,9 +65,6 @@ def test_the_nodes_have_room_for_all_workers():
         assert want.nodes * want.cpus >= scaling.worker_range()[1] * scaling.cpus_without_gpu
 
 
-# ------------------------------------------------------------------ slurm
-
-
 def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path):
     text, notes = emitted("slurm", "imagenet-resnet50", *GPUS, "8", "--storage", str(tmp_path))
     directives = check_sbatch(text)
@@ -81,9 +72,6 @@ def test_a_slurm_job_has_the_nodes_gpus_and_memory_of_the_config(tmp_path: Path)
     wanted |= {"cpus-per-task": "32", "mem": "32G"}
     assert {name: directives[name] for name in wanted} == wanted
     assert notes == []
-
-
-# ------------------------------------------------------------------ kuberay
 
 
 def test_a_ray_job_has_pods_for_all_workers():
@@ -102,20 +90,16 @@ def test_a_ray_job_has_pods_for_all_workers():
     assert opening(text)["watch"] == "kubectl logs -f job/my-run-2"
 
 
-# ------------------------------------------------------------------ ray up
+CLOUDS = {
+    "s3://mine/runs": ("aws", "InstanceType", "g6.4xlarge"),
+    "gs://mine/runs": ("gcp", "machineType", "g2-standard-12"),
+    "abfs://my.blob.core.windows.net/box/runs": ("azure", "vmSize", "Standard_NC16as_T4_v3"),
+}
 
 
-@pytest.mark.parametrize(
-    ("storage", "provider", "field", "type_name"),
-    [
-        ("s3://mine/runs", "aws", "InstanceType", "g6.4xlarge"),
-        ("gs://mine/runs", "gcp", "machineType", "g2-standard-12"),
-        ("abfs://my.blob.core.windows.net/box/runs", "azure", "vmSize", "Standard_NC16as_T4_v3"),
-    ],
-)
-def test_the_cloud_is_chosen_by_the_storage(
-    storage: str, provider: str, field: str, type_name: str
-):
+@pytest.mark.parametrize("storage", CLOUDS)
+def test_the_cloud_is_chosen_by_the_storage(storage: str):
+    provider, field, type_name = CLOUDS[storage]
     words = ("--storage", storage, *GPUS, "1:4", "--scaling.cpus-per-worker")
     text, _ = emitted("ray-up", *words, "12")
     cluster = check_ray_up(text)
@@ -132,9 +116,6 @@ def test_the_cloud_is_chosen_by_the_storage(
         assert "storageAccounts/my/blobServices/default/containers/box" in text
     with pytest.raises(ConfigError, match=provider):  # no known machine has as many
         emitted("ray-up", *words, "500")
-
-
-# ------------------------------------------------------------------ the command
 
 
 def test_the_command_prints_only_the_file_without_torch_or_ray(tmp_path: Path):

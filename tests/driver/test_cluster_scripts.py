@@ -19,9 +19,6 @@ def text_of(name: str) -> str:
     return (CLUSTERS / name).read_text(encoding="utf-8")
 
 
-# ------------------------------------------------------------------ ray up
-
-
 def test_a_ray_up_file_fits_rays_schema_and_explains_its_use():
     for name in ("lan", *CLOUDS):
         cluster = check_ray_up(text_of(f"{name}.yaml"))
@@ -46,9 +43,6 @@ def test_aws_machines_allow_no_inbound_access_and_only_one_bucket():
     assert all(action.startswith("s3:") and "*" not in action for action in s3[0]["Action"])
     ends = [each for each in ec2 if each["Action"] == "ec2:TerminateInstances"]
     assert "ray-cluster-name" in json.dumps(ends[0]["Condition"])
-
-
-# ------------------------------------------------------------------ Kubernetes
 
 
 def test_kubernetes_objects_have_only_fields_known_to_kuberay():

@@ -1,5 +1,4 @@
-"""Which run a command refers to: the same command resumes its run, a different one gets a new
-run."""
+"""The same command resumes its run, a different one gets a new run."""
 
 from __future__ import annotations
 
@@ -63,9 +62,6 @@ def trained(config: TrainConfig) -> tuple[str, int, str, str]:
     return Path(result.path).name, result.step, result.status, shown.getvalue()
 
 
-# ------------------------------------------------------------------ one command after another
-
-
 def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: Path):
     config = unnamed(tmp_path)
     steps = trained(config)[1]
@@ -84,21 +80,15 @@ def test_the_same_command_resumes_and_another_config_starts_a_new_run(tmp_path: 
     assert not list(tmp_path.glob(f"*/{CLAIM_FILE}"))
 
 
-# ------------------------------------------------------------------ which name
-
-
 def test_the_first_run_with_the_config_or_the_first_free_name_is_chosen(tmp_path: Path):
     config = unnamed(tmp_path)
-    assert named(config) == ("TinyTask", True)
-    for number, lr in ((1, 0.1), (2, 0.2), (3, 0.1), (10, 0.3), (12, 0.4)):
-        begin(unnamed(tmp_path, lr), "TinyTask" if number == 1 else f"TinyTask-{number}")
-    for other in ("TinyTask-02", "TinyTask-1", "TinyTask-x", "TinyTask2", "MyTinyTask", "my"):
+    for number, lr in (("", 0.1), ("-2", 0.2), ("-3", 0.1), ("-10", 0.3)):
+        begin(unnamed(tmp_path, lr), f"TinyTask{number}")
+    for other in ("TinyTask-02", "TinyTask-1", "TinyTask-x", "TinyTask2", "MyTinyTask"):
         begin(config, other)
     assert named(config) == ("TinyTask-4", True)
     assert named(unnamed(tmp_path, 0.1)) == ("TinyTask", False)
-    assert named(unnamed(tmp_path, 0.2)) == ("TinyTask-2", False)
     assert named(unnamed(tmp_path, 0.3)) == ("TinyTask-10", False)
-    assert named(config, "my") == ("my", False)
     assert named(config, "other") == ("other", True)
     (tmp_path / "TinyTask" / CONFIG_FILE).write_text("torn = ")  # nothing identifies its run
     assert named(unnamed(tmp_path, 0.1)) == ("TinyTask-3", False)
@@ -125,9 +115,6 @@ def test_a_run_is_named_after_its_recipe_or_the_given_name(
     }.items():
         args = parse_fit(words.split())
         assert named(check(args.config), default_name(args.recipe)) == meant
-
-
-# ------------------------------------------------------------------ commands at the same time
 
 
 def test_only_identical_simultaneous_commands_share_a_run_name(tmp_path: Path):
@@ -169,8 +156,6 @@ def test_three_ranks_agree_on_a_new_run_and_resume_it(workers: Group, tmp_path: 
     assert longer == [("TinyTask-2", 2 * first[0][1])] * 3
     assert sorted(os.listdir(tmp_path)) == ["TinyTask", "TinyTask-2"]
 
-
-# ------------------------------------------------------------------ the folder is the run
 
 SMALL = (
     *("--local", "--batch-size", "16", "--micro-batch", "8", "--log.no-tensorboard"),
@@ -237,9 +222,6 @@ def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
     assert renamed.read("model.safetensors") == whole.read("model.safetensors")
     on("evaluate", run, cwd=elsewhere)
     assert sorted(os.listdir(project / "runs")) == ["renamed", "whole"]
-
-
-# ------------------------------------------------------------------ paths
 
 
 def test_the_spelling_of_a_path_does_not_make_another_run(
