@@ -130,6 +130,7 @@ ROWS = [
     Row("convert nowhere out", 4, "nowhere", light=True),
     Row("convert photos out --workers 1", 4, "a/3.png", DAMAGED_PHOTO, writes=True),
     # 5: checkpoints.
+    Row("evaluate '\x1b[2J'", 5, r"\x1b[2J", light=True),
     Row("evaluate runs/nothing", 5, "runs/nothing", light=True),
     Row("evaluate .", 5, ".", light=True),
     Row("evaluate damage", 5, "'damaged'", DAMAGED_RUN),

@@ -48,6 +48,7 @@ def test_faults_39_40_41_what_cannot_work_is_refused_in_one_line_with_its_exit_s
     assert len(lines) == 1, answer.err
     assert [word for word in row.names.split() if word not in answer.err] == [], answer.err
     assert "Traceback" not in answer.err or row.status == 1
+    assert "\x1b" not in answer.err
     assert row.writes or not [path for path in made if "__pycache__" not in path.parts]
     if row.light:
         assert answer.heavy == []

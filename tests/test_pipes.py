@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import warm_python
 from processes import ENVIRONMENT
 
+from raytrain_ddp.command_line import run_command
 from raytrain_ddp.errors import PreflightError
 
 BUFFERED = {k: v for k, v in {**os.environ, **ENVIRONMENT}.items() if k != "PYTHONUNBUFFERED"}
@@ -73,6 +75,14 @@ def test_a_full_disk_is_an_error_in_one_line():
             )
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)
         assert "No space left on device" in done.stderr
+
+
+def test_errors_of_other_files_and_sockets_keep_their_tracebacks():
+    def main(argv: object) -> int:
+        raise BrokenPipeError("x")
+
+    with pytest.raises(BrokenPipeError):
+        run_command(main)
 
 
 def test_a_deleted_working_folder_is_an_error_in_one_line(tmp_path: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,21 +92,6 @@ def test_faults_12_15_checkpoint_events_reach_a_bucket_at_once_or_once_it_works_
         journal({"kind": "checkpoint", "step": 60})
     journal({"kind": "checkpoint", "step": 80})
     assert [step for _, step in kinds_and_steps(run)] == [0, 20, 40, 60, 80]
-
-
-def test_fault_08_an_event_truncated_by_a_full_disk_is_written_once(tmp_path: Path):
-    run, soft = begun(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with EventLog(run, lambda _: None) as journal:
-        journal({"kind": "checkpoint", "step": 1})
-        size = (tmp_path / EVENTS_FILE).stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, soft[1]))
-        try:
-            journal({"kind": "checkpoint", "step": 2})
-            journal({"kind": "checkpoint", "step": 3})
-            assert (tmp_path / EVENTS_FILE).stat().st_size == size
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, soft)
-    assert kinds_and_steps(run) == [("checkpoint", 1), ("checkpoint", 2), ("checkpoint", 3)]
 
 
 def test_fault_12_a_run_whose_checkpoints_were_all_deleted_does_not_restart_at_0(tmp_path: Path):

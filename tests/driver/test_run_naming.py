@@ -222,6 +222,11 @@ def test_a_moved_project_goes_on_and_is_evaluated_from_any_folder(
     assert renamed.read("model.safetensors") == whole.read("model.safetensors")
     on("evaluate", run, cwd=elsewhere)
     assert sorted(os.listdir(project / "runs")) == ["renamed", "whole"]
+    # Data of the same sizes are not the same while the former ones are still there.
+    (project / "runs/whole").rename(project / "runs/photos")
+    shutil.copytree(project / "photos", project / "twin/photos")
+    words = ("--data.source", "twin/photos", *OF_PROJECT[2:], *SMALL)
+    assert meant(*words) == (f"{project}/runs/photos-2", 0)
 
 
 def test_the_spelling_of_a_path_does_not_make_another_run(
