@@ -132,7 +132,7 @@ def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_every_link_leads_to_a_file_and_every_recipe_is_valid(tmp_path: Path):
     for document, text in TEXTS.items():
-        for link in re.findall(r"\]\(([^):#]+)", re.sub(r"(?s)```.*?```", "", text)):
+        for link in re.findall(r"\]\(([^):#]+)[#)]", re.sub(r"(?s)```.*?```", "", text)):
             assert (document.parent / link).exists(), f"{document}: {link}"
         for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             ast.parse(code)
