@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +21,12 @@ jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml"
 GOLDEN = Path(__file__).parent / "golden"
 # The fields of Kubernetes' pods with their types, `!` where they are required: from the models of
 # PyPI's kubernetes 37.0.2. And those of KubeRay 1.6's resources (ray.io/v1), from its reference,
-# by hand: of those only what may be used here.
-# The API server silently drops unknown fields.
+# by hand: of those only what may be used here. The API server silently drops unknown fields.
 SCHEMA: dict[str, dict[str, str]] = {
-    **json.loads((GOLDEN / "pod_template.json").read_text(encoding="utf-8")),
-    "RayJob": {
-        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
-        "spec!": "RayJobSpec",
-    },
-    "RayCluster": {
-        **{"apiVersion!": "str", "kind!": "str", "metadata!": "V1ObjectMeta"},
-        "spec!": "RayClusterSpec",
-    },
-    "RayJobSpec": {
-        **{"activeDeadlineSeconds": "int", "backoffLimit": "int", "ttlSecondsAfterFinished": "int"},
-        **{"rayClusterSpec!": "RayClusterSpec", "submitterPodTemplate": "V1PodTemplateSpec"},
-        **{"entrypoint!": "str", "runtimeEnvYAML": "str", "submissionMode": "str"},
-        **{"shutdownAfterJobFinishes": "bool", "suspend": "bool"},
-    },
-    "RayClusterSpec": {
-        **{"authOptions": "AuthOptions", "autoscalerOptions": "AutoscalerOptions"},
-        **{"enableInTreeAutoscaling": "bool", "rayVersion": "str", "suspend": "bool"},
-        **{"headGroupSpec!": "HeadGroupSpec", "workerGroupSpecs": "List[WorkerGroupSpec]"},
-    },
-    "AuthOptions": {"mode": "str", "secretName": "str"},
-    "AutoscalerOptions": {
-        **{"resources": "V1ResourceRequirements", "idleTimeoutSeconds": "int"},
-        **{"upscalingMode": "str", "version": "str", "env": "List[V1EnvVar]"},
-    },
-    "HeadGroupSpec": {
-        **{"template!": "V1PodTemplateSpec", "rayStartParams": "Dict[str, str]"},
-        "serviceType": "str",
-    },
-    "WorkerGroupSpec": {
-        **{"groupName!": "str", "replicas": "int", "minReplicas!": "int", "maxReplicas!": "int"},
-        **{"numOfHosts": "int", "rayStartParams": "Dict[str, str]", "suspend": "bool"},
-        **{"template!": "V1PodTemplateSpec", "idleTimeoutSeconds": "int"},
-    },
+    kind: known
+    for name in ("pod_template.json", "kuberay.json")
+    for kind, known in json.loads((GOLDEN / name).read_text(encoding="utf-8")).items()
 }
-
 LISTS_OF_COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands"),
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
@@ -72,14 +38,6 @@ HEAD = {  # how a head is given in each kind of cluster
     "RAY_health_check_failure_threshold": "3",
     "RAY_DASHBOARD_ENABLE_PROFILING": "1",
 }
-
-
-def in_ray(path: str) -> Path:
-    """A file of the installed Ray, which is not imported for it."""
-    spec = importlib.util.find_spec("ray")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / path
 
 
 def opening(text: str) -> dict[str, str]:
@@ -99,8 +57,6 @@ def check_opening(text: str) -> None:
     assert len(commands) == 3, commands
     for command in commands.values():
         check_shell(command)
-    once = [line[4:] for line in text.splitlines() if line.startswith("#   ")][3:]
-    check_shell("\n".join(once))
     assert configs(text)
 
 
@@ -117,19 +73,19 @@ def configs(text: str) -> list[TrainConfig]:
     return [parse_fit(each).config for each in words] or [TrainConfig()]
 
 
-def commands_of(cluster: dict[str, Any]) -> Iterator[str]:
-    for name in LISTS_OF_COMMANDS:
-        yield from cluster.get(name, [])
-
-
 def check_ray_up(text: str) -> dict[str, Any]:
     """Ray's own schema, commands that a shell can parse, the token, and details found by
     experiment."""
     check_opening(text)
     cluster: dict[str, Any] = yaml.safe_load(text)
-    jsonschema.validate(cluster, json.loads(in_ray("autoscaler/ray-schema.json").read_text()))
-    for command in commands_of(cluster):
-        check_shell(f"({command})")
+    ray = importlib.util.find_spec("ray")  # which is not imported for it
+    assert ray is not None
+    assert ray.origin is not None
+    schema = Path(ray.origin).with_name("autoscaler") / "ray-schema.json"
+    jsonschema.validate(cluster, json.loads(schema.read_text()))
+    for name in LISTS_OF_COMMANDS:
+        for command in cluster.get(name, []):
+            check_shell(f"({command})")
     assert cluster["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
     for start in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "export RAY_AUTH_MODE=token" in cluster[start][-1]
@@ -183,11 +139,11 @@ def check_kubernetes(text: str) -> list[dict[str, Any]]:
             assert spec["shutdownAfterJobFinishes"]
             assert spec["ttlSecondsAfterFinished"] > 0
             spec = spec["rayClusterSpec"]
-        _check_cluster_spec(spec)
+        check_cluster_spec(spec)
     return resources
 
 
-def _check_cluster_spec(spec: dict[str, Any]) -> None:
+def check_cluster_spec(spec: dict[str, Any]) -> None:
     assert spec["authOptions"]["mode"] == "token"
     head, groups = spec["headGroupSpec"], spec["workerGroupSpecs"]
     for group in groups:
@@ -220,9 +176,7 @@ def check_sbatch(text: str) -> dict[str, str]:
     assert text.startswith("#!/bin/bash\n")
     before = re.split(r"(?m)^[^#\n]", text)[0]
     reported = dict(re.findall(r"(?m)^#SBATCH --([a-z-]+)(?:=(\S+))?$", before))
-    assert len(reported) == text.count("\n#SBATCH"), (
-        "a directive behind the first command is ignored"
-    )
+    assert len(reported) == text.count("\n#SBATCH"), "the others are ignored"
     assert reported["signal"] == "B:USR1@120"
     assert "requeue" in reported
     assert reported["ntasks-per-node"] == "1"

@@ -20,13 +20,7 @@ MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 
 
 class Server:
-    """The responses of the service, which a test can change.
-
-    Args:
-        texts: path -> body of its answers with status 200.
-        tokens: IMDSv2's that are valid.
-        fault: hangs, breaks off, or answers 500.
-    """
+    """The responses of the service, which a test can change; `tokens` are IMDSv2's."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
@@ -206,7 +207,7 @@ class Group:
         context.set_forkserver_preload(PRELOADED)
         while len(self._workers) < size:
             ours, theirs = context.Pipe()
-            with _environment(ENVIRONMENT):
+            with patch.dict(os.environ, ENVIRONMENT):
                 process = context.Process(
                     target=_serve, args=(theirs, dict(os.environ)), daemon=True
                 )
@@ -250,16 +251,3 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
             if size > 1:
                 dist.destroy_process_group()
         pipe.send(result)
-
-
-class _environment:  # noqa: N801  (reads as a statement)
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
-
-    def __enter__(self) -> None:
-        self._before = dict(os.environ)
-        os.environ.update(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        os.environ.clear()
-        os.environ.update(self._before)

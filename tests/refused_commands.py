@@ -99,6 +99,7 @@ ROWS = [
     Row("run --num-wrokers 2 a.py", 2, "--num-workers", SCRIPT, light=True),
     Row(f"run --num-workers 1 {LONG}", 2, LONG),
     Row("evaluate", 2, "RUN", light=True),
+    Row("evaluate '\x1b[2J'", 2, "U+001B", light=True),
     Row("evaluate x --out none/f.json", 2, "--out none/f.json", light=True),
     Row("evaluate x --out .", 2, "--out", light=True),
     Row("evaluate x --out s3://bucket/f.json", 2, "s3://bucket/f.json", light=True),
@@ -130,7 +131,6 @@ ROWS = [
     Row("convert nowhere out", 4, "nowhere", light=True),
     Row("convert photos out --workers 1", 4, "a/3.png", DAMAGED_PHOTO, writes=True),
     # 5: checkpoints.
-    Row("evaluate nothing", 5, "nothing", light=True),
     Row("evaluate runs/nothing", 5, "runs/nothing", light=True),
     Row("evaluate .", 5, ".", light=True),
     Row("evaluate damage", 5, "'damaged'", DAMAGED_RUN),

@@ -11,17 +11,19 @@ from refused import Row
 # Field -> values that its constructor refuses; the others have their defaults.
 VALUES: Mapping[str, Sequence[Any]] = {
     "name": ["../x", "..", "a/b", "", "x" * 129, "new\n", 5],
-    "storage": [""],
+    "storage": ["", "a\rb"],
+    "task": ["a\n.py:Mine"],
     "seed": [-1, 2**63, "1"],
     "epochs": [0, 1.5, True, "3"],
     "batch_size": [0, 50, 10**12],
     "micro_batch": [0, 65],
     "exact": [1],
-    "task_options": [{"a": {"b": 1}}, 3],
-    "data.source": ["", 3],
+    "task_options": [{"a": {"b": 1}}, {"a": "\x1b[2J"}, {"a\u2028": "b"}, 3],
+    "data.source": ["", "a\0b", 3],
     "data.image_size": [-1, 2**20, "224"],
     "data.eval_size": [-1],
     "data.eval_crop": [0.0, 1.1],
+    "data.classes": [("a\nb", "c")],
     "data.mean": [(124.0, 117.0, 104.0), (-0.5, 0.5, 0.5), (0.5, 0.5)],  # of 0 to 1
     "data.std": [(1.0, 0.0, 1.0), (58.0, 57.0, 57.0), ("a", 1, 1)],
     "data.holdout": [20.0],  # percent
@@ -41,7 +43,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "augment.cutmix": [-1.0],
     "augment.repeats": [0, 3],
     "model.dropout": [1.0, math.nan],
-    "model.args": [{"img size": 3}, {"layers": [2, 2]}],
+    "model.args": [{"a": "b\n"}, {"img size": 3}, {"layers": [2, 2]}],
     "model.freeze": ["fc"],
     "optim.name": ["adam"],
     "optim.lr": [0.0, math.nan, math.inf, "0.1"],
@@ -84,11 +86,8 @@ VALUES: Mapping[str, Sequence[Any]] = {
 
 A_SWEEP = dict.fromkeys(("runs/rates/sweep.json", "runs/rates/trial-1/config.toml"), "")
 ROWS = [
-    Row("--optim.lr abc", 2, "optim.lr abc", light=True),
-    Row("--epochs 0", 2, "epochs", light=True),
     Row("--task image-clasification", 2, "'image-classification'", light=True),
     Row("--optim.name adamw --optim.momentum 0.9", 2, "optim.momentum optim.name", light=True),
-    Row("--scaling.num-workers 64 --batch-size 1024", 3, "64", light=True),
     Row("char-lm --describe", 2, "char-lm examples/char_lm.py", light=True),
     Row("--no-ddp.shard-optimizer", 2, "ddp.shard", light=True),
     Row("--local --address auto", 2, "--address --local", light=True),

@@ -7,7 +7,6 @@ import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -44,45 +43,11 @@ RANKS = [
     {"__main__"},
 ]
 
-# The same for the folders and files of the two largest parts.
-RANKS_WITHIN = {
-    "data": [
-        {"order"},
-        {"loading"},
-        {"formats", "array_source", "iterable_source"},
-        {"discovery"},
-        {"holdout", "torchvision_datasets"},
-        {"splits"},
-        {"pixels"},
-    ],
-    "training": [
-        {"runtime"},
-        {"monitoring", "run_identity"},
-        {"gradients"},
-        {"optimizer", "session"},
-        {"state"},
-        {"steps", "recording"},
-        {"metrics", "membership"},
-        {"start"},
-        {"async_evaluation"},
-        {"prepared_run"},
-        {"prepare"},
-        {"loop"},
-    ],
-}
 # The only parts that import Ray.
 SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict", "sweep"}
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
 SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
 MAX_LINES = 500
-
-OFFERED = {
-    *("ArraySource", "Data", "Draws", "FitResult", "IterableSource", "MapSource", "RaytrainError"),
-    *("Source", "Task", "TrainConfig", "fit", "fit_locally", "load"),
-    *("AugmentConfig", "CheckpointConfig", "ComputeConfig", "DataConfig", "DdpConfig"),
-    *("EmaConfig", "EvalConfig", "StopConfig"),
-    *("LogConfig", "LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
-}
 
 
 def name_of(path: Path) -> str:
@@ -94,8 +59,8 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def rank_of(part: str, ranks: Sequence[set[str]] = RANKS) -> int:
-    return next(rank for rank, parts in enumerate(ranks) if part in parts)
+def rank_of(part: str) -> int:
+    return next(rank for rank, parts in enumerate(RANKS) if part in parts)
 
 
 @functools.cache
@@ -114,34 +79,20 @@ def imports(path: Path) -> list[str]:
 TURN_BACK = {
     # What users call on a result, after the training.
     "result.py": {"display", "report"},
-    # The type of what it is given.
-    "training/async_evaluation.py": {"prepared_run"},
 }
-
-
-def against_the_ranks(
-    path: Path, prefix: str, mine: str, ranks: Sequence[set[str]]
-) -> Iterator[str]:
-    """Imports of ``prefix.X`` where X is neither ``mine`` nor of a lower rank."""
-    for name in imports(path):
-        if name.startswith(f"{prefix}."):
-            theirs = name.removeprefix(f"{prefix}.").partition(".")[0]
-            allowed = theirs == mine or rank_of(theirs, ranks) < rank_of(mine, ranks)
-            if not allowed and theirs not in TURN_BACK.get(name_of(path), set()):
-                yield f"{name_of(path)} imports {name}"
 
 
 def test_imports_follow_the_ranks():
     assert "torch" in {name.partition(".")[0] for path in FILES for name in imports(path)}
-    wrong: list[str] = []
+    wrong = []
     for path in FILES:
         if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
             continue  # offers names from everywhere; holds data
-        part = part_of(path)
-        wrong += against_the_ranks(path, "raytrain_ddp", part, RANKS)
-        if part in RANKS_WITHIN and path.stem != "__init__":
-            mine = path.relative_to(PACKAGE / part).parts[0].removesuffix(".py")
-            wrong += against_the_ranks(path, f"raytrain_ddp.{part}", mine, RANKS_WITHIN[part])
+        mine, turned = part_of(path), TURN_BACK.get(name_of(path), set())
+        ours = {name.split(".")[1] for name in imports(path) if name.startswith("raytrain_ddp.")}
+        for theirs in ours - {mine} - turned:
+            if rank_of(theirs) >= rank_of(mine):
+                wrong.append(f"{name_of(path)} imports {theirs}")
     assert not wrong
 
 
@@ -182,39 +133,25 @@ def test_each_file_stays_within_the_line_limit_and_has_a_docstring_and_a_name_of
     assert not [name for name in names if names.count(name) > 1], "names of modules are unique"
 
 
-def test_each_command_has_a_main_and_runs_as_a_module():
-    for name in COMMANDS:
-        file, package = PACKAGE / f"{name}.py", PACKAGE / name / "__main__.py"
-        path = file if file.exists() else package
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert "main" in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, path
-        assert "run_command(main)" in ast.unparse(tree.body[-1]), path
-
-
-# ------------------------------------------------------------------ the package's names
-
-
-def test_the_package_offers_the_documented_names():
-    assert set(raytrain_ddp.__all__) == OFFERED
-    assert set(dir(raytrain_ddp)) >= OFFERED
-    for name in OFFERED:
+def test_the_package_offers_its_names_also_to_type_checkers():
+    assert {"TrainConfig", "Task", "fit", "fit_locally", "load"} < {*raytrain_ddp.__all__}
+    for name in raytrain_ddp.__all__:
         assert getattr(raytrain_ddp, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError):
         _ = raytrain_ddp.nothing
     for_type_checkers = {name.rpartition(".")[2] for name in imports(PACKAGE / "__init__.py")}
-    assert for_type_checkers >= OFFERED
-
-
-def loaded_after(statement: str) -> set[str]:
-    """Modules in a fresh process after a statement."""
-    code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
-    return set(json.loads(out))
+    assert for_type_checkers >= {*raytrain_ddp.__all__}
 
 
 def test_commands_load_neither_torch_nor_ray_before_they_need_them():
     """A complete or refused run exits at once; a name or config costs even less."""
     heavy = {"torch", "ray", "numpy", "pyarrow", "pydantic", "matplotlib"}
+
+    def loaded_after(statement: str) -> set[str]:
+        code = f"import json, sys\n{statement}\nprint(json.dumps([*sys.modules]))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+        return set(json.loads(out))
+
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
     packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos", "sweep")
     light = ("fit", "evaluate", "run", *(f"{name}.__main__" for name in (*packages, "spot")))
@@ -222,16 +159,3 @@ def test_commands_load_neither_torch_nor_ray_before_they_need_them():
     light += ("report.write", "data.order.epoch_order", "watch.http_server", "sweep.run_sweep")
     modules = ", ".join(f"raytrain_ddp.{name}" for name in light)
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}
-
-
-def test_fit_can_be_called_although_a_module_has_its_name():
-    """The module `raytrain_ddp.fit` hides the function of that name once it is imported."""
-    code = (
-        "from raytrain_ddp import fit; import raytrain_ddp.fit; fit = raytrain_ddp.fit\n"
-        "from raytrain_ddp import TrainConfig\n"
-        "from raytrain_ddp.errors import PreflightError\n"
-        "try:\n    fit(TrainConfig(storage='/proc/none'))\n"
-        "except PreflightError:\n    print('called')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "called\n"

@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import raytrain_ddp
 from raytrain_ddp.chaos.__main__ import parse as parse_chaos
-from raytrain_ddp.checkpoint import run_folder
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
@@ -28,26 +25,17 @@ from raytrain_ddp.sweep.__main__ import parse as parse_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS = ROOT / "raytrain_ddp", ROOT / "docs"
-README = ROOT / "README.md"
 
 
-def _generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-generate = _generator()
+SPEC = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not page.is_symlink())
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-DOCUMENTS += [ROOT / "clusters" / "README.md", ROOT / "clusters" / "monitoring" / "README.md"]
-DOCUMENTS += [ROOT / "examples" / "README.md", ROOT / "examples" / "launchers" / "README.md"]
-DOCUMENTS += PAGES
+DOCUMENTS += [*ROOT.glob("clusters/**/README.md"), *ROOT.glob("examples/**/README.md"), *PAGES]
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
-WRITTEN = {page: generate.BLOCK.sub("", text) for page, text in TEXTS.items()}  # by hand
 
 PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "fit": parse_fit,
@@ -55,19 +43,12 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "doctor": parse_doctor,
     "sweep": parse_sweep,
     "run": parse_run,
+    "spot": spot.parser().parse_args,
     **{
         name: generate._command(name).parse
         for name in ("evaluate", "predict", "export", "convert", "report", "watch")
     },
 }
-
-
-def shown(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-# Programs of this package that people do not type every day: `raytrain` does not list them.
-BESIDES: dict[str, Callable[[Sequence[str]], Any]] = {"spot": spot.parser().parse_args}
 
 
 def file_of_tests(name: str) -> Path:
@@ -78,31 +59,8 @@ def file_of_tests(name: str) -> Path:
 
 
 def test_generated_documentation_is_up_to_date():
-    old = [shown(page) for page in PAGES if generate.renewed(TEXTS[page]) != TEXTS[page]]
+    old = [str(page) for page in PAGES if generate.renewed(TEXTS[page]) != TEXTS[page]]
     assert not old, "run: python docs/generate.py"
-
-
-def test_the_tree_has_every_file_of_the_package():
-    tree = TEXTS[DOCS / "contributing" / "tree.md"]
-    for path in PACKAGE.rglob("*.py"):
-        if path.stat().st_size:
-            folder = f"### raytrain_ddp/{path.parent.relative_to(PACKAGE)}".removesuffix("/.")
-            rows = tree.partition(f"{folder}\n")[2].partition("\n### ")[0]
-            about = re.search(rf"^\| `{re.escape(path.name)}` \| (.+) \|$", rows, re.MULTILINE)
-            assert about, f"{path}: not a word about it"
-
-
-def test_the_code_walkthroughs_name_existing_code():
-    text = TEXTS[DOCS / "contributing" / "paths.md"]
-    steps = [line for line in text.splitlines() if re.match(r"[\w/]+\.py ", line)]
-    assert len(steps) > 35
-    for line in steps:
-        file, name, about = line[:41].strip(), line[41:62].strip(), line[62:]
-        code = (PACKAGE / file).read_text(encoding="utf-8")
-        if name:
-            assert re.search(rf"^(?:class|def) {name}\b", code, re.MULTILINE), f"{file}: {name}"
-        for method in re.findall(r"\b(\w+)\(\)", about):
-            assert f"def {method}(" in code, f"{file}: {method}"
 
 
 def test_every_promise_names_tests_that_exist():
@@ -118,35 +76,14 @@ def test_every_promise_names_tests_that_exist():
             assert test in functions, f"{file} has no {test}"
 
 
-def test_every_test_file_and_benchmark_that_is_named_exists():
-    for document in DOCUMENTS:
-        for name in re.findall(r"\btest_\w+\.py", TEXTS[document]):
-            assert file_of_tests(name).is_file(), name
-        for name in re.findall(r"(?:benchmarks|clusters|examples)/[\w/]+\.\w+", TEXTS[document]):
-            assert (ROOT / name).is_file(), name
-
-
-def test_every_command_and_name_that_is_mentioned_exists():
-    for document in DOCUMENTS:
-        text = TEXTS[document]
+def test_every_name_and_file_that_is_mentioned_exists():
+    for text in TEXTS.values():
         for names in re.findall(r"from raytrain_ddp import (\w+(?:, \w+)*)", text):
             assert {*names.split(", ")} <= {*raytrain_ddp.__all__}, names
-        for module, name in re.findall(r"from raytrain_ddp\.([\w.]+) import (\w+)", text):
-            path = (PACKAGE / module.replace(".", "/")).with_suffix(".py")
-            names = {n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")}
-            assert name in names, f"{module}: {name}"
-        for command in re.findall(r"python -m raytrain_ddp\.(\w+)|`raytrain ([a-z]+)", text):
-            assert "".join(command) in {*PARSERS, *BESIDES}, command
-
-
-def test_every_file_of_a_run_is_in_the_reference():
-    names = [value for name, value in vars(run_folder).items() if name.isupper()]
-    names = [name for name in names if isinstance(name, str)]
-    assert "metrics.jsonl" in names
-    text = WRITTEN[DOCS / "reference" / "files.md"]
-    for name in names:
-        if not name.startswith("damaged"):
-            assert f"`{name}" in text, name
+        for name in re.findall(r"\btest_\w+\.py", text):
+            assert file_of_tests(name).is_file(), name
+        for name in re.findall(r"(?:benchmarks|clusters|examples)/[\w/]+\.\w+", text):
+            assert (ROOT / name).is_file(), name
 
 
 def lines_of_code(text: str) -> Iterator[str]:
@@ -173,21 +110,6 @@ def commands_of(text: str) -> Iterator[str]:
             yield line.replace("sbatch clusters/slurm.sbatch", "python -m raytrain_ddp.fit")
 
 
-def typed() -> list[str]:
-    """All commands of this package except those without arguments or with a placeholder."""
-    found = [line for text in TEXTS.values() for line in commands_of(text)]
-    found = [re.split(r" > |   #|' && |  #|'$", line)[0].strip() for line in found]
-    placeholder = re.compile(r" \.\.\.|RUN\b|\bNAME\b|SCRIPT|\[|\|")
-    alone = "python -m raytrain_ddp.fit", "python -m raytrain_ddp.chaos"
-    return [
-        *dict.fromkeys(
-            line
-            for line in found
-            if not placeholder.search(line) and (line.count(" ") > 2 or line in alone)
-        )
-    ]
-
-
 def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     runs = ("runs/digits/config", "runs/mine/config", "runs/digits-sweep/trial-0007/config")
     for recipe in ("mine", "photos", *runs):
@@ -199,59 +121,34 @@ def test_every_command_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     found = [line for text in TEXTS.values() for line in commands_of(text)]
-    assert {re.findall(r"raytrain_ddp\.(\w+)", line)[0] for line in found} == {*PARSERS, *BESIDES}
-    for line in typed():
+    assert {re.findall(r"raytrain_ddp\.(\w+)", line)[0] for line in found} == {*PARSERS}
+    whole = dict.fromkeys(re.split(r" > |   #|' && |  #|'$", line)[0].strip() for line in found)
+    placeholder = re.compile(r" \.\.\.|RUN\b|\bNAME\b|SCRIPT|\[|\|")
+    for line in whole:
         command, *argv = shlex.split(line.removeprefix("python -m raytrain_ddp."), comments=True)
-        assert {**PARSERS, **BESIDES}[command](argv), line
+        if not placeholder.search(line) and len(argv) > 1:
+            assert PARSERS[command](argv), line
 
 
-def test_python_and_recipes_are_valid(tmp_path: Path):
-    for document in DOCUMENTS:
-        for code in re.findall(r"```python\n(.*?)```", TEXTS[document], re.DOTALL):
+def test_every_link_leads_to_a_file_and_every_recipe_is_valid(tmp_path: Path):
+    for document, text in TEXTS.items():
+        for link in re.findall(r"\]\(([^):#]+)[#)]", re.sub(r"(?s)```.*?```", "", text)):
+            assert (document.parent / link).exists(), f"{document}: {link}"
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
             ast.parse(code)
-        for code in re.findall(r"```toml\n(.*?)```", TEXTS[document], re.DOTALL):
+        for code in re.findall(r"```toml\n(.*?)```", text, re.DOTALL):
             (tmp_path / "recipe.toml").write_text(code)
-            assert isinstance(load(str(tmp_path / "recipe.toml")), TrainConfig)
+            load(str(tmp_path / "recipe.toml"))
 
 
-def links_of(document: Path) -> Iterator[tuple[Path, str]]:
-    """(file, anchor) of the links that lead to other files of this repository."""
-    text = re.sub(r"```.*?```", "", TEXTS.get(document, ""), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^):]+)\)", text):
-        name, _, anchor = link.partition("#")
-        yield (document.parent / name).resolve() if name else document, anchor
-
-
-def anchors_of(document: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
-    kept = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in titles)
-    return {re.sub(r"[-\s]+", "-", title) for title in kept}
-
-
-def test_every_link_leads_to_a_file_and_a_heading():
-    for document in DOCUMENTS:
-        for file, anchor in links_of(document):
-            assert file.exists(), file
-            if anchor and document.name == "README.md":  # mkdocs checks those of the other pages
-                assert anchor in anchors_of(file), f"{file.name}#{anchor}"
-
-
-def test_the_readme_is_short_and_begins_with_the_two_commands():
-    text = TEXTS[README]
-    assert len(text.splitlines()) <= 150
-    two = ["pip install -e . && python -m raytrain_ddp.fit", "pip install -e '.[test]' && pytest"]
-    assert [*lines_of_code(text)][:2] == two
-    assert text.index(two[0]) < text.index("```")
-    assert "`bash .ci/run`" in text
-    assert "reference/exit-statuses.md" in text
-
-
-def test_the_task_of_the_readme_trains_and_its_weights_are_plain_pytorch(
+def test_the_readme_begins_with_two_commands_and_its_task_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from safetensors.torch import load_file
 
-    blocks = re.findall(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
+    two = ["pip install -e . && python -m raytrain_ddp.fit", "pip install -e '.[test]' && pytest"]
+    assert [*lines_of_code(TEXTS[ROOT / "README.md"])][:2] == two
+    blocks = re.findall(r"```python\n(.*?)```", TEXTS[ROOT / "README.md"], re.DOTALL)
     (task,) = [code for code in blocks if "(Task)" in code]
     assert len([line for line in task.splitlines() if line]) <= 25
     (tmp_path / "sine.py").write_text(task)
@@ -267,23 +164,3 @@ def test_the_task_of_the_readme_trains_and_its_weights_are_plain_pytorch(
     model = names["Sine"](config).model()
     assert result.last_checkpoint is not None
     model.load_state_dict(load_file(Path(result.last_checkpoint) / "model.safetensors"))
-
-
-def test_the_weights_of_a_torchvision_model_load_as_the_readme_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """With the parameter names of torchvision's own model, created as by the class that trains
-    it."""
-    from safetensors.torch import save_file
-    from torchvision.models import resnet18
-
-    folder = tmp_path / "runs/photos/checkpoints/step-00000010-a0001"
-    folder.mkdir(parents=True)
-    save_file(resnet18(num_classes=2).state_dict(), folder / "model.safetensors")
-    blocks = re.findall(r"```python\n(.*?)```", TEXTS[README], re.DOTALL)
-    (loading,) = [code for code in blocks if "load_file" in code]
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(loading, names)
-    assert names["newest"].parent.resolve() == folder
-    assert os.path.basename(folder) == "step-00000010-a0001"

@@ -15,9 +15,6 @@ from tiny import WorkerResult, bits, newest, plain, run_tiny, tiny_config
 HOUR_S = 3600.0
 
 
-# ------------------------------------------------------------------ 36: clocks
-
-
 def run_with_a_wrong_clock(
     rank: int, size: int, config: dict[str, object], offset_s: float, stop_at: int
 ) -> WorkerResult:
@@ -49,8 +46,6 @@ def test_fault_36_differing_and_jumping_clocks_do_not_change_the_run(
     assert newest(config).manifest.attempt == 3
 
 
-# ------------------------------------------------------------------ 45: secrets
-
 CANARY = "Canary4567SecretThatMustNotShow"
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": CANARY,
@@ -61,7 +56,7 @@ SECRETS = {
 }
 
 
-def test_fault_45_no_secret_from_the_environment_appears_in_files_or_output(
+def test_fault_45_no_secret_of_the_environment_or_a_uri_appears_in_files_or_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, value in SECRETS.items():
@@ -69,29 +64,20 @@ def test_fault_45_no_secret_from_the_environment_appears_in_files_or_output(
     small = ("--local", "--epochs", "1", "--batch-size", "256", "--micro-batch", "64")
     answers = [
         run_cli("fit", "--name", "secret", *small, cwd=tmp_path, warm=True),
-        run_cli(
-            "fit", "--name", "secret", *small, "--seed", "1", cwd=tmp_path, warm=True
-        ),  # refused
+        run_cli("fit", "--name", "secret", *small, "--seed", "1", cwd=tmp_path),  # refused
         run_cli("evaluate", "secret", cwd=tmp_path, warm=True),
     ]
     assert [answer.status for answer in answers] == [0, 2, 0], answers
-    said = "".join(answer.out + answer.err for answer in answers)
-    assert CANARY not in said
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"config.toml", "metrics.jsonl", "manifest.json"} <= {path.name for path in files}
-    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
-
-
-def test_fault_45_no_secret_of_a_uri_is_in_an_error(tmp_path: Path):
     closed = "endpoint_override=127.0.0.1:9&scheme=http"
     for flag, uri in (
         ("--storage", f"s3://key:{CANARY}@bucket/runs?{closed}"),
         ("--data.source", f"s3://bucket/x?secret_key={CANARY}&{closed}"),
         ("--storage", f"nonsense://user:{CANARY}@host/runs?token={CANARY}"),
     ):
-        answer = run_cli("fit", "--local", flag, uri, cwd=tmp_path, warm=True)
-        assert answer.status in (2, 3, 4), answer
-        assert answer.err.startswith("error: ")
-        assert CANARY not in answer.out + answer.err
+        answers.append(run_cli("fit", "--local", flag, uri, cwd=tmp_path, warm=True))
+        assert answers[-1].status in (2, 3, 4), answers[-1]
+    said = "".join(answer.out + answer.err for answer in answers)
+    assert CANARY not in said
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.toml", "metrics.jsonl", "manifest.json"} <= {path.name for path in files}
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []

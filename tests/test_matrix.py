@@ -43,9 +43,3 @@ def test_each_row_of_the_fault_matrix_has_a_test_by_default_or_says_why_not():
         others = [int(number) for number in re.findall(r"\d+", remark)]
         elsewhere = remark.startswith("With row") and all(by_default[other] for other in others)
         assert elsewhere or (remark.startswith("Opt in") and opt_in[row]), f"row {row}"
-
-
-def test_row_numbers_are_parsed_from_test_names():
-    assert rows_of("test_fault_01_02_03_05_killed") == [1, 2, 3, 5]
-    assert rows_of("test_fault_17_and_18_all_missing") == [17, 18]
-    assert rows_of("test_faults_without_a_step") == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,31 +21,24 @@ def os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-class Disconnected(Exception):
-    """As that of aiohttp, which is no OSError."""
-
-
 class HttpError(Exception):
+    """As those of aiohttp, which are no OSErrors."""
+
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.response = SimpleNamespace(status_code=status)
 
 
-Disconnected.__name__ = "ServerDisconnectedError"
 PERMANENT = [
     *map(os_error, (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)),
     *map(os_error, (errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.EFBIG, errno.ELOOP)),
     OSError("AWS Error ACCESS_DENIED during PutObject operation"),
-    OSError("AF_UNIX path length cannot exceed 107 bytes: /x"),
 ]
 PASSING = [
     *map(os_error, (errno.EIO, errno.ESTALE, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET)),
     *map(os_error, (errno.ENETUNREACH, errno.EHOSTUNREACH)),
     OSError("AWS Error SLOW_DOWN during PutObject operation"),
-    ConnectionResetError(),
 ]
-NOT_OF_THE_SYSTEM = [ValueError("Parquet magic bytes not found"), KeyError("x"), HttpError(404)]
-OF_OTHER_CLIENTS = [Disconnected(), HttpError(503), HttpError(429)]
 
 
 def of_a_commit(ask: Callable[[], Any]) -> None:
@@ -67,17 +59,7 @@ def of_a_shard(ask: Callable[[], Any]) -> None:
         raise answer
 
 
-def of_ray(ask: Callable[[], Any]) -> None:
-    pytest.importorskip("ray")
-    from raytrain_ddp.ray_backend import ray_start
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray_start, "time", QUICK)
-        ray_start.start_with_retries(ask, lambda: None, "this machine", 300.0, lambda _: None)
-
-
 QUICK = SimpleNamespace(sleep=lambda _: None, monotonic=lambda: 0.0)
-RETRIES = [of_a_commit, of_an_outage, of_a_preflight, of_a_shard]
 
 
 def calls_until_the_end(retry: Callable[[Callable[[], Any]], None], error: Exception) -> int:
@@ -100,36 +82,21 @@ def calls_until_the_end(retry: Callable[[Callable[[], Any]], None], error: Excep
     return calls
 
 
-@pytest.mark.parametrize("retry", [*RETRIES, of_ray], ids=lambda retry: retry.__name__)
-def test_what_lasts_is_tried_once(retry: Callable[[Callable[[], Any]], None]):
+@pytest.mark.parametrize(
+    "retry", [of_a_commit, of_an_outage, of_a_preflight, of_a_shard], ids=lambda each: each.__name__
+)
+def test_what_lasts_is_tried_once_and_what_may_pass_again(
+    retry: Callable[[Callable[[], Any]], None],
+):
     assert [error for error in PERMANENT if calls_until_the_end(retry, error) != 1] == []
-
-
-@pytest.mark.parametrize("retry", RETRIES, ids=lambda retry: retry.__name__)
-def test_what_may_pass_is_tried_again(retry: Callable[[Callable[[], Any]], None]):
     assert [error for error in PASSING if calls_until_the_end(retry, error) != 3] == []
 
 
-def test_a_damaged_or_missing_file_of_a_store_is_read_once_and_a_busy_one_again():
-    assert [calls_until_the_end(of_a_shard, each) for each in NOT_OF_THE_SYSTEM] == [1, 1, 1]
-    assert [calls_until_the_end(of_a_shard, each) for each in OF_OTHER_CLIENTS] == [3, 3, 3]
-
-
-def test_a_full_disk_is_waited_for_only_in_an_outage():
+def test_a_busy_store_is_asked_again_and_a_full_disk_is_waited_for_only_in_an_outage():
+    not_found = [ValueError("Parquet magic bytes not found"), KeyError("x"), HttpError(404)]
+    assert [calls_until_the_end(of_a_shard, each) for each in not_found] == [1, 1, 1]
+    busy = [HttpError(503), HttpError(429)]
+    assert [calls_until_the_end(of_a_shard, each) for each in busy] == [3, 3]
     full = os_error(errno.ENOSPC)
     assert calls_until_the_end(of_a_commit, full) == 1
     assert calls_until_the_end(of_an_outage, full) == 3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Ray reads TMPDIR on Linux only")
-def test_a_long_temporary_folder_leaves_room_for_the_sockets_of_ray(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    pytest.importorskip("ray")
-    from raytrain_ddp.ray_backend.ray_settings import short_folder
-
-    for length in (20, 90, 200):
-        monkeypatch.setenv("TMPDIR", "/tmp/".ljust(length, "x"))
-        folder = short_folder().get("RAY_TMPDIR", os.environ["TMPDIR"])
-        session = "session_2026-11-27_09-30-00_123456_4194304"
-        assert len(f"{folder}/ray/{session}/sockets/plasma_store") < 107

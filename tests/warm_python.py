@@ -61,26 +61,10 @@ class WarmPython(subprocess.Popen[Any]):
 
     _status: int  # a pipe
 
-    def _execute_child(  # type: ignore[override]
-        self,
-        args: Sequence[Any],
-        executable: object,
-        preexec_fn: object,
-        close_fds: object,
-        pass_fds: Sequence[int],
-        cwd: str | os.PathLike[str] | None,
-        env: dict[str, str] | None,
-        startupinfo: object,
-        creationflags: object,
-        shell: object,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        *rest: Any,
-    ) -> None:
+    def _execute_child(self, args: Sequence[Any], *given: Any) -> None:  # type: ignore[override]
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *rest = given
+        pipes, session = rest[:6], rest[11]
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
         python, *command = map(os.fspath, args)
         environment = dict(os.environ if env is None else env)
         assert python == sys.executable
@@ -91,7 +75,7 @@ class WarmPython(subprocess.Popen[Any]):
             "command": command,
             "environment": environment,
             "folder": os.path.abspath(cwd or "."),
-            "session": rest[5],
+            "session": session,
         }
         data = json.dumps(request).encode()
         files = [own if own >= 0 else n for n, own in enumerate((p2cread, c2pwrite, errwrite))]
@@ -104,7 +88,7 @@ class WarmPython(subprocess.Popen[Any]):
         (self.pid,) = struct.unpack("!I", answer)
         self._child_created = True
         os.close(theirs)
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _wait(self, timeout: float | None) -> int:
         if self.returncode is None:
@@ -130,11 +114,8 @@ def run(
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
     """``subprocess.run([sys.executable, ...])`` with a `WarmPython`."""
-    if input is not None:
-        options["stdin"] = subprocess.PIPE
-    if capture_output:
-        options["stdout"] = options["stderr"] = subprocess.PIPE
-    with WarmPython(command, **options) as process:
+    pipes = ["stdin"] * (input is not None) + ["stdout", "stderr"] * capture_output
+    with WarmPython(command, **options, **dict.fromkeys(pipes, subprocess.PIPE)) as process:
         try:
             out, err = process.communicate(input, timeout)
         except BaseException:

@@ -82,9 +82,6 @@ def _inherit(request: dict[str, Any], files: list[int]) -> None:
 
 def run(command: list[str]) -> None:
     """As ``python COMMAND``: -m MODULE, -c CODE, - or a script, with arguments."""
-    if os.environ.get("PYTHONUNBUFFERED"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     extra = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [os.path.abspath(folder) for folder in extra if folder]
     sys.orig_argv[:] = [sys.executable, *command]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,42 +30,7 @@ def begun(folder: Path) -> TrainConfig:
     return config
 
 
-def by_signal() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def by_rays_handler() -> None:
-    sys.exit(signal.SIGTERM)
-
-
-@pytest.mark.parametrize("end", [by_signal, by_rays_handler])
-def test_sigterm_before_training_ends_as_ctrl_c_does(end: Callable[[], None], tmp_path: Path):
-    config = begun(tmp_path)
-    with pytest.raises(KeyboardInterrupt) as caught, owned(find_run(config), print):
-        end()
-    assert caught.value.args == (signal.SIGTERM,)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert [each.event for each in read_events(run_storage(config))] == [End(143)]
-    with owned(find_run(config), print):  # the lease was released
-        pass
-
-
-def test_other_exits_and_user_signal_handlers_are_unchanged(tmp_path: Path):
-    config = TrainConfig(name="run", storage=str(tmp_path))
-    with pytest.raises(SystemExit) as caught, owned(find_run(config), print):
-        sys.exit(3)
-    assert caught.value.code == 3
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        with owned(find_run(config), print):
-            by_signal()
-        assert received == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_a_stop_reports_the_step_after_which_the_same_command_continues(tmp_path: Path):
+def test_a_command_that_is_ended_releases_its_run_and_names_the_step_of_the_next(tmp_path: Path):
     config, shown = begun(tmp_path), []
 
     def stop() -> None:
@@ -76,6 +39,13 @@ def test_a_stop_reports_the_step_after_which_the_same_command_continues(tmp_path
         commit(store, 20)
         raise KeyboardInterrupt
 
+    with pytest.raises(KeyboardInterrupt) as caught, owned(find_run(config), print):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.args == (signal.SIGTERM,)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [each.event for each in read_events(run_storage(config))] == [End(143)]
+    with pytest.raises(SystemExit), owned(find_run(config), print):  # it can be taken
+        raise SystemExit(3)
     with pytest.raises(KeyboardInterrupt), owned(find_run(config), shown.append):
         stop()
     assert shown[0] == End(130)
