@@ -43,7 +43,6 @@ sites: list[str] = []
 _site_numbers: dict[str, int] = {}
 step = 0  # counted by scenarios; 0 before the first
 waits: Counter[tuple[str, str, int]] = Counter()  # (kind, place, step): the host waited
-operations: Counter[str] = Counter()
 races: set[tuple[str, str, str]] = set()  # (kind, place of the access, place of the other)
 _lock = Lock()
 _generators: dict[tuple[int, int, int], Tensor] = {}
@@ -154,9 +153,8 @@ def _compute(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Any operation: on CPU tensors that share the memory of those on the device."""
     _enter_site()
     device = _device_of(name, args, kwargs)
-    with _lock:
-        operations[name] += 1
-        if name in _WAITS:
+    if name in _WAITS:
+        with _lock:
             waits[name, place(), step] += 1
     call = _Call(name, device)
     arguments = operation._schema.arguments
@@ -303,8 +301,6 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if target.is_cuda and source.is_cuda and target.device == source.device:
         stream = torch._C._cuda_getCurrentRawStream(target.device.index)
         runtime.emulated_launch(stream)
-        with _lock:
-            operations["copy_"] += 1
         _access(stream, source, False)
         _access(stream, target, True)
         on_host(target).copy_(on_host(source))
@@ -342,12 +338,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """Counts as one operation on the device, whatever the number of tensors."""
-    before = operations["copy_"]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-    operations["copy_"] = before
-    operations["_foreach_copy_"] += 1
 
 
 # ------------------------------------------------------------------ random numbers
@@ -425,7 +417,6 @@ def report() -> dict[str, Any]:
     return {
         "waits": [[*key, count] for key, count in sorted(waits.items())],
         "races": sorted(races),
-        "operations": dict(operations),
         "collectives": {
             each: [[*key, count] for key, count in sorted(found.items())]
             for each, found in collectives.items()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import emulated
 import torch
@@ -21,9 +18,7 @@ from tiny import ScriptedSession, decode_tensors, plain, run_tiny, tiny_config
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.doctor import all_reduce, machine_facts
 from raytrain_ddp.errors import DivergedError
-from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession, join_world
@@ -108,20 +103,9 @@ def _weights_of(run: Path) -> dict[str, Any]:
 def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Trains without the feed's wait for its copies."""
     # What has not arrived is poisoned, so that the loss may not be finite.
-    with _without(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
+    with patch.object(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
         return trains(rank, size, folder, "cuda", epochs=1)
     return {}
-
-
-class _without:  # noqa: N801  (reads as a statement)
-    def __init__(self, holder: Any, name: str) -> None:
-        self._holder, self._name, self._original = holder, name, getattr(holder, name)
-
-    def __enter__(self) -> None:
-        setattr(self._holder, self._name, lambda *_: None)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._holder, self._name, self._original)
 
 
 def mistakes(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -189,32 +173,12 @@ def _reused(gpu: torch.device) -> list[float]:
     return moved.tolist()
 
 
-# ------------------------------------------------------------------ what surrounds the training
+# ------------------------------------------------------------------ torchrun
 
 
-def surrounds(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What doctor measures, how a process under torchrun joins, and the out-of-memory message."""
-    joined = _joined(rank, size, folder)
-    dist.destroy_process_group()
-    facts = [sys.executable, "-c", machine_facts._TORCH_GPUS]
-    try:
-        torch.empty(2**40, device=joined.device)
-    except torch.OutOfMemoryError as lack:
-        plain = {"micro_batch": 8, "batch_size": 32}
-        said = str(out_of_memory_error(plain, rank, 3, lack))
-    return {
-        "device": str(joined.device),
-        "chosen": [str(choose_device(name)) for name in ("auto", "cpu", "cuda:1")],
-        "refused": _message(lambda: choose_device("cuda:2")),
-        "gpus": json.loads(subprocess.run(facts, capture_output=True, check=True).stdout),
-        "measured": _measured(rank, size, folder),
-        "memory": said,
-    }
-
-
-def _joined(rank: int, size: int, folder: Path) -> World:
-    """A collective on both kinds of tensors, with as many processes as GPUs."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(rank, folder / "torchrun")}
+def joins(rank: int, size: int, folder: Path, port: int) -> list[str]:
+    """The device of a process under torchrun, which has a collective on both kinds of tensors."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in {**address, **place}.items()})
     world = join_world(ScalingConfig(backend="gloo"))
@@ -222,30 +186,5 @@ def _joined(rank: int, size: int, folder: Path) -> World:
         total = torch.ones(3, device=device)
         dist.all_reduce(total)
         assert total.tolist() == [size] * 3
-    return world
-
-
-def _measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    all_reduce._FOR_EACH_S, all_reduce.SIZES_MIB = 0.01, (1,)
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray does
-    port = int(_port(rank, folder / "doctor"))
-    return all_reduce.Rank().measure("127.0.0.1", port, rank, size, "gloo")
-
-
-def _port(rank: int, file: Path) -> str:
-    """A free one, chosen by rank 0."""
-    if rank == 0:
-        part = file.with_suffix(".part")
-        part.write_text(str(all_reduce.Rank().free_port()))
-        part.rename(file)
-    while not file.exists():
-        time.sleep(0.01)
-    return file.read_text()
-
-
-def _message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return str(error)
-    return ""
+    dist.destroy_process_group()
+    return [str(device) for device in (world.device, choose_device("auto"), choose_device("cpu"))]

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +57,6 @@ def test_gpu_tests_are_collected_without_packages_that_they_do_not_need():
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "SKIPPED [1] tests/conftest.py" in done.stdout
-    assert "hypothesis is not installed" in done.stdout  # of the only file that needs one of them
     assert done.stdout.count("::test_") > 35
 
 
@@ -79,27 +75,3 @@ def test_each_fit_has_a_valid_config(gpu: ModuleType, tiny: bool, tmp_path: Path
         loose = "not deterministic" in job.name or "compiled" in job.name
         assert config.compute.deterministic != loose
         assert config.compute.compile == ("compiled" in job.name)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("python", ["", sys.executable], ids=["without Ray", "this environment"])
-def test_all_measurements_complete_on_an_emulated_gpu(tmp_path: Path, python: str):
-    if not python and not shutil.which("uv"):
-        pytest.skip("uv, which makes the environment, is not installed")
-    try:
-        building.build(tmp_path)
-    except building.CannotBuild as reason:
-        pytest.skip(f"GPUs cannot be emulated: {reason}")
-    out = tmp_path / "gpu.md"
-    done = subprocess.run(
-        ["bash", str(BENCHMARKS / "gpu_rehearsal.sh"), "--out", str(out)],
-        env={**os.environ, "PYTHON": python},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + out.with_suffix(".log").read_text()[-4000:]
-    assert "Emulated H100" in out.read_text()
-    assert "FAILED" not in out.read_text()
-    assert "DIFFERENT" not in out.read_text()
