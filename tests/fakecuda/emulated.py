@@ -70,9 +70,8 @@ def install() -> None:
     runtime.emulated_next_race.restype = ctypes.c_char_p
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_waited)
     runtime.emulated_on_wait(callback)
-    library, of_groups = (torch.library.Library(each, "IMPL") for each in ("aten", "c10d"))
-    _keep = callback, library, of_groups
-    count_collectives(of_groups)
+    library = torch.library.Library("aten", "IMPL")
+    _keep = callback, library
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # until torch 2.13, allow_override does not say so
         for name in torch._C._dispatch_get_all_op_names():
@@ -383,42 +382,10 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     return x.mul(kept).mul_(scale), kept.bool()
 
 
-# ------------------------------------------------------------------ collectives
-
-collectives: dict[int, Counter[tuple[str, str, int]]] = {}  # step -> (kind, device, bytes)
-
-
-def count_collectives(library: Any) -> None:
-    """Counts all calls of torch.distributed, including those of DDP in C++."""
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, full = name.partition("::")
-        if space != "c10d":
-            continue
-        operation = getattr(getattr(torch.ops.c10d, full.partition(".")[0]), "default", None)
-        if operation is None:
-            continue
-        kernel = partial(_collective, operation, full)
-        for key in ("AutogradCPU", "AutogradCUDA"):
-            library.impl(name, kernel, key, with_keyset=True)
-
-
-def _collective(operation: Any, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = _tensors(args[0])
-    with _lock:
-        size = sum(tensor.nbytes for tensor in tensors)
-        device = tensors[0].device.type if tensors else "none"
-        collectives.setdefault(step, Counter())[name.rstrip("_"), device, size] += 1
-    return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
-
-
 def report() -> dict[str, Any]:
     """Everything that was counted, as JSON values."""
     _collect_races()
     return {
         "waits": [[*key, count] for key, count in sorted(waits.items())],
         "races": sorted(races),
-        "collectives": {
-            each: [[*key, count] for key, count in sorted(found.items())]
-            for each, found in collectives.items()
-        },
     }

@@ -1,7 +1,7 @@
 """Training on GPUs that are emulated: what of it does not need a real one.
 
 It shows: that what is for GPUs runs and is right; when the host waits for the device; what is
-copied from which memory; which collectives are made; missing waits between streams. It does not
+copied from which memory; missing waits between streams. It does not
 show NCCL, the results of CUDA's kernels, cuDNN and cuBLAS, nor speed.
 """
 
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,49 +158,31 @@ def test_two_gpus_in_low_precision_have_nearly_the_losses_of_fp32(gpus: Gpus):
 
 # ------------------------------------------------------------------ waits, copies, streams
 
-# Where the host may wait for the device, or copy from memory that is not pinned, while it trains.
-MAY_WAIT = {
-    "training/steps/nonfinite.py read": "for the flag of the step before",
-    "training/prepared_run.py log": "a log line",
-    "tasks/model_parts.py nonfinite": "a checkpoint",
-    "checkpoint/snapshot.py take": "a checkpoint",
-    "training/steps/replica_check.py _differing": "the check of weights, with a checkpoint",
-    "training/gradients/reduction.py counted": "DDP's own forward pass, which times its buckets",
-    "training/metrics/metric_states.py _to_cpu": "the end of an evaluation",
-    "training/metrics/metric_states.py values": "the end of an evaluation",
-}
 
-
-def loop_waits(report: Report) -> Counter[tuple[str, str]]:
-    """(kind, place) of the waits since the first step, without those of torch's own threads and of
-    the tests' own task."""
-    found: Counter[tuple[str, str]] = Counter()
+def waits_in(report: Report, steps: Sequence[int]) -> Counter[tuple[str, int]]:
+    """How often the host waited for the device, or copied from memory that is not pinned: by (kind,
+    step), without torch's own threads and the tests' own task."""
+    found: Counter[tuple[str, int]] = Counter()
     for kind, place, step, count in report["waits"]:
-        where, _, function = place.partition(" ")
-        file = where.partition(":")[0]
-        if step > 0 and file not in ("native", "tiny.py"):
-            found[kind, f"{file} {function}"] += count
+        if step in steps and place.partition(":")[0] not in ("native", "tiny.py"):
+            found[kind, step] += count
     return found
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_host_waits_for_the_device_at_log_lines_checks_and_checkpoints_only(
-    gpus: Gpus, exact: bool
-):
+def test_the_host_waits_once_a_step_for_the_flag_of_the_step_before(gpus: Gpus, exact: bool):
+    steps = (2, 3, 4, 6, 7, 8)  # without a log line
     for ranks in (1, 3):
         for report in gpus("trains", ranks, device="cuda", exact=exact):
-            found = loop_waits(report)
-            assert {place for _, place in found} <= {*MAY_WAIT}, found
-            assert found["event", "training/steps/nonfinite.py read"] == 20
+            assert waits_in(report, steps) == {("event", step): 1 for step in steps}
 
 
 def test_the_built_in_task_adds_no_host_waits_and_streams_do_not_race(gpus: Gpus):
+    steps = (2, 4, 5)
     for changes in (MIXED, *LOW_PRECISION):
-        ranks = 1 if changes is MIXED else 2
-        name = "mixed" if changes is MIXED else "low"
+        name, ranks = ("mixed", 1) if changes is MIXED else ("low", 2)
         for report in gpus("fits", ranks, device="cuda", name=name, changes=changes):
-            found = loop_waits(report)
-            assert {place for _, place in found} <= {*MAY_WAIT}, found
+            assert waits_in(report, steps) == {("event", step): 1 for step in steps}
     assert [report["races"] for report in gpus.all_reports() if report.get("races")] == []
 
 
@@ -213,8 +195,6 @@ def test_a_missing_stream_wait_in_the_feed_is_detected(gpus: Gpus):
 def test_the_emulator_detects_errors_that_fail_on_a_gpu(gpus: Gpus):
     (report,) = gpus("mistakes")
     assert report["result"] == {
-        "late": [False, True],
-        "reused": [0.0, 0.0, 0.0],
         "not waited": ["read after write"],
         "not recorded": ["write after read"],
         "right": [],
@@ -222,29 +202,6 @@ def test_the_emulator_detects_errors_that_fail_on_a_gpu(gpus: Gpus):
         "mixed devices": "EmulatedError",
         "too large": "OutOfMemoryError",
     }
-
-
-# ------------------------------------------------------------------ collectives
-
-PARAMETERS = 8 * 9 + 8 + 2 * 8 + 24 * 128 + 24 + 5 * 24 + 5
-STATISTICS = 8 * (2 * 8 + 1 + 1)  # of batch norm, its counter and the loss, in float64
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_step_makes_exactly_the_documented_collectives(gpus: Gpus, exact: bool):
-    """Gradients and buffers on the device, the agreement of all ranks on the CPU."""
-    gradients = 4 * -(-PARAMETERS // 3) * 3 if exact else 4 * PARAMETERS
-    buffers = 8 * -(-(STATISTICS // 8) // 3) * 3 if exact else STATISTICS
-    wanted: list[tuple[str, str, int]] = [("allreduce", "cpu", 16)]
-    for size in (buffers, gradients):
-        kinds = ("alltoall_base", "_allgather_base") if exact else ("allreduce",)
-        wanted += [(kind, "cuda", size) for kind in kinds]
-    for report in gpus("trains", 3, device="cuda", exact=exact):
-        for step in (2, 3, 4, 6, 7, 8):  # without a log line
-            made = [
-                (*each[:3],) for each in report["collectives"][str(step)] for _ in [*range(each[3])]
-            ]
-            assert sorted(made) == sorted(wanted), step
 
 
 # ------------------------------------------------------------------ torchrun
