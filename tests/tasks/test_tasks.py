@@ -81,7 +81,6 @@ SET = TensorDataset(torch.zeros(8, 1, 4, 4), torch.zeros(8))
 EMPTY = Data(ArraySource({"x": tiny_arrays(1, 0)["x"][:0]}), lambda r, _: r)
 # Methods, what the message names besides the last of them, the exit status.
 WRONG: list[tuple[dict[str, Any], str, int]] = [
-    (loss(lambda x: x.item()), "float", 1),
     (loss(lambda x: x.expand(3)), "(3,)", 1),
     (loss(lambda x: None), "None", 1),
     (loss(lambda x: x.detach()), "gradient", 1),
@@ -94,7 +93,6 @@ WRONG: list[tuple[dict[str, Any], str, int]] = [
     ({"eval_data": lambda self: Data(NoSource(), id)}, "NoSource", 1),  # type: ignore[arg-type]
     ({"train_data": lambda self: EMPTY}, "training set", 4),
     (metrics(dict), "eval_data()", 1),
-    (metrics(lambda: {"loss": 3, "top1": 4}), "int", 1),
     (metrics(mean(loss=tm.MeanMetric)), "'loss'", 1),
     ({"evaluate": lambda self, model, batch, metrics: {"top1": 0.5}}, "dict", 1),
     ({**metrics(mean()), "evaluate": lambda self, *_: None}, "'loss'", 1),
@@ -203,31 +201,22 @@ class Lacking(Task):
     def train_datas(self) -> None: ...
 
 
-class Signature(Bare):
-    def evaluate(self, model: nn.Module, batch: Any) -> None:  # type: ignore[override]
-        ...
-
-
-class WithoutConfig(Bare):
-    def __init__(self) -> None: ...
-
-
 class Late(Bare):
     def __init__(self, config: TrainConfig) -> None:
         self.moniter = "top1"
 
 
-def with_method(name: str) -> type:
-    return type("Mine", (Bare,), {"__module__": __name__, name: lambda self, *_: None})
+def with_method(name: str, method: Any = lambda self, *_: None) -> type:
+    return type("Mine", (Bare,), {"__module__": __name__, name: method})
 
 
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         (Lacking, "train_data() eval_data() loss() evaluate() 'train_datas'"),
-        (Signature, "Signature.evaluate (model, batch, metrics)"),
+        (with_method("evaluate", lambda self, model, batch: None), "Mine.evaluate batch, metrics)"),
         (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics dict"),
-        (WithoutConfig, "WithoutConfig config"),
+        (with_method("__init__", lambda self: None), "Mine config"),
         (Late, "Late.moniter 'monitor'"),
         (int, "int"),
         (with_method("configure_optimizers"), "Mine.configure_optimizers optimizer(model)"),
