@@ -43,7 +43,6 @@ sites: list[str] = []
 _site_numbers: dict[str, int] = {}
 step = 0  # counted by scenarios; 0 before the first
 waits: Counter[tuple[str, str, int]] = Counter()  # (kind, place, step): the host waited
-operations: Counter[str] = Counter()
 races: set[tuple[str, str, str]] = set()  # (kind, place of the access, place of the other)
 _lock = Lock()
 _generators: dict[tuple[int, int, int], Tensor] = {}
@@ -71,9 +70,8 @@ def install() -> None:
     runtime.emulated_next_race.restype = ctypes.c_char_p
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(_waited)
     runtime.emulated_on_wait(callback)
-    library, of_groups = (torch.library.Library(each, "IMPL") for each in ("aten", "c10d"))
-    _keep = callback, library, of_groups
-    count_collectives(of_groups)
+    library = torch.library.Library("aten", "IMPL")
+    _keep = callback, library
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # until torch 2.13, allow_override does not say so
         for name in torch._C._dispatch_get_all_op_names():
@@ -154,9 +152,8 @@ def _compute(operation: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Any operation: on CPU tensors that share the memory of those on the device."""
     _enter_site()
     device = _device_of(name, args, kwargs)
-    with _lock:
-        operations[name] += 1
-        if name in _WAITS:
+    if name in _WAITS:
+        with _lock:
             waits[name, place(), step] += 1
     call = _Call(name, device)
     arguments = operation._schema.arguments
@@ -303,8 +300,6 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if target.is_cuda and source.is_cuda and target.device == source.device:
         stream = torch._C._cuda_getCurrentRawStream(target.device.index)
         runtime.emulated_launch(stream)
-        with _lock:
-            operations["copy_"] += 1
         _access(stream, source, False)
         _access(stream, target, True)
         on_host(target).copy_(on_host(source))
@@ -342,12 +337,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _copy_each(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-    """Counts as one operation on the device, whatever the number of tensors."""
-    before = operations["copy_"]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking=non_blocking)
-    operations["copy_"] = before
-    operations["_foreach_copy_"] += 1
 
 
 # ------------------------------------------------------------------ random numbers
@@ -391,43 +382,10 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     return x.mul(kept).mul_(scale), kept.bool()
 
 
-# ------------------------------------------------------------------ collectives
-
-collectives: dict[int, Counter[tuple[str, str, int]]] = {}  # step -> (kind, device, bytes)
-
-
-def count_collectives(library: Any) -> None:
-    """Counts all calls of torch.distributed, including those of DDP in C++."""
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, full = name.partition("::")
-        if space != "c10d":
-            continue
-        operation = getattr(getattr(torch.ops.c10d, full.partition(".")[0]), "default", None)
-        if operation is None:
-            continue
-        kernel = partial(_collective, operation, full)
-        for key in ("AutogradCPU", "AutogradCUDA"):
-            library.impl(name, kernel, key, with_keyset=True)
-
-
-def _collective(operation: Any, name: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = _tensors(args[0])
-    with _lock:
-        size = sum(tensor.nbytes for tensor in tensors)
-        device = tensors[0].device.type if tensors else "none"
-        collectives.setdefault(step, Counter())[name.rstrip("_"), device, size] += 1
-    return operation.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
-
-
 def report() -> dict[str, Any]:
     """Everything that was counted, as JSON values."""
     _collect_races()
     return {
         "waits": [[*key, count] for key, count in sorted(waits.items())],
         "races": sorted(races),
-        "operations": dict(operations),
-        "collectives": {
-            each: [[*key, count] for key, count in sorted(found.items())]
-            for each, found in collectives.items()
-        },
     }

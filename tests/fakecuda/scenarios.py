@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import emulated
 import torch
@@ -21,14 +18,13 @@ from tiny import ScriptedSession, decode_tensors, plain, run_tiny, tiny_config
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.doctor import all_reduce, machine_facts
 from raytrain_ddp.errors import DivergedError
-from raytrain_ddp.ray_backend.failure_causes import out_of_memory_error
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession, join_world
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World, choose_device
+from raytrain_ddp.training.session import Requests
 
 
 def trains(
@@ -75,13 +71,18 @@ def fits(
     )
     place = torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
     task, events = load_task(config), []
-    with LocalSession(
-        config, World(rank, size, rank, place, 1), Best(task.monitor, task.goal), events.append
-    ) as session:
+    world, best = World(rank, size, rank, place, 1), Best(task.monitor, task.goal)
+    with _Counting(config, world, best, events.append) as session:
         outcome = train(config, task, session)
     losses = [event.loss for event in events if hasattr(event, "loss")]
     weights = _weights_of(folder / name) if rank == 0 else {}
     return {"step": outcome.step, "losses": losses, **weights}
+
+
+class _Counting(LocalSession):
+    def requests(self) -> Requests:
+        emulated.step += 1
+        return super().requests()
 
 
 def _changed(base: dict[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
@@ -108,28 +109,15 @@ def _weights_of(run: Path) -> dict[str, Any]:
 def forgets(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Trains without the feed's wait for its copies."""
     # What has not arrived is poisoned, so that the loss may not be finite.
-    with _without(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
+    with patch.object(torch.cuda.Stream, "wait_stream"), suppress(DivergedError):
         return trains(rank, size, folder, "cuda", epochs=1)
     return {}
-
-
-class _without:  # noqa: N801  (reads as a statement)
-    def __init__(self, holder: Any, name: str) -> None:
-        self._holder, self._name, self._original = holder, name, getattr(holder, name)
-
-    def __enter__(self) -> None:
-        setattr(self._holder, self._name, lambda *_: None)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._holder, self._name, self._original)
 
 
 def mistakes(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Short mistakes that fail on a real GPU, and what the emulator reports for them."""
     gpu = torch.device("cuda", 0)
     found = {
-        "late": _late(gpu),
-        "reused": _reused(gpu),
         "not waited": _kinds(lambda: _crosses(gpu, waits=False, records=True)),
         "not recorded": _kinds(lambda: _crosses(gpu, waits=True, records=False)),
         "right": _kinds(lambda: _crosses(gpu, waits=True, records=True)),
@@ -172,49 +160,12 @@ def _crosses(gpu: torch.device, waits: bool, records: bool) -> None:
         _ = host.to(gpu, non_blocking=True)
 
 
-def _late(gpu: torch.device) -> list[bool]:
-    """Whether a copy to the host is complete before, and after, the host has waited for it."""
-    copy = torch.zeros(3, pin_memory=True)
-    copy.copy_(torch.ones(3, device=gpu), non_blocking=True)
-    before = bool((copy == 1).all())
-    torch.cuda.current_stream(gpu).synchronize()
-    return [before, bool((copy == 1).all())]
+# ------------------------------------------------------------------ torchrun
 
 
-def _reused(gpu: torch.device) -> list[float]:
-    """The content that arrives if the source is overwritten before the copy is complete."""
-    source = torch.ones(3).pin_memory()
-    moved = source.to(gpu, non_blocking=True)
-    source.zero_()
-    return moved.tolist()
-
-
-# ------------------------------------------------------------------ what surrounds the training
-
-
-def surrounds(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """What doctor measures, how a process under torchrun joins, and the out-of-memory message."""
-    joined = _joined(rank, size, folder)
-    dist.destroy_process_group()
-    facts = [sys.executable, "-c", machine_facts._TORCH_GPUS]
-    try:
-        torch.empty(2**40, device=joined.device)
-    except torch.OutOfMemoryError as lack:
-        plain = {"micro_batch": 8, "batch_size": 32}
-        said = str(out_of_memory_error(plain, rank, 3, lack))
-    return {
-        "device": str(joined.device),
-        "chosen": [str(choose_device(name)) for name in ("auto", "cpu", "cuda:1")],
-        "refused": _message(lambda: choose_device("cuda:2")),
-        "gpus": json.loads(subprocess.run(facts, capture_output=True, check=True).stdout),
-        "measured": _measured(rank, size, folder),
-        "memory": said,
-    }
-
-
-def _joined(rank: int, size: int, folder: Path) -> World:
-    """A collective on both kinds of tensors, with as many processes as GPUs."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(rank, folder / "torchrun")}
+def joins(rank: int, size: int, folder: Path, port: int) -> list[str]:
+    """The device of a process under torchrun, which has a collective on both kinds of tensors."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in {**address, **place}.items()})
     world = join_world(ScalingConfig(backend="gloo"))
@@ -222,30 +173,5 @@ def _joined(rank: int, size: int, folder: Path) -> World:
         total = torch.ones(3, device=device)
         dist.all_reduce(total)
         assert total.tolist() == [size] * 3
-    return world
-
-
-def _measured(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    all_reduce._FOR_EACH_S, all_reduce.SIZES_MIB = 0.01, (1,)
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray does
-    port = int(_port(rank, folder / "doctor"))
-    return all_reduce.Rank().measure("127.0.0.1", port, rank, size, "gloo")
-
-
-def _port(rank: int, file: Path) -> str:
-    """A free one, chosen by rank 0."""
-    if rank == 0:
-        part = file.with_suffix(".part")
-        part.write_text(str(all_reduce.Rank().free_port()))
-        part.rename(file)
-    while not file.exists():
-        time.sleep(0.01)
-    return file.read_text()
-
-
-def _message(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return str(error)
-    return ""
+    dist.destroy_process_group()
+    return [str(device) for device in (world.device, choose_device("auto"), choose_device("cpu"))]

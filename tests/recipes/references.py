@@ -182,27 +182,6 @@ _MLP = {
     "optim.weight_decay": Differs("alpha"),
     "": "standardization",
 }
-# config/train_shakespeare_char.py of nanoGPT at 3adf61e, over the defaults of its train.py.
-_NANOGPT = {
-    **_COSINE,
-    "task_options": {
-        "length": "256", "width": "384", "depth": "6", "heads": "6", "dropout": "0.2"
-    },
-    "batch_size": 64,
-    "steps": 5000,
-    "optim.name": "adamw",
-    "optim.betas": [0.9, 0.99],
-    "optim.lr": 1e-3,
-    "optim.weight_decay": 0.1,
-    "optim.clip_norm": 1.0,
-    "schedule.warmup_epochs": Differs("warmup_iters"),
-    "schedule.final_lr": 1e-4 / 1e-3,
-    "eval.every_steps": 250,
-    "limit_eval_batches": Differs("eval_iters"),
-    "compute.precision": Differs("dtype"),
-    "compute.compile": Differs("compile"),
-    "": "windows",
-}  # fmt: skip
 REFERENCES = {
     "imagenet-resnet50": _RESNET50,
     "imagenet-resnet50-v2": _RESNET50_V2,
@@ -212,5 +191,4 @@ REFERENCES = {
     "mnist": _MNIST,
     "finetune": _FINETUNE,
     "tabular": _MLP,
-    "char-lm": _NANOGPT,
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import tiny_config, weights
+from torch.nn.functional import cross_entropy
 from torchvision.models import get_model
 
 from raytrain_ddp import fit_locally
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.tasks.task_loading import load_task
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "own-task.md"
 TEACHER = "shufflenet_v2_x0_5"
@@ -54,3 +59,16 @@ def test_a_distillation_logs_both_losses_and_does_not_save_the_teacher(folder: P
     assert (result.status, result.step) == ("finished", 2)
     assert {"hard", "soft"} <= {*result.history[0]["scalars"]}
     assert not any("teacher" in name for name in weights(config))
+
+
+def test_the_loss_is_the_mean_of_that_of_the_labels_and_the_teachers_divergence(folder: Path):
+    smooth = OptimConfig(label_smoothing=0.0)
+    config = replace(config_of(folder, "formula"), augment=AugmentConfig(), optim=smooth)
+    task: Any = load_task(config)
+    images = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
+    seen, logits = list[torch.Tensor](), torch.randn(6, 10)
+    batch = {"image": images, "label": torch.arange(6)}
+    loss, parts = task.loss(lambda inputs: seen.append(inputs) or logits, batch)
+    p, q = ((outputs / 2).softmax(1) for outputs in (task.teacher(seen[0]), logits))
+    hard, soft = cross_entropy(logits, batch["label"]), 4 * (p * (p / q).log()).sum(1).mean()
+    torch.testing.assert_close([loss, *parts.values()], [(hard + soft) / 2, hard, soft])

@@ -1,5 +1,5 @@
 """The losses and metrics of the built-in tasks, compared with torch's, torchvision's, timm's, and
-torchmetrics'; metrics do not make the host wait."""
+torchmetrics'."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -67,13 +66,6 @@ def test_the_two_class_focal_loss_equals_torchvisions(gamma: float):
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
-def test_the_focal_loss_of_a_certain_prediction_has_a_finite_gradient():
-    logits = torch.tensor([[1e4, 0.0], [0.0, 1e4]], requires_grad=True)
-    criterion(name="focal", gamma=1.0)(logits, torch.tensor([0, 0])).backward()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-
-
 def test_cross_entropy_equals_torchs_bitwise():
     for smoothing in (0.0, 0.1):
         expected = cross_entropy(LOGITS, LABELS, label_smoothing=smoothing)
@@ -108,14 +100,11 @@ def test_class_weights_are_computed_from_the_training_set():
     loss = LossConfig(class_weights="balanced")
     task = ImageClassification(TrainConfig(loss=loss, optim=OptimConfig(label_smoothing=0.0)))
     labels = task.splits.train.labels()
-    counts = np.bincount(labels, minlength=10)
-    model = torch.nn.Linear(1, 1)  # never called: the stub gives the logits
-    logits = torch.randn(4, 10)
-    model.forward = lambda _: logits  # type: ignore[method-assign]
-    targets = torch.tensor([8, 8, 1, 5])
-    batch = {"image": torch.zeros(4, 3, 8, 8, dtype=torch.uint8), "label": targets}
-    weights = torch.from_numpy(len(labels) / (10 * counts)).float()
-    expected = (cross_entropy(logits, targets, reduction="none") * weights[targets]).mean()
+    batch = {"image": torch.zeros(7, 3, 8, 8, dtype=torch.uint8), "label": LABELS}
+    logits = torch.randn(7, 10)
+    model: Any = lambda _: logits  # noqa: E731
+    weights = torch.from_numpy(len(labels) / (10 * np.bincount(labels, minlength=10))).float()
+    expected = (cross_entropy(logits, LABELS, reduction="none") * weights[LABELS]).mean()
     torch.testing.assert_close(task.loss(model, batch), expected)
 
 
@@ -141,39 +130,13 @@ PAIRS: list[tuple[str, Metric, Metric]] = [
 ]
 
 
-def of(name: str, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    return (outputs[:, 0],) if name == "mean" else (outputs, labels)
-
-
-class Waits(TorchDispatchMode):
-    """Records operations for which a GPU's host waits: they read a value, or their size depends on
-    one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        waits = ("_local_scalar_dense", "nonzero", "bincount", "unique", "aten.index.Tensor")
-        self.found += [name for each in waits if each in name]
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("name", "ours", "theirs"), PAIRS)
-def test_values_equal_torchmetrics_bitwise_and_no_update_reads_a_value_on_the_host(
-    name: str, ours: Metric, theirs: Metric
-):
-    found = []
+def test_values_equal_torchmetrics_bitwise(name: str, ours: Metric, theirs: Metric):
     for metric in (ours, theirs):
-        with Waits() as waits:
-            for outputs, labels in batches():
-                metric.update(*of(name, outputs, labels))
-        found.append(waits.found)
+        for outputs, labels in batches():
+            metric.update(*((outputs[:, 0],) if name == "mean" else (outputs, labels)))
     assert ours.compute().dtype == theirs.compute().dtype
     assert torch.equal(ours.compute(), theirs.compute())
-    assert found[0] == []
-    assert name != "mean" or found[1] != []  # torchmetrics' own does: the test can detect it
 
 
 @pytest.mark.filterwarnings("ignore:No ")

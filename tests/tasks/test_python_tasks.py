@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +13,7 @@ from processes import ENVIRONMENT, ROOT, run_cli
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig, fit_locally
-from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.driver.preflight import check
-from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import TaskError
 from raytrain_ddp.ray_backend.task_transfer import pickled_task
 from raytrain_ddp.tasks.task_loading import task_of
@@ -79,16 +76,6 @@ def test_a_class_or_an_object_is_trained_and_each_config_keeps_its_own(tmp_path:
     one, other = (TrainConfig(task=local_class()) for _ in range(2))
     assert one.task == other.task
     assert task_of(check(one)) is task_of(one) is not task_of(other)
-
-
-def test_a_task_object_is_a_plain_name_in_files_and_other_processes():
-    config = TrainConfig(task=TinyTask)
-    assert config.task == "tiny:TinyTask"
-    assert type(to_dict(config)["task"]) is str
-    assert 'task = "tiny:TinyTask"' in dumps(config)
-    assert type(pickle.loads(pickle.dumps(config)).task) is str
-    for task, name in ((TinyTask, "TinyTask"), (TinyTask(config), "TinyTask")):
-        assert find_run(check(TrainConfig(task=task))).config.name == name
 
 
 class Holder(TinyTask):

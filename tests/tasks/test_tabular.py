@@ -69,13 +69,10 @@ def test_a_table_is_read_as_by_pandas(suffix: str, kind: str, tmp_path: Path):
     ("change", "data", "named"),
     [
         (lambda t: t, {"label_column": "y"}, "'y'"),
-        (lambda t: t.assign(b=None), {}, "'b'"),
         (lambda t: t.assign(b="red"), {}, "'b'"),
         (lambda t: t.assign(b=[1.0, np.inf] * 60), {}, "row 1:"),
         (lambda t: t.assign(label=t.b), {}, "120 different"),
         (lambda t: t.assign(label=["a", "b", ""] * 40), {}, "row 2:"),
-        (lambda t: t.assign(label="yes"), {}, "'yes'"),
-        (lambda t: t, {"holdout": 0.0}, "--data.holdout"),
     ],
 )
 def test_an_unsuitable_table_is_refused(
@@ -86,28 +83,6 @@ def test_an_unsuitable_table_is_refused(
         Tabular(config_of(source, **data))
     assert caught.value.exit_status == 4
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("write", "left_out"),
-    [
-        (lambda t, path: t.to_parquet(f"{path}.parquet"), "'__index_level_0__'"),
-        (lambda t, path: t.to_csv(f"{path}.csv", index_label="row"), "'row'"),
-        (lambda t, path: t.assign(n=range(9, 369, 3)).to_csv(f"{path}.csv", index=False), "'n'"),
-        (lambda t, path: t.to_csv(f"{path}.csv", index=False), ""),
-    ],
-)
-def test_columns_that_only_number_the_rows_are_left_out_with_a_note(
-    write: Any, left_out: str, tmp_path: Path
-):
-    """The number of a row gives its label away."""
-    table = pd.DataFrame(np.random.default_rng(1).normal(size=(120, 2)), columns=["b", "c"])
-    table["label"] = np.where(table.index < 60, "no", "yes")
-    write(table.sample(frac=1, random_state=0), tmp_path / "t")
-    (path,) = tmp_path.iterdir()
-    task = Tabular(config_of(path))
-    assert task.train_data().source.read(np.arange(5))["x"].shape == (5, 2)
-    assert [left_out in note for note in task.notes] == [True] * bool(left_out)
 
 
 def test_other_rows_are_standardized_in_the_model_like_the_training_rows(tmp_path: Path):

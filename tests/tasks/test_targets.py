@@ -29,7 +29,6 @@ from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.sections import LossConfig, ModelConfig, OptimConfig, ScheduleConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.tasks.criterion import Criterion
@@ -37,7 +36,6 @@ from raytrain_ddp.tasks.criterion import Criterion
 LOSSES: dict[str, Any] = {
     "bce": functional.binary_cross_entropy_with_logits,
     "mse": functional.mse_loss,
-    "l1": functional.l1_loss,
     "huber": functional.huber_loss,
 }
 COLUMNS = {"bce": ("r", "g", "b"), "mse": ("level", "whole")}
@@ -104,7 +102,6 @@ def test_the_loss_of_targets_equals_torchs_for_any_batching(name: Any):
     torch.testing.assert_close(*(torch.autograd.grad(loss, outputs)[0] for loss in losses))
     parts = [criterion(outputs[a], targets[a]) * len(a) / 7 for a in torch.arange(7).split(3)]
     torch.testing.assert_close(sum(parts), losses[1])
-    assert criterion.each(outputs.bfloat16(), targets).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
@@ -162,9 +159,8 @@ def test_a_run_equals_a_plain_loop_with_the_metrics_of_torchmetrics(
 def test_labels_are_counted_and_reported(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    config = config_of(tmp_path, files, "run", "bce")
-    config = replace(config, data=replace(config.data, target_columns=("tags",)))
-    assert "b, g, r" in dry_run(config)
+    data = DataConfig(source=str(files), target_columns=("tags",), workers=1)
+    config = config_of(tmp_path, files, "run", "bce", data=data)
     fit_locally(config)
     capsys.readouterr()
     assert evaluate([str(tmp_path / "run"), "--per-class", "--device", "cpu"]) == 0
@@ -236,11 +232,9 @@ def test_targets_equal_those_read_by_pandas(form: str, tmp_path: Path):
         ({"level": [None] + [1.0] * 12}, "level", "mse", "row 0: level"),
         ({"binary": [1, 2] * 6 + [0]}, "r binary", "bce", "row 1: binary is 2"),
         ({"tags": [["r"], None] + [["g"]] * 11}, "tags", "bce", "row 1: tags"),
-        ({"tags": [[]] * 13}, "tags", "bce", "data.source"),
         ({"level": ["x"] * 13}, "level", "mse", "'level'"),
         ({}, "r g", "mse", "'r' is bool.* --loss.name mse"),
         ({}, "tags", "huber", "'tags'.* --loss.name bce"),
-        ({}, "r", "bce", "'r'"),
         ({}, "level whole", "bce", "level is .*--loss.name bce"),
         ({}, "height", "mse", "'height'"),
     ],
