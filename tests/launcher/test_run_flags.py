@@ -109,7 +109,6 @@ def test_torchruns_environment_variables_set_the_defaults():
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--num-workers", "2"], "script"),
         (["--nproc-per-node", "4", "--num-workers", "4", "train.py"], "--num-workers"),
         (["--nproc-per-node", "some", "train.py"], "--nproc-per-node"),
         (["--nnodes", "3:2", "train.py"], "--nnodes"),

@@ -102,12 +102,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     config = paced(tmp_path_factory.mktemp("reference"), "undisturbed")
     recipe = Path(config.storage) / "undisturbed.toml"
     recipe.write_text(dumps(config))
-    ranks = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group |= {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "3"}
     command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe)]
     processes = [
         warm_python.WarmPython(
             command,
-            env={**os.environ, **ENVIRONMENT, **ranks, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            env={**os.environ, **ENVIRONMENT, **group, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
             stdout=subprocess.DEVNULL,
         )
         for rank in range(3)

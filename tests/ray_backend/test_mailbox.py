@@ -47,7 +47,7 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
 
     for _ in range(2000):
         act()
-    while not outbox.is_empty():  # as a session does at its end
+    for _ in range(10):  # as a session does at its end
         if under_way:
             answer.append(mailbox.push(*under_way.pop()))
         if answer:
@@ -55,4 +55,4 @@ def test_fault_52_a_killed_mailbox_neither_loses_nor_duplicates_events(seed: int
         heard += inbox.sort(mailbox.take(dict(inbox.taken)))
         outbox.answered(mailbox.push(*outbox.letter()))
     heard += inbox.sort(mailbox.take(dict(inbox.taken)))
-    assert numbers(heard) == list(range(reported))
+    assert (numbers(heard), outbox.is_empty()) == (list(range(reported)), True)
