@@ -36,7 +36,7 @@ def test_a_failpoint_fires_once_when_all_conditions_hold(tmp_path: Path):
     assert fires(tmp_path / "b", armed, *visits[-1:]) == [True]
     table: list[tuple[str, list[tuple[int, int]], list[int]]] = [
         ("@step=5,hit=3", [(0, 4), (0, 5), (0, 5), (0, 4), (0, 5), (0, 5)], [4]),
-        ("@rank=2,from=7", [(2, 6), (0, 7), (1, 7), (0, 8), (2, 9), (2, 10)], [4]),
+        ("@rank=2,from=7", [(2, 6), (0, 7), (1, 7), (0, 8), (2, 7), (2, 8)], [4]),
         ("@hit=1;train.loss:nan@hit=2", [(0, 1)] * 3, [0, 1]),
         ("@after=1;train.loss:nan@step=1", [(0, 0), (0, 1), (0, 2), (0, 3)], [1, 2]),
     ]
