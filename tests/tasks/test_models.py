@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -81,7 +82,7 @@ def test_a_model_with_arguments_equals_the_librarys(name: str, args: dict[str, A
     expected = seeded(make, num_classes=5, **args)
     assert str(ours) == str(expected)
     assert different(expected.state_dict(), ours.state_dict()) == []
-    assert parse_fit(command(config).split()[3:]).config == config
+    assert parse_fit(shlex.split(command(config))[3:]).config == config
 
 
 OF_8 = {"image": torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "label": torch.tensor([0, 1])}

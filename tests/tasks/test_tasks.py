@@ -236,7 +236,7 @@ class Helped(Bare):
     def __init__(self, config: TrainConfig) -> None:
         self.batch_size = config.batch_size
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor: ...
+    def plot(self) -> None: ...
 
 
 def test_helper_methods_are_accepted_and_no_constructor_is_needed():
