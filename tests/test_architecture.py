@@ -63,7 +63,6 @@ RANKS_WITHIN = {
         {"steps", "recording"},
         {"metrics", "membership"},
         {"start"},
-        {"async_evaluation"},
         {"prepared_run"},
         {"prepare"},
         {"loop"},
@@ -121,8 +120,6 @@ def test_the_import_check_finds_imports():
 TURN_BACK = {
     # What users call on a result, after the training.
     "result.py": {"display", "report"},
-    # The type of what it is given.
-    "training/async_evaluation.py": {"prepared_run"},
 }
 
 

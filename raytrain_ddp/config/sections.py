@@ -203,9 +203,6 @@ class EvalConfig(Section, name="eval"):
     """Also evaluate every this many steps. 0: off."""
     micro_batch: int = 0
     """Samples of one evaluation pass through the model. 0: same as micro_batch."""
-    asynchronous: bool = field(default=False, metadata=FREE)
-    """Evaluate checkpoints on a separate worker while training continues; only the last evaluation
-    is done by all workers. Takes one more worker's CPUs or GPU, and a checkpoint each time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,11 +14,17 @@ WITHDRAWN = {
     "ddp.compression=powersgd": "use bf16 or fp16, in a new run",
     "ddp.powersgd_rank": "use ddp.compression bf16 or fp16",
     "ddp.shard_optimizer": "remove it; each worker has the whole state, and the run continues",
+    "eval.asynchronous": "remove it; raytrain evaluate RUN --follow evaluates beside the run",
     "scaling.on_divergence": "remove it; a run whose weights differ ends with status 6",
 }
 """Recipes, fields, and values of fields, by name."""
 
-DEFAULTS = {"ddp.powersgd_rank": 4, "ddp.shard_optimizer": False, "scaling.on_divergence": "stop"}
+DEFAULTS = {
+    "ddp.powersgd_rank": 4,
+    "ddp.shard_optimizer": False,
+    "eval.asynchronous": False,
+    "scaling.on_divergence": "stop",
+}
 """Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these fields.
 None affects the result by itself."""
 

@@ -31,13 +31,7 @@ from raytrain_ddp.driver.finish import (
     tidy,
     wait_for_rank_0,
 )
-from raytrain_ddp.driver.preflight import (
-    answered,
-    check,
-    is_complete,
-    require_no_evaluator,
-    try_model,
-)
+from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
@@ -122,7 +116,6 @@ def fit_locally(
     """
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
-    require_no_evaluator(config)
     rank, _, _ = ranks_of_launcher()
     main = rank == 0
     if main:

@@ -16,7 +16,6 @@ from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
@@ -53,12 +52,6 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.data.root is None and all(each.startswith("torchvision:") for each in sources):
         config = replace(config, data=replace(config.data, root=TORCHVISION_ROOT))
     return with_paths(config, absolute_path)
-
-
-def require_no_evaluator(config: TrainConfig) -> None:
-    """Raises ConfigError if a run without Ray is to have a worker that only evaluates."""
-    rule = "needs a Ray worker: remove it, or train on Ray (without --local or torchrun)"
-    require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
 
 
 def _is_begun(config: TrainConfig) -> bool:

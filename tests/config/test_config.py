@@ -43,7 +43,6 @@ checkpoint.max_failed
 data.cache data.cache_gib data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
 epochs
-eval.asynchronous
 max_time
 log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
 log.project log.tensorboard log.wandb
@@ -91,7 +90,7 @@ DOOR_FLAGS = {
         "address allow_change audit config dashboard describe dry_run emit local print_config "
         "profile recipe resume_from"
     ),
-    EvaluateArgs: "checkpoint data device out per_class read run",
+    EvaluateArgs: "checkpoint data device follow out per_class read run",
     ExportArgs: "checkpoint data format image_size license out overwrite run",
     PredictArgs: (
         "address batch_size checkpoint device image_column image_size inputs layer out overwrite "

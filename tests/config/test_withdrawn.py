@@ -16,7 +16,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DEFAULTS, WITHDRAWN
 from raytrain_ddp.driver.run_naming import find_run
 
-OTHERS = {"ddp.powersgd_rank": 2, "ddp.shard_optimizer": True, "scaling.on_divergence": "resync"}
+OTHERS = {
+    "ddp.powersgd_rank": 2,
+    "ddp.shard_optimizer": True,
+    "eval.asynchronous": True,
+    "scaling.on_divergence": "resync",
+}
 
 
 def field_of(name: str) -> tuple[str, Any]:

@@ -28,9 +28,9 @@ from raytrain_ddp import FitResult, TrainConfig, fit, fit_locally
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, run_storage
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
-from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig, ScalingConfig
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
 from raytrain_ddp.display.progress_display import Display
-from raytrain_ddp.errors import DataError, PreflightError, RetriesExhausted, TaskError
+from raytrain_ddp.errors import PreflightError, RetriesExhausted, TaskError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.predict.output_parts import OutputParts
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS, quick_start
@@ -247,47 +247,6 @@ def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     assert log_of(undisturbed) == timeless([dict(r) for r in finished.history])
     steps = [record["step"] for record in finished.history if record["kind"] == "train"]
     assert steps == list(range(1, 70))
-
-
-def test_a_separate_evaluating_worker_gives_the_same_metrics_although_it_and_rank_0_die(
-    undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dies = "evaluate.checkpoint:kill@step=23;train.after_backward:kill@rank=0,step=30"
-    monkeypatch.setenv(VARIABLE, dies)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
-    config = three_workers(tmp_path, "disturbed", eval=EvalConfig(asynchronous=True))
-    display, text = shown()
-    result = fit(config, display=display)
-    assert len(list((tmp_path / "fired").iterdir())) == 2
-    assert result.status == "finished"
-    assert weights(config) == weights(undisturbed)
-    for kind in ("train", "eval"):  # the order of the two kinds depends on timing
-        log = [record for record in log_of(config) if record["kind"] == kind]
-        assert log == [record for record in log_of(undisturbed) if record["kind"] == kind]
-    order = [(record["kind"], record["step"]) for record in log_of(config)]
-    assert order.index(("eval", 23)) > order.index(("train", 24)), text.getvalue()  # it continued
-    assert actor_is_gone("_Actor")
-
-
-def test_an_evaluation_failing_in_another_process_is_reported_with_its_own_message() -> None:
-    """Ray's error would contain the traceback of the other process."""
-    import ray
-
-    from raytrain_ddp.ray_backend.evaluator import Evaluator  # imports Ray
-
-    @ray.remote
-    def fail(error: Exception) -> None:
-        raise error
-
-    for error, kind in ((DataError("3 bad"), DataError), (KeyError("x"), RetriesExhausted)):
-        evaluator = object.__new__(Evaluator)
-        evaluator._asked = {"step-1": (answer := fail.remote(error))}
-        evaluator._failed = {}
-        ray.wait([answer], timeout=60)
-        with pytest.raises(kind) as caught:
-            evaluator.look()
-        words = "3 bad" if kind is DataError else "KeyError: 'x'"
-        assert str(caught.value) == f"the evaluation of step-1 failed: {words}"
 
 
 def test_workers_are_placed_individually_if_the_others_continue_without_them() -> None:

@@ -408,14 +408,14 @@ def test_without_a_usable_state_or_checkpoint_a_survivor_raises_no_state_left(
     task = _CountingTask(config)
     _, live = _trained(config, task, None, 7)
     with pytest.raises(NoStateLeft):
-        _trained(config, task, replace(live, needed=(5,)), 0)
+        _trained(config, task, replace(live, best_step=5), 0)
     plain_config = tiny_config(tmp_path, "plain")  # a survivor keeps only its state
     _, live = _trained(plain_config, _CountingTask(plain_config), None, 7)
     assert live.kept is None
     with pytest.raises(NoStateLeft):
-        _trained(plain_config, _CountingTask(plain_config), replace(live, needed=(5,)), 0)
+        _trained(plain_config, _CountingTask(plain_config), replace(live, best_step=5), 0)
     _, live = _trained(config, _CountingTask(config), None, 14)
-    began, _ = _trained(config, task, replace(live, needed=(12,)), 0)
+    began, _ = _trained(config, task, replace(live, best_step=12), 0)
     assert began == 10
     assert bits(config) == bits(exact_alone)
     assert log_of(config) == log_of(exact_alone)
@@ -519,7 +519,7 @@ def test_after_no_state_is_left_the_next_generation_starts_from_scratch(
 
     def start(live: LiveState | None) -> LocalSession:
         seen.append(live.manifest.step if live else None)
-        lost = replace(live, needed=(5,)) if live else None
+        lost = replace(live, best_step=5) if live else None
         session = _LosesPeers(config, ALONE, Best("loss", "min"), plans.append, lost)
         session.step = 7 if place.starts == 1 else 0
         if session.kept is None:

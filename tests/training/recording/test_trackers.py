@@ -115,42 +115,6 @@ def test_a_restarted_run_is_one_run_of_weights_and_biases(
     assert b"eval/top1" in wait_for_content(second, b"eval/top1")
 
 
-def test_a_late_evaluation_is_logged_with_its_own_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """W&B ignores steps before its newest."""
-    rows: list[tuple[int, dict[str, float]]] = []
-
-    class Run:
-        step = 0
-
-        def log(self, figures: dict[str, float], step: int) -> None:
-            rows.append((step, figures))
-
-        def define_metric(self, name: str, step_metric: str) -> None:
-            assert (name, step_metric) == ("eval/*", "eval/step")
-
-        def finish(self, exit_code: int) -> None: ...
-
-    monkeypatch.setattr("wandb.init", lambda **_: Run())
-    made = config(tmp_path, wandb=True)
-    assert logged(made, [], train(1, 1.0), train(3, 0.5), EVALUATION, train(4, 0.5)) == []
-    assert [step for step, _ in rows] == [1, 3, 3, 4]
-    assert rows[2][1]["eval/step"] == 2
-    rows.clear()
-    had = [train(1, 1.0), train(3, 0.5), EVALUATION]
-    assert logged(made, had, train(4, 0.5)) == []  # W&B is new to this run
-    assert [step for step, _ in rows] == [1, 3, 3, 4]
-    rows.clear()
-    Run.step = 7  # the previous start was killed after its last checkpoint
-    again = train(4, 0.5), EVALUATION, train(8, 0.5)
-    assert logged(made, had, *again) == []
-    assert [step for step, _ in rows] == [1, 3, 2, 4, 7, 8]
-    rows.clear()
-    assert logged(made, had, EVALUATION, train(8, 0.5)) == []
-    assert [step for step, _ in rows] == [1, 3, 2, 7, 8]
-
-
 def wait_for_content(path: Path, sign: bytes) -> bytes:
     """The content of a file that another process writes, once it contains `sign`."""
     deadline = time.monotonic() + 10
