@@ -163,7 +163,7 @@ def test_the_table_example_approaches_the_best_possible_auroc(tmp_path: Path) ->
 def test_the_fine_tuning_example_starts_from_a_file_and_resumes_after_a_kill(
     tmp_path: Path,
 ) -> None:
-    """With equal bits, including after the backbone is unfrozen."""
+    """With equal bits, also in the second run, which trains all of the model."""
     import timm  # seconds
     import torch
     from safetensors.torch import save_file

@@ -102,16 +102,14 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     touched = optim.groups or optim.head_lr is not None or optim.layer_decay != 1
     if ":" not in config.model.name and config.model == plain and not touched:
         return
-    from raytrain_ddp.tasks.model_parts import Frozen, freeze
+    from raytrain_ddp.tasks.model_parts import freeze
     from raytrain_ddp.tasks.pretrained import begun_model
     from raytrain_ddp.training.optimizer.param_groups import param_groups
 
     # Of torchvision's sets, it is unknown here.
     classes = len(config.data.classes or config.data.target_columns or range(10))
     model, _ = begun_model(config.model, classes, load=is_new)
-    Frozen(model, config.model.freeze)  # checks the patterns
-    if not config.model.unfreeze_epoch:
-        freeze(model, config.model.freeze)
+    freeze(model, config.model.freeze)
     param_groups(model, optim)
 
 

@@ -158,7 +158,7 @@ def _of_name(config: TrainConfig) -> NamedRun:
         return NamedRun(config, folder, None)
     changed = _changes(folder, manifest, manifest.config, config)
     for name, then, _ in changed:
-        if hint := withdrawn(f"{name}={then}"):
+        if hint := withdrawn(name) or withdrawn(f"{name}={then}"):
             raise ConfigError(f"run {config.name} has {name} = {then!r}.{hint}")
     if changed:
         width = max(len(name) for name, _, _ in changed)

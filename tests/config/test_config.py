@@ -75,7 +75,7 @@ eval.every_epochs eval.every_steps eval.micro_batch exact
 limit_eval_batches limit_train_batches
 loss.class_weights loss.gamma loss.name
 micro_batch
-model.args model.dropout model.freeze model.name model.unfreeze_epoch model.weights
+model.args model.dropout model.freeze model.name model.weights
 optim.betas optim.clip_norm optim.decay_bias optim.decay_norms optim.groups optim.head_lr
 optim.label_smoothing optim.layer_decay optim.lr optim.momentum optim.name optim.nesterov
 optim.weight_decay

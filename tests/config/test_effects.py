@@ -36,7 +36,6 @@ from raytrain_ddp.report.write import write_report
 IDLE = [
     ("--model.name resnet50 --model.dropout 0.1", "model.dropout"),
     ("--model.args a 1", "model.args"),
-    ("--model.unfreeze-epoch 2", "model.unfreeze_epoch"),
     ("--data.eval-crop 1", "data.eval_crop"),
     ("--data.interpolation bicubic", "data.interpolation"),
     ("--loss.gamma 3", "loss.gamma"),

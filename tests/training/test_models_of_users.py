@@ -27,7 +27,6 @@ from raytrain_ddp.config.sections import (
     CheckpointConfig,
     EmaConfig,
     LogConfig,
-    ModelConfig,
     ScheduleConfig,
     StopConfig,
 )
@@ -285,11 +284,10 @@ def test_settings_in_epochs_that_steps_do_not_reach_are_noted():
     made = TrainConfig(
         steps=10,
         schedule=ScheduleConfig(warmup_epochs=1.0),
-        model=ModelConfig(name="resnet18", freeze=("layer1",), unfreeze_epoch=5),
         data=DataConfig(source="x", image_size=64, start_size=32, grow_epochs=5),
     )
     notes = step_notes(made, 23)
-    fields = ("schedule.warmup_epochs", "model.unfreeze_epoch", "data.grow_epochs")
+    fields = ("schedule.warmup_epochs", "data.grow_epochs")
     assert [note.split(" = ")[0] for note in notes] == [*fields]
     assert "10 are 0.435 epochs" in notes[0]
     assert step_notes(TrainConfig(steps=460), 23) == []

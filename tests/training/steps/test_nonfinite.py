@@ -21,7 +21,6 @@ import pytest
 import torch
 from processes import Died, Group, Raised
 from tiny import (
-    EPOCHS,
     ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
@@ -51,7 +50,6 @@ from raytrain_ddp.config.sections import (
     ComputeConfig,
     DdpConfig,
     LogConfig,
-    ModelConfig,
     OptimConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig
@@ -62,7 +60,6 @@ from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.fit import main
 from raytrain_ddp.tasks.model_parts import nonfinite
-from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.prepare import prepare
 from raytrain_ddp.training.runtime.seeding import slot_seed
@@ -672,25 +669,3 @@ def test_fault_47_a_checkpoint_without_a_nonfinite_count_loads_and_keeps_fused_k
     new.load(Stored())  # type: ignore[arg-type]
     assert (new.step, new.nonfinite) == (7, 0)
     assert [group["fused"] for group in new.optimizer.param_groups] == [True, True]
-
-
-class NanInTheLastStep(TinyTask):
-    """The loss of the last step of an epoch, whose micro-batches have one sample, is NaN."""
-
-    frozen_at_first = ("conv*",)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        loss = super().loss(model, batch)
-        return loss * math.nan if model.training and len(batch["row"]) == 1 else loss
-
-
-def test_a_refused_step_before_unfreezing_does_not_affect_steps_after_it(tmp_path: Path) -> None:
-    """Both guards have a hook on the same parameter."""
-    optim = OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9)
-    config = tiny_config(tmp_path, "run", model=ModelConfig(unfreeze_epoch=1), optim=optim)
-    session = ScriptedSession(config, World(0, 1, 0, torch.device("cpu"), 1), 0, 0)
-    with session:
-        outcome = train(config, NanInTheLastStep(config), session)
-    assert outcome.step == TOTAL_STEPS
-    skipped = [e for e in session.events if "update is skipped" in str(e)]
-    assert len(skipped) == EPOCHS
