@@ -7,6 +7,7 @@ from typing import Any
 
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
 _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); None: not a field
+    "allow_change": (None, "remove it; a note lists what differs"),
     "char-lm": (None, _EXAMPLE.format("char_lm", "char-lm")),
     "ddp.compression=powersgd": (None, "use bf16 or fp16, in a new run"),
     "ddp.powersgd_rank": (4, "use ddp.compression bf16 or fp16"),

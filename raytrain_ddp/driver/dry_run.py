@@ -42,7 +42,6 @@ def dry_run(
     config: TrainConfig,
     default_name: str | None = None,
     resume_from: str | None = None,
-    allow_change: Sequence[str] = (),
     local: bool = False,
 ) -> str:
     """The fields that are not the defaults, then what follows from the config.
@@ -55,7 +54,7 @@ def dry_run(
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run, branch = run_and_branch(check(config), default_name, resume_from, allow_change)
+    run, branch = run_and_branch(check(config), default_name, resume_from)
     config, manifest = run.config, run.manifest
     if not is_complete(config, manifest):
         require_free(run.folder)

@@ -87,7 +87,7 @@ task task_options
 
 DOOR_FLAGS = {
     FitArgs: (
-        "address allow_change audit config dashboard describe dry_run emit local print_config "
+        "address audit config dashboard describe dry_run emit local print_config "
         "profile recipe resume_from"
     ),
     EvaluateArgs: "checkpoint data device follow out per_class read run",

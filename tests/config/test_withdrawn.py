@@ -65,6 +65,8 @@ def begun(folder: Path, *fields: tuple[str, Any]) -> TrainConfig:
 
 def ways(name: str, folder: Path) -> list[list[str]]:
     """Commands that use it."""
+    if name == "allow_change":
+        return [["--resume-from", "x", "--allow-change", "optim.lr"], ["--allow-change=optim.lr"]]
     if "." not in name:
         return [[name], [name, "--describe"]]
     field, value = field_of(name)
@@ -94,14 +96,10 @@ def test_a_withdrawn_name_is_refused_in_one_line_with_what_to_use_instead(
         assert answer.err.count("\n") == 1
 
 
-def test_a_space_of_a_sweep_and_an_allowed_change_are_refused_alike(tmp_path: Path):
-    for command, *argv in (
-        ("sweep", "digits", "--space", "ddp.powersgd-rank=1,2"),
-        ("fit", "--local", "--resume-from", "x", "--allow-change", "ddp.powersgd_rank"),
-    ):
-        answer = run_cli(command, *argv, cwd=tmp_path)
-        assert answer.status == 2
-        assert answer.err.endswith(f"{WITHDRAWN['ddp.powersgd_rank']}.\n")
+def test_a_space_of_a_sweep_is_refused_alike(tmp_path: Path):
+    answer = run_cli("sweep", "digits", "--space", "ddp.powersgd-rank=1,2", cwd=tmp_path)
+    assert answer.status == 2
+    assert answer.err.endswith(f"{WITHDRAWN['ddp.powersgd_rank']}.\n")
 
 
 def test_files_and_runs_with_the_defaults_of_withdrawn_fields_are_used(tmp_path: Path):

@@ -179,7 +179,7 @@ def test_a_branch_uses_the_new_options_of_the_tasks_optimizer(tmp_path: Path):
     fit_locally(config(tmp_path, "base", Optioned, epochs=1))
     options = {"task_options": {"decay": "5"}}
     changed = config(tmp_path, "branch", Optioned, epochs=2, **options)
-    fit_locally(changed, resume_from=tmp_path / "base", allow_change=["task_options"])
+    fit_locally(changed, resume_from=tmp_path / "base")
     (state,) = (tmp_path / "branch/checkpoints").glob("step-00000010-*/state.json")
     assert '["weight_decay", 5.0]' in state.read_text()
     assert '["betas", {"tuple": [0.9, 0.999]}]' in state.read_text()
@@ -207,7 +207,7 @@ def test_evaluations_of_the_origin_do_not_count_toward_the_patience_of_a_branch(
     fit_locally(config(tmp_path, "base", epochs=2))
     scaled = {"task_options": {"factor": "10"}, "stop": StopConfig(patience=2)}
     changed = config(tmp_path, "branch", epochs=8, **scaled)
-    result = fit_locally(changed, resume_from=tmp_path / "base", allow_change=["task_options"])
+    result = fit_locally(changed, resume_from=tmp_path / "base")
     assert result.step == 8 * 5
     assert result.best["step"] > 10
     ended = config(tmp_path, "ended", epochs=8, max_time="0.001s")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import ALL_OPTIONS, BRANCHED_AT, RENEWED, Manifest
+from raytrain_ddp.checkpoint.manifest import BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -117,11 +117,10 @@ class TrainState:
             if checkpoint.has(filename):
                 tensors |= checkpoint.tensors(filename)
         saved = unflatten_state(tensors, progress["optimizer"])
-        renewed = {*progress.get(RENEWED, ())}  # at the first start of a branch: see branching.py
-        renewed |= options_of(self.optimizer) if ALL_OPTIONS in renewed else set()
-        for group in saved["param_groups"]:
-            for name in renewed:
-                group.pop(name, None)
+        if progress.get(RENEWED):  # at the first start of a branch: see branching.py
+            for group in saved["param_groups"]:
+                for name in options_of(self.optimizer):
+                    group.pop(name, None)
         self.kept_options = kept_options(self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
