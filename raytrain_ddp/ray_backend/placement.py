@@ -56,12 +56,15 @@ def choose_layout(
 
     Raises:
         PreflightError: GPUs are requested, and there are none.
-        ConfigError: more workers than slots.
+        ConfigError: more workers than slots, or MIN:MAX of a strict placement.
     """
     scaling = config.scaling
     gpus = have.get("GPU", 0)
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     least, most = scaling.worker_range()
+    rule = "needs a fixed number of workers: set PACK or SPREAD, or one number"
+    is_strict = scaling.placement.startswith("STRICT")
+    scaling.require("placement", least == most or not is_strict, rule)
     nodes, note = [have] if nodes is None else nodes, ""
     if (least, most) == (0, 0):
         if use_gpu and not gpus:

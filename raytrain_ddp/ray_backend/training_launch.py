@@ -52,7 +52,7 @@ _CLEAN_UP_S = 3.0
 
 _RESTARTS_ALL = (
     "scaling.replace_workers = true has no effect here: all workers restart if one dies. It needs "
-    "scaling.hang_s above 0 over NCCL, and with MIN:MAX workers another placement than STRICT_*."
+    "scaling.hang_s above 0 over NCCL."
 )
 
 

@@ -268,7 +268,6 @@ def test_workers_are_placed_individually_if_the_others_continue_without_them() -
     assert start(2, 3) == (1, 2, 3)
     assert start(2, 8) == (1, 2, 4)
     assert start(6, 8) == (1, 6, 6), "these are waited for"
-    assert start(2, 8, "STRICT_SPREAD") == (8, 0, 0)
     assert start(3, 3, "STRICT_SPREAD", exact=True) == (3, 1, 3)
     assert start(2, 8, replace_workers=False) == (8, 0, 0)
     nccl = "cpu:gloo,cuda:nccl"

@@ -88,6 +88,14 @@ def test_workers_that_cannot_synchronize_batch_norm_are_refused(
         synced.require_synced(layout.least, layout.most, layout.use_gpu)
 
 
+@pytest.mark.parametrize("placement", ["STRICT_PACK", "STRICT_SPREAD"])
+def test_a_strict_placement_needs_a_fixed_number_of_workers(placement: str):
+    with pytest.raises(ConfigError, match=rf"scaling\.placement = '{placement}': needs a fixed"):
+        layout_on(DGX, num_workers="2:4", placement=placement)
+    assert layout_on(DGX, num_workers=4, placement=placement).most == 4
+    assert layout_on(DGX, placement=placement).most == 8
+
+
 def test_nodes_that_join_while_the_run_waits_determine_the_cpus(monkeypatch: pytest.MonkeyPatch):
     asked: list[list[dict[str, float]]] = []
     nodes: list[dict[str, float]] = [{"CPU": 4.0}]
