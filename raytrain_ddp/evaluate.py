@@ -157,7 +157,7 @@ def _follow(args: EvaluateArgs) -> int:
         metrics, tables = evaluation_of(config, task, model, data, world, threads)
         sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
         others = [sign * each.metrics.get(name, math.nan) for each in done]
-        best = not any(each >= sign * metrics[name] for each in others)
+        best = not (math.isnan(metrics[name]) or any(v >= sign * metrics[name] for v in others))
         plans = [e for e, _, _ in run_folder.read_events(run) if isinstance(e, Plan)]
         epoch = (step - 1) // plans[-1].steps_per_epoch if plans else 0
         return Eval(step, epoch, metrics, tables, name, best, time.monotonic() - began)
@@ -179,8 +179,12 @@ def _follow(args: EvaluateArgs) -> int:
             print(f"step {name.step}  {text}", flush=True)
         return has_ended and not new
 
+    def pause(wait_s: float, _: OSError) -> bool:
+        time.sleep(wait_s)
+        return True
+
     try:
-        while not with_backoff(look, lambda wait_s, _: time.sleep(wait_s) is None):
+        while not with_backoff(look, pause):
             time.sleep(_LOOK_EVERY_S)
     except OSError as error:
         raise PreflightError(f"{run}: {error}") from None
