@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.data.loading.sources import Data
@@ -38,12 +37,6 @@ class Snapshot:
     documents: Mapping[str, Any]
     log: Sequence[LogRecord] = ()
     last: bool = False
-
-    @property
-    def best_step(self) -> int:
-        """The step of the best evaluation so far; 0: none."""
-        step: int = self.documents.get(STATE_FILE, {}).get("best_step", 0)
-        return step
 
 
 class WarmUp(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
@@ -58,7 +59,7 @@ class LiveState:
             files=files,
             tensors=tensors,
             records=len(snapshot.log),
-            best_step=snapshot.best_step,
+            best_step=snapshot.documents.get(STATE_FILE, {}).get("best_step", 0),
             kept=kept,
         )
 
