@@ -137,7 +137,7 @@ def most_advanced(
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
     alike = [each is not None and each.step == newest.step for each in progress]
-    is_lost = newest.best_step not in (newest.step, *stored) and newest.best_step > stored_step
+    is_lost = newest.step != newest.best_step > max(stored_step, 0)
     if newest.step < stored_step or is_lost:
         return None
     if sum(alike) > 1:

@@ -485,7 +485,7 @@ def test_a_state_is_usable_only_if_its_best_weights_or_a_later_checkpoint_are_st
 ) -> None:
     """The best weights so far are those of step 60, and the state is of step 85."""
     step, alone = 85, World(0, 1, 0, torch.device("cpu"), 1)
-    progress = live_state._Progress(step, 1, (60,))
+    progress = live_state._Progress(step, 1, 60)
     mine: Any = SimpleNamespace(
         progress=lambda: progress, tensors={}, files={}, manifest=Manifest(step, 0, 1, 1, {}, "")
     )
