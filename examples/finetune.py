@@ -7,6 +7,7 @@ With `fit` instead of `fit_locally`, Ray runs it. As flags: docs/how-to/fine-tun
 """
 
 from argparse import ArgumentParser
+from dataclasses import replace
 
 from raytrain_ddp import (
     DataConfig,
@@ -28,17 +29,19 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--storage", default="runs")
     args = parser.parse_args()
-    config = TrainConfig(
-        name="finetune",
+    head = TrainConfig(
+        name="finetune-head",
         storage=args.storage,
-        epochs=args.epochs,
+        epochs=2,
         data=DataConfig(source=args.folder, holdout=0.2, image_size=args.size),
-        model=ModelConfig(args.model, weights=args.weights, freeze=("backbone",), unfreeze_epoch=2),
+        model=ModelConfig(args.model, weights=args.weights, freeze=("backbone",)),
         optim=OptimConfig(name="adamw", lr=5e-4, weight_decay=0.05, layer_decay=0.75),
         schedule=ScheduleConfig(warmup_epochs=1.0),
         ema=EmaConfig(decay=0.99),
     )
-    result = fit_locally(config)
+    fit_locally(head)
+    model = ModelConfig(args.model, weights=f"{args.storage}/{head.name}")
+    result = fit_locally(replace(head, name="finetune", epochs=args.epochs, model=model))
     print(f"best: {result.best}, {result.best_checkpoint}")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,17 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import flat, positional
 from raytrain_ddp.config.validation import MAY_BE_EMPTY
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError
+from raytrain_ddp.events import Eval, Plan
 from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.splits import ImageSource
     from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.training.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,20 @@ class EvaluateArgs:
     """Device, such as cpu, cuda or cuda:1. auto: a GPU if there is one."""
     out: str | None = None
     """Write all values to this file as JSON."""
+    follow: bool = False
+    """Evaluate each checkpoint of the run soon after its commit, beside the run, until it has
+    ended. followed.jsonl in its folder has the results; the report shows them."""
 
 
+_LOOK_EVERY_S = 1.0
 COMMAND = Command("evaluate", EvaluateArgs, "RUN [--FLAG VALUE ...]")
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
+    if args.follow:
+        return _follow(args)
     out = None if args.out is None else _place(args.out)
     from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint, recorded
 
@@ -90,25 +101,19 @@ def main(argv: Sequence[str]) -> int:
         if not (config.data.eval_size or config.data.image_size):  # as `predict` does
             implied["image_size"] = recorded(checkpoint).get("data", {}).get("image_size", 0)
     config = replace(config, data=replace(config.data, **{**implied, **given}))
-    import torch
-
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.tasks.task_check import metrics_of
-    from raytrain_ddp.training.async_evaluation import stored_model
     from raytrain_ddp.training.metrics.evaluation import evaluate
-    from raytrain_ddp.training.runtime.world import World, choose_device, set_up
     from raytrain_ddp.training.steps.device_feed import require_few_bad
 
-    device = choose_device(args.device)
-    world = World(0, 1, device.index or 0, device, torch.get_num_threads())
-    set_up(world, config.compute)
+    world = _world(args.device, config)
     try:
         task, data = _opened(checkpoint, config, given)
     except DataError as error:
         if args.data is not None:
             raise
         raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
-    model = stored_model(config, task, checkpoint, device)
+    model = _model_of(config, task, checkpoint, world.device)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
@@ -122,6 +127,93 @@ def main(argv: Sequence[str]) -> int:
     if out is not None:
         _write(out, checkpoint, data.rows - skipped, values)
     return 0
+
+
+def _follow(args: EvaluateArgs) -> int:
+    """See --follow. A further call takes up where an earlier one ended."""
+    if args != EvaluateArgs(args.run, device=args.device, follow=True):
+        raise ConfigError("--follow evaluates as the run does: use it with --device only.")
+    from raytrain_ddp.checkpoint import run_folder
+    from raytrain_ddp.checkpoint.lease import owner_of
+    from raytrain_ddp.checkpoint.manifest import DamagedError
+    from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.records import json_of, to_record
+    from raytrain_ddp.training.metrics.evaluation import evaluation_of
+    from raytrain_ddp.training.state.async_checkpoint import with_backoff
+
+    run = run_folder.open_run(args.run)
+    store, done = run_folder.checkpoint_store(run), run_folder.read_followed(run)
+    seen = {each.step for each in done}
+    parts: list[tuple[TrainConfig, World, Task, Data]] = []
+
+    def evaluated(checkpoint: Checkpoint) -> Eval:
+        if not parts:
+            config = run_folder.config_of(checkpoint)
+            world = _world(args.device, config)
+            parts.append((config, world, *_opened(checkpoint, config, {})))
+        (config, world, task, data), began = parts[0], time.monotonic()
+        model = _model_of(config, task, checkpoint, world.device)
+        threads = LoaderThreads(world.threads)
+        metrics, tables = evaluation_of(config, task, model, data, world, threads)
+        sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
+        others = [sign * each.metrics.get(name, math.nan) for each in done]
+        best = not (math.isnan(metrics[name]) or any(v >= sign * metrics[name] for v in others))
+        plans = [e for e, _, _ in run_folder.read_events(run) if isinstance(e, Plan)]
+        epoch = (step - 1) // plans[-1].steps_per_epoch if plans else 0
+        return Eval(step, epoch, metrics, tables, name, best, time.monotonic() - began)
+
+    def look(_: int) -> bool:
+        """Evaluates what is new; whether the run has ended, and nothing was."""
+        has_ended = owner_of(run) is None  # first: it may commit until then
+        new = [name for name in reversed(store.names()) if name.step not in seen]
+        for name in new:
+            try:
+                record = evaluated(store.open(name))
+                lines = [json_of(to_record(each)) + "\n" for each in (*done, record)]
+                run.write_atomic(run_folder.FOLLOWED_FILE, "".join(lines).encode())
+                done.append(record)
+                text = "  ".join(f"{metric} {v:.6f}" for metric, v in record.metrics.items())
+            except (DamagedError, FileNotFoundError) as error:  # it may just be pruned
+                text = f"is not evaluated: {error}"
+            seen.add(name.step)
+            print(f"step {name.step}  {text}", flush=True)
+        return has_ended and not new
+
+    def pause(wait_s: float, _: OSError) -> bool:
+        time.sleep(wait_s)
+        return True
+
+    try:
+        while not with_backoff(look, pause):
+            time.sleep(_LOOK_EVERY_S)
+    except OSError as error:
+        raise PreflightError(f"{run}: {error}") from None
+    return 0
+
+
+def _world(device_name: str, config: TrainConfig) -> World:
+    """The world of this process alone."""
+    import torch
+
+    from raytrain_ddp.training.runtime.world import World, choose_device, set_up
+
+    device = choose_device(device_name)
+    world = World(0, 1, device.index or 0, device, torch.get_num_threads())
+    set_up(world, config.compute)
+    return world
+
+
+def _model_of(
+    config: TrainConfig, task: Task, checkpoint: Checkpoint, device: torch.device
+) -> nn.Module:
+    """The model of a checkpoint, as the evaluation of the run has it."""
+    from raytrain_ddp.tasks.task_check import model_of
+    from raytrain_ddp.training.start.initial_model import placed
+    from raytrain_ddp.training.state.shared_checkpoint import load_model
+
+    model = model_of(task, pretrained=False)
+    load_model(model, checkpoint)
+    return placed(config, model, device)
 
 
 def _place(out: str) -> Path:

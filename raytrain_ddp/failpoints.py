@@ -44,7 +44,6 @@ SITES = frozenset(
         "train.log",  # a log line is due, the ranks' times are not gathered yet
         "train.compare",  # the weights of the ranks are about to be compared
         "evaluate",
-        "evaluate.checkpoint",  # by the worker that only evaluates, before it writes the metrics
         "checkpoint.snapshot",  # the copy on the host is complete, nothing is written
         "checkpoint.begin",  # the folder exists and is empty
         "checkpoint.payload",  # one more file is written

@@ -32,12 +32,11 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         from raytrain_ddp.driver.dry_run import dry_run
 
-        print(dry_run(args.config, name, args.resume_from, args.allow_change, args.local))
+        print(dry_run(args.config, name, args.resume_from, args.local))
         return 0
     from raytrain_ddp.driver.fit_driver import fit, fit_locally
 
-    options: dict[str, Any] = {"resume_from": args.resume_from, "allow_change": args.allow_change}
-    options["default_name"] = name
+    options: dict[str, Any] = {"resume_from": args.resume_from, "default_name": name}
     if args.local or under_torchrun():
         return fit_locally(args.config, **options).exit_status
     return fit(args.config, address=args.address, dashboard=args.dashboard, **options).exit_status

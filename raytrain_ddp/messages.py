@@ -27,13 +27,6 @@ class Evaluating:
 
 
 @dataclass(frozen=True)
-class EvaluationDue:
-    """The checkpoint of that name is to be evaluated by the worker that only evaluates."""
-
-    checkpoint: str
-
-
-@dataclass(frozen=True)
 class Pause:
     """A checkpoint blocked the training for this many seconds."""
 
@@ -141,7 +134,6 @@ class Outcome:
 Message = (
     Phase
     | Evaluating
-    | EvaluationDue
     | Pause
     | Joined
     | InProgress

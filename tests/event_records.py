@@ -13,7 +13,6 @@ from raytrain_ddp.records import to_record
 MESSAGES = {
     "phase": messages.Phase,
     "evaluating": messages.Evaluating,
-    "evaluation_due": messages.EvaluationDue,
     "pause": messages.Pause,
     "joined": messages.Joined,
     "at": messages.InProgress,

@@ -121,6 +121,17 @@ class Owner:
         return self.state() == "X"
 
 
+def owner_of(run: Storage) -> Owner | None:
+    """Who drives the run. Of another machine it is known by the age of its lease alone."""
+    with suppress(FileNotFoundError):
+        owner, changed_s = Owner.parse(run.read(LEASE_FILE)), run.changed_s(LEASE_FILE)
+        # Nothing is written to ask for the store's own clock: ours may be some seconds off.
+        fresh = changed_s is not None and time.time() - changed_s < 2 * TIMEOUT_S
+        if owner is not None and fresh and not owner.is_dead():
+            return owner
+    return None
+
+
 class Lease:
     """A run that this process drives; a thread renews the lease until `release`.
 

@@ -16,12 +16,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from raytrain_ddp.checkpoint.committed import MOST_ATTEMPTS, CheckpointName
-from raytrain_ddp.checkpoint.evaluation_file import EVALUATION_FILE
 from raytrain_ddp.errors import CheckpointError, RunLockedError
 
 MANIFEST_FILE = "manifest.json"
 DAMAGED_MARK = "damaged.txt"
-RESERVED = (MANIFEST_FILE, DAMAGED_MARK, EVALUATION_FILE)
+RESERVED = (MANIFEST_FILE, DAMAGED_MARK)
 DAMAGED_PREFIX = "damaged-"
 
 _ANY_FOLDER = re.compile(rf"(?:{DAMAGED_PREFIX})?step-[0-9]+-a([0-9]+)(?:-[0-9]+)?")

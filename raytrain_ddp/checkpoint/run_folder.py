@@ -4,6 +4,7 @@ No torch, no Ray.
 <storage>/<name>/config.toml     every field, resolved
                  metrics.jsonl   one record per line: what was trained
                  events.jsonl    one event per line: what happened to the run
+                 followed.jsonl  evaluations beside the run, by `evaluate --follow`
                  lease.json      the process that drives it, if any: see lease.py
                  checkpoints/    see store.py
                  hang/           the stacks of all ranks when a start hung: see watchdog.py
@@ -52,6 +53,7 @@ METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.json"  # in each checkpoint: the records of metrics.jsonl so far
 STATE_FILE = "state.json"  # in each checkpoint: the counters, and what is not a tensor
 EVENTS_FILE = "events.jsonl"
+FOLLOWED_FILE = "followed.jsonl"
 CURVES_FILE = "curves.png"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
@@ -255,10 +257,16 @@ def read_events(run: Storage) -> list[Timed]:
     return stored_events(read_history(run, EVENTS_FILE))
 
 
-def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl or events.jsonl; an incomplete last line is skipped.
+def read_followed(run: Storage) -> list[Eval]:
+    """The evaluations of followed.jsonl."""
+    records = log_records(read_history(run, FOLLOWED_FILE))
+    return [record for record in records if isinstance(record, Eval)]
 
-    A null among the numbers of metrics.jsonl was a non-finite value, and is returned as nan.
+
+def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
+    """The records of such a file; an incomplete last line is skipped.
+
+    A null among the numbers of a log was a non-finite value, and is returned as nan.
     """
     if not run.exists(file):
         return []
@@ -272,7 +280,7 @@ def parsed_lines(lines: Iterable[str | bytes], file: str) -> list[dict[str, Any]
         try:
             record = json.loads(line)
             if isinstance(record, dict):
-                records.append(mapped(_with_nan, record) if file == METRICS_FILE else record)
+                records.append(record if file == EVENTS_FILE else mapped(_with_nan, record))
         except (ValueError, RecursionError):
             continue
     return records

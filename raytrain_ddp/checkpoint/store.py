@@ -21,13 +21,12 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from raytrain_ddp.checkpoint.committed import Checkpoint, CheckpointName
-from raytrain_ddp.checkpoint.evaluation_file import read_evaluation
 from raytrain_ddp.checkpoint.listing import (
     DAMAGED_MARK,
     DAMAGED_PREFIX,
@@ -145,8 +144,7 @@ class CheckpointStore:
         return self._list().names()
 
     def open(self, name: CheckpointName) -> Checkpoint:
-        """The checkpoint of that name, with the metrics of an evaluation that followed, if any,
-        after verifying its manifest but not its files.
+        """The checkpoint of that name, after verifying its manifest but not its files.
 
         Raises:
             DamagedError: the manifest is missing, damaged, or that of another checkpoint.
@@ -164,8 +162,6 @@ class CheckpointStore:
                 f"Checkpoint {folder}: its manifest belongs to step {manifest.step}, "
                 f"attempt {manifest.attempt}."
             )
-        if not manifest.metrics and (evaluation := read_evaluation(folder)):
-            manifest = replace(manifest, metrics=evaluation.metrics)
         return Checkpoint(name, manifest, folder)
 
     def latest(
@@ -224,11 +220,9 @@ class CheckpointStore:
             self.storage.delete_dir(folder)
         self.storage.sweep()
 
-    def prune(
-        self, keep_last: int, best: CheckpointName | None = None, awaited: Collection[int] = ()
-    ) -> None:
-        """Removes all committed checkpoints except ``best``, those of the steps ``awaited``, and
-        the newest ``keep_last`` (at least 2).
+    def prune(self, keep_last: int, best: CheckpointName | None = None) -> None:
+        """Removes all committed checkpoints except ``best`` and the newest ``keep_last`` (at least
+        2).
 
         Fenced-off ones do not count, and are removed once the owner has committed one itself.
         Those set aside as damaged do not count and are never removed.
@@ -238,8 +232,7 @@ class CheckpointStore:
         """
         listing = self._owned()
         names = listing.names()
-        surplus = names[max(keep_last, LEAST_KEPT) :]
-        surplus = [name for name in surplus if name != best and name.step not in awaited]
+        surplus = [name for name in names[max(keep_last, LEAST_KEPT) :] if name != best]
         if names and listing.claims and names[0].attempt >= listing.claims[-1].attempt:
             surplus += listing.fenced()
         for name in sorted(surplus):

@@ -55,10 +55,8 @@ class FitArgs(RecipeArgs):
     """Trace five steps with torch.profiler on rank 0. Same as --log.profile-steps 5; see also
     --log.profile-ranks."""
     resume_from: str | None = field(default=None, metadata={"metavar": "RUN"})
-    """Start a new run from the last state of another run, or from a checkpoint, of almost the same
-    config; see --allow-change."""
-    allow_change: tuple[str, ...] = field(default=(), metadata={"metavar": "FIELD"})
-    """With --resume-from: the config fields that differ from the other run, such as optim.lr."""
+    """Start a new run from the last state of another run, or from a checkpoint. A note lists how
+    their configs differ."""
     local: bool = False
     """Train in this process, or under torchrun, without Ray."""
     address: str | None = field(default=None, metadata=ADDRESS)
@@ -112,8 +110,6 @@ def _config_of(recipe: str) -> TrainConfig:
 
 def _require_one_thing(args: FitArgs) -> None:
     """Raises ConfigError if one flag makes another one ineffective."""
-    if args.allow_change and args.resume_from is None:
-        raise ConfigError("--allow-change has no effect without --resume-from: remove it.")
     if args.resume_from and (args.emit or args.print_config):
         flag = "--emit" if args.emit else "--print-config"
         raise ConfigError(f"--resume-from has no effect with {flag}: remove one of them.")

@@ -68,7 +68,6 @@ _RULES = [
     _Rule("log.tensorboard", "storage on a file system", lambda c: "://" not in c.storage),
 ]
 _OF_IMAGES = [
-    _Rule("model.unfreeze_epoch", "model.freeze"),
     _Rule("loss.gamma", "loss.name = focal"),
     _Rule(
         "optim.label_smoothing",
@@ -206,7 +205,6 @@ def step_notes(config: TrainConfig, steps_per_epoch: int) -> list[str]:
     epochs = config.steps / steps_per_epoch if config.steps else math.inf
     reached = {
         "schedule.warmup_epochs": "the learning rate does not reach optim.lr",
-        "model.unfreeze_epoch": "the frozen parameters stay frozen",
         "data.grow_epochs": "no image reaches data.image_size",
     }
     return [

@@ -24,7 +24,7 @@ from raytrain_ddp.config.paths import (
 )
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import DEFAULTS, withdrawn
+from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -197,7 +197,8 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
-    free, begun = {*_free_fields(TrainConfig(), ""), *DEFAULTS}, dict(fields_of(old))
+    free = {*_free_fields(TrainConfig(), ""), *(DEFAULTS.keys() - DECIDING)}
+    begun = dict(each for each in fields_of(old) if each not in DEFAULTS.items())
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
     free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order

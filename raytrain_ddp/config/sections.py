@@ -34,15 +34,12 @@ class ModelConfig(Section, name="model"):
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
-    unfreeze_epoch: int = 0
-    """Epochs after which what is frozen is trained, too. 0: never."""
     dropout: float = 0.0
     """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.below_one("dropout")
-        self.at_least(0, "unfreeze_epoch")
         values = {name: scalar(value) for name, value in self.args.items()}
         object.__setattr__(self, "args", values)  # the same, from a command line and from TOML
         for name in values:
@@ -203,9 +200,6 @@ class EvalConfig(Section, name="eval"):
     """Also evaluate every this many steps. 0: off."""
     micro_batch: int = 0
     """Samples of one evaluation pass through the model. 0: same as micro_batch."""
-    asynchronous: bool = field(default=False, metadata=FREE)
-    """Evaluate checkpoints on a separate worker while training continues; only the last evaluation
-    is done by all workers. Takes one more worker's CPUs or GPU, and a checkpoint each time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

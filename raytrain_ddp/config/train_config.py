@@ -150,14 +150,6 @@ class TrainConfig(Section):
         self.require("overfit_batches", not both, rule)
         self.require("seed", 0 <= self.seed < 2**63, "must be 0 or more and below 2**63")
         self._require_micro_batch()
-        rule = "needs each evaluation before the next step: remove it, or eval.asynchronous"
-        late = self.eval.asynchronous and self.stop.patience > 0
-        self.stop.require("patience", not late, rule)
-        unfreeze = self.model.unfreeze_epoch
-        rule = f"must be below epochs = {self.epochs}; without it, they stay frozen"
-        self.model.require("unfreeze_epoch", self.steps or unfreeze < self.epochs, rule)
-        one_graph = self.exact or not (unfreeze and self.ddp.static_graph)  # exact uses no DDP
-        self.ddp.require("static_graph", one_graph, "cannot be used with model.unfreeze_epoch")
         grows = self.steps or self.data.grow_epochs < self.epochs
         rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
         self.data.require("grow_epochs", grows, rule)

@@ -6,29 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
-WITHDRAWN = {
-    "char-lm": _EXAMPLE.format("char_lm", "char-lm"),
-    "task=raytrain_ddp.tasks.char_lm:CharLM": _EXAMPLE.format("char_lm", "char-lm"),
-    "task=raytrain_ddp.tasks.tabular:Tabular": _EXAMPLE.format("tabular", "tabular"),
-    "tabular": _EXAMPLE.format("tabular", "tabular"),
-    "data.cache": "use data.source filecache::s3://... of fsspec, which keeps copies of files",
-    "data.cache_gib": "remove it; filecache:: of fsspec has no limit",
-    "ddp.compression=powersgd": "use bf16 or fp16, in a new run",
-    "ddp.powersgd_rank": "use ddp.compression bf16 or fp16",
-    "ddp.shard_optimizer": "remove it; each worker has the whole state, and the run continues",
-    "scaling.on_divergence": "remove it; a run whose weights differ ends with status 6",
+_ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: not a field
+    "allow_change": (..., "remove it; a note lists what differs"),
+    "char-lm": (..., _EXAMPLE.format("char_lm", "char-lm")),
+    "data.cache": (None, "use data.source filecache::s3://... of fsspec, which keeps copies"),
+    "data.cache_gib": (100.0, "remove it; see data.cache"),
+    "ddp.compression=powersgd": (..., "use bf16 or fp16, in a new run"),
+    "ddp.powersgd_rank": (4, "use ddp.compression bf16 or fp16"),
+    "ddp.shard_optimizer": (False, "remove it; each worker has the state, and the run continues"),
+    "eval.asynchronous": (False, "remove it; evaluate RUN --follow evaluates beside the run"),
+    "model.unfreeze_epoch": (0, "use two runs, the second with --model.weights FIRST"),
+    "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
+    "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
+    "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
+    "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
 }
-"""Recipes, fields, and values of fields, by name."""
-
-DEFAULTS = {
-    "data.cache": None,
-    "data.cache_gib": 100.0,
-    "ddp.powersgd_rank": 4,
-    "ddp.shard_optimizer": False,
-    "scaling.on_divergence": "stop",
-}
-"""Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these fields.
-None affects the result by itself."""
+WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
+DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
+"""Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these."""
+DECIDING = {"model.unfreeze_epoch"}
+"""Those that decided the result: a run with another value than the default cannot continue."""
 
 
 def withdrawn(name: str) -> str:

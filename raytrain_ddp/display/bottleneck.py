@@ -44,7 +44,7 @@ _CAUSES = (
     ),
     _Cause("optimizer", 0.25, "updates weights", "a larger batch for fewer updates"),
     _Cause("checkpoint", 0.05, "is blocked by checkpoints", "a larger checkpoint.every_s"),
-    _Cause("evaluation", 0.40, "evaluates", "a larger eval.every_epochs, or eval.asynchronous"),
+    _Cause("evaluation", 0.40, "evaluates", "a larger eval.every_epochs"),
     _Cause("other", 0.20, "spends time between steps", "a larger micro_batch"),
 )
 

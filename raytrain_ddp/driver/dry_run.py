@@ -14,7 +14,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
-from raytrain_ddp.driver.preflight import check, is_complete, require_no_evaluator
+from raytrain_ddp.driver.preflight import check, is_complete
 from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
 from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Note
@@ -42,7 +42,6 @@ def dry_run(
     config: TrainConfig,
     default_name: str | None = None,
     resume_from: str | None = None,
-    allow_change: Sequence[str] = (),
     local: bool = False,
 ) -> str:
     """The fields that are not the defaults, then what follows from the config.
@@ -55,10 +54,8 @@ def dry_run(
             number.
     """
     named = config.data.classes  # classes found in the data are listed below
-    run, branch = run_and_branch(check(config), default_name, resume_from, allow_change)
+    run, branch = run_and_branch(check(config), default_name, resume_from)
     config, manifest = run.config, run.manifest
-    if local:
-        require_no_evaluator(config)
     if not is_complete(config, manifest):
         require_free(run.folder)
     have = local_resources()
@@ -156,9 +153,8 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
     if not local:
         # This machine may lack the GPUs that the run is for.
         config.require_synced(layout.least, layout.most, config.scaling.use_gpu is not False)
-        more = ", and one that evaluates" if layout.evaluators else ""
         each = " + ".join(f"{amount:g} {name}" for name, amount in layout.per_worker.items())
-        return layout, f"{layout.said}{more}, each {each}, over {layout.backend}"
+        return layout, f"{layout.said}, each {each}, over {layout.backend}"
     of_gpu = {name: count for name, count in layout.per_worker.items() if name == "GPU"}
     place = f"this process, on {'cuda' if layout.use_gpu else 'cpu'}"
     return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place

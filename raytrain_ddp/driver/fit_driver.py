@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Literal
 
@@ -30,13 +30,7 @@ from raytrain_ddp.driver.finish import (
     tidy,
     wait_for_rank_0,
 )
-from raytrain_ddp.driver.preflight import (
-    answered,
-    check,
-    is_complete,
-    require_no_evaluator,
-    try_model,
-)
+from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
@@ -62,7 +56,6 @@ def fit(
     dashboard: bool = False,
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
-    allow_change: Sequence[str] = (),
     display: Display | None = None,
 ) -> FitResult:
     """Trains on Ray; resumes from the newest checkpoint if the run exists.
@@ -74,7 +67,6 @@ def fit(
         dashboard: start the embedded Ray with its dashboard.
         default_name: name of a new run if the config has none; a number is appended if it is taken.
         resume_from: a run or checkpoint whose state a new run starts from.
-        allow_change: the fields of the config that differ from that run's, such as "optim.lr".
 
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
@@ -82,7 +74,7 @@ def fit(
     """
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
-    run, branch = run_and_branch(config, default_name, resume_from, allow_change)
+    run, branch = run_and_branch(config, default_name, resume_from)
     with display or Display() as shown:
         with driven(run, shown.handle, branch) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
@@ -106,7 +98,6 @@ def fit_locally(
     *,
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
-    allow_change: Sequence[str] = (),
     display: Display | None = None,
     session: Callable[..., LocalSession] | None = None,
 ) -> FitResult:
@@ -120,11 +111,10 @@ def fit_locally(
     """
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
-    require_no_evaluator(config)
     rank, _, _ = ranks_of_launcher()
     main = rank == 0
     if main:
-        run, branch = run_and_branch(config, default_name, resume_from, allow_change)
+        run, branch = run_and_branch(config, default_name, resume_from)
     else:
         run, branch = run_of_rank_0(config, rank, default_name), None
     with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:

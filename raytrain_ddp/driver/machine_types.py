@@ -51,8 +51,7 @@ _TYPES = {
 
 
 def machines(config: TrainConfig, most_per_node: int) -> Machines:
-    """The minimum number of equal nodes for all workers of a config that sets their number, and for
-    the one that only evaluates, if there is one.
+    """The minimum number of equal nodes for all workers of a config that sets their number.
 
     With `scaling.placement` STRICT_PACK all are on one node, with SPREAD each has its own.
 
@@ -60,7 +59,7 @@ def machines(config: TrainConfig, most_per_node: int) -> Machines:
         most_per_node: GPUs per node, or workers if there are no GPUs.
     """
     scaling = config.scaling
-    workers = scaling.worker_range()[1] + config.eval.asynchronous
+    workers = scaling.worker_range()[1]
     per_gpu = int(1 / scaling.gpus_per_worker + 1e-9) if scaling.use_gpu else 1
     wanted = ceil(workers / per_gpu)
     if scaling.placement == "STRICT_PACK":

@@ -17,7 +17,6 @@ from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import fields_of, flat
 from raytrain_ddp.config.sections import ModelConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.data.torchvision_datasets import torchvision_class
@@ -65,12 +64,6 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.data.root is None and all(each.startswith("torchvision:") for each in sources):
         config = replace(config, data=replace(config.data, root=TORCHVISION_ROOT))
     return with_paths(config, absolute_path)
-
-
-def require_no_evaluator(config: TrainConfig) -> None:
-    """Raises ConfigError if a run without Ray is to have a worker that only evaluates."""
-    rule = "needs a Ray worker: remove it, or train on Ray (without --local or torchrun)"
-    require(not config.eval.asynchronous, "eval.asynchronous", True, rule)
 
 
 def _is_begun(config: TrainConfig) -> bool:
@@ -121,16 +114,14 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     touched = optim.groups or optim.head_lr is not None or optim.layer_decay != 1
     if ":" not in config.model.name and config.model == plain and not touched:
         return
-    from raytrain_ddp.tasks.model_parts import Frozen, freeze
+    from raytrain_ddp.tasks.model_parts import freeze
     from raytrain_ddp.tasks.pretrained import begun_model
     from raytrain_ddp.training.optimizer.param_groups import param_groups
 
     # Of torchvision's sets, it is unknown here.
     classes = len(config.data.classes or config.data.target_columns or range(10))
     model, _ = begun_model(config.model, classes, load=is_new)
-    Frozen(model, config.model.freeze)  # checks the patterns
-    if not config.model.unfreeze_epoch:
-        freeze(model, config.model.freeze)
+    freeze(model, config.model.freeze)
     param_groups(model, optim)
 
 

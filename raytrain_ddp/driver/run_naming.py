@@ -166,7 +166,7 @@ def _of_name(config: TrainConfig) -> NamedRun:
         return NamedRun(config, folder, None)
     changed = _changes(folder, manifest, manifest.config, config)
     for name, then, _ in changed:
-        if hint := withdrawn(f"{name}={then}"):
+        if hint := withdrawn(name) or withdrawn(f"{name}={then}"):
             raise ConfigError(f"run {config.name} has {name} = {then!r}.{hint}")
     if changed:
         width = max(len(name) for name, _, _ in changed)
@@ -220,21 +220,19 @@ def _changes(
         return changed
     found = newest_checkpoint(folder)
     assert found is not None  # that of the manifest
-    return other_things(found, changed, config, is_named=config.name is not None)
+    return other_things(found, changed, config)
 
 
-def other_things(
-    checkpoint: Checkpoint, changed: Changes, config: TrainConfig, is_named: bool
-) -> Changes:
+def other_things(checkpoint: Checkpoint, changed: Changes, config: TrainConfig) -> Changes:
     """Drops changes of paths that lead to the same thing as for the checkpoint: data with the same
     fingerprint, and code with the same content.
 
-    Args:
-        is_named: whether the user named this run. Then its code may differ, which the start
-            reports, and the start compares the data of a custom task. Otherwise, data count as the
-            same only if the old path is gone: two data sets may have files of equal sizes.
+    The code of a run with a name may differ, which the start reports, and the start compares the
+    data of a custom task. Without a name, data count as the same only if the old path is gone: two
+    data sets may have files of equal sizes.
     """
     kinds, state = path_fields(TrainConfig), recorded(checkpoint)
+    is_named = config.name is not None
 
     @cache
     def is_same_data() -> bool:

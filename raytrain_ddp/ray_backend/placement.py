@@ -19,7 +19,6 @@ class Layout:
 
     Attributes:
         note: why GPUs stay idle; "" if none does.
-        evaluators: workers besides these, which only evaluate.
     """
 
     least: int
@@ -28,7 +27,6 @@ class Layout:
     per_worker: Mapping[str, float]
     backend: str
     note: str = field(default="", kw_only=True)
-    evaluators: int = field(default=0, kw_only=True)
 
     @property
     def workers(self) -> int | tuple[int, int]:
@@ -43,8 +41,7 @@ class Layout:
 
     def least_needed(self) -> dict[str, float]:
         """The minimum resources for a start."""
-        count = self.least + self.evaluators
-        return {name: amount * count for name, amount in self.per_worker.items()}
+        return {name: amount * self.least for name, amount in self.per_worker.items()}
 
 
 def choose_layout(
@@ -59,12 +56,15 @@ def choose_layout(
 
     Raises:
         PreflightError: GPUs are requested, and there are none.
-        ConfigError: more workers than slots.
+        ConfigError: more workers than slots, or MIN:MAX of a strict placement.
     """
     scaling = config.scaling
     gpus = have.get("GPU", 0)
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     least, most = scaling.worker_range()
+    rule = "needs a fixed number of workers: set PACK or SPREAD, or one number"
+    is_strict = scaling.placement.startswith("STRICT")
+    scaling.require("placement", least == most or not is_strict, rule)
     nodes, note = [have] if nodes is None else nodes, ""
     if (least, most) == (0, 0):
         if use_gpu and not gpus:
@@ -75,7 +75,6 @@ def choose_layout(
             )
         each = scaling.gpus_per_worker
         whole = sum(int(node.get("GPU", 0) / each + 1e-9) for node in nodes) if use_gpu else 2
-        whole = max(1, whole - config.eval.asynchronous) if use_gpu else whole
         least = most = min(whole, config.slots)
         note = _note_of_idle(config, least, whole) if use_gpu else ""
     config.require_slots(most)
@@ -92,7 +91,6 @@ def choose_layout(
         per_worker,
         "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
         note=note,
-        evaluators=int(config.eval.asynchronous),
     )
 
 
@@ -121,21 +119,18 @@ def _note_of_idle(config: TrainConfig, workers: int, places: int) -> str:
 
 
 def workers_that_fit(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> int:
-    """The number of workers that fit on nodes with these resources, besides those that evaluate;
-    each needs a single node."""
+    """The number of workers that fit on nodes with these resources; each needs a single node."""
     wants = {name: amount for name, amount in layout.per_worker.items() if amount > 0}
-    places = sum(
+    return sum(
         int(min(node.get(name, 0) / amount + 1e-9 for name, amount in wants.items()))
         for node in nodes
     )
-    return max(0, places - layout.evaluators)
 
 
 def missing_resources(layout: Layout, have: Mapping[str, float]) -> str:
     """``""``, or one line per resource that is short."""
-    count = f"{layout.least} + 1 that evaluates" if layout.evaluators else f"{layout.least}"
     lines = [
-        f"  {name}: want {want:g} ({count} x {layout.per_worker[name]:g}), have "
+        f"  {name}: want {want:g} ({layout.least} x {layout.per_worker[name]:g}), have "
         f"{have.get(name, 0):g}"
         for name, want in layout.least_needed().items()
         if want > have.get(name, 0) + 1e-9

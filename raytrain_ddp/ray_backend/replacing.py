@@ -54,10 +54,8 @@ class Start(NamedTuple):
 
 
 def start_of(config: TrainConfig, layout: Layout) -> Start:
-    """The start of the workers. If any dies, only that one is replaced, except
-
-    - over NCCL, unless the config asks for it, or if nothing would end its hanging collectives.
-    - with MIN:MAX workers of a strict placement, which workers placed one by one could not keep.
+    """The start of the workers. If any dies, only that one is replaced, except over NCCL, unless
+    the config asks for it, or if nothing would end its hanging collectives.
 
     Args:
         layout: as it is configured. With MIN:MAX, as many as there is room for are started.
@@ -68,9 +66,6 @@ def start_of(config: TrainConfig, layout: Layout) -> Start:
     wanted = wanted and layout.most > 1
     if not wanted or not hasattr(Backend, "has_replica_groups"):
         return Start(layout)
-    is_strict = config.scaling.placement.startswith("STRICT")
-    if layout.least < layout.most and is_strict:
-        return Start(layout)
     if os.environ.get(PREEMPTION_WATCHER) != "0":
         try:
             draining({0: ""})
@@ -79,7 +74,8 @@ def start_of(config: TrainConfig, layout: Layout) -> Start:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     size = max(layout.least, min(workers_that_fit(layout, nodes), layout.most))
     least = 1 if config.exact and layout.least == layout.most else layout.least
-    if least == layout.most or is_strict:
+    # Workers that are placed one by one could not keep a strict placement.
+    if least == layout.most or config.scaling.placement.startswith("STRICT"):
         return Start(layout, least, size)
     return Start(dataclasses.replace(layout, least=1, most=1), least, size)
 

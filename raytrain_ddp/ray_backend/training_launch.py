@@ -22,7 +22,6 @@ from raytrain_ddp.messages import (
     Alive,
     ControllerStarted,
     Died,
-    EvaluationDue,
     Event,
     InProgress,
     Joined,
@@ -42,7 +41,6 @@ from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_se
 from raytrain_ddp.signals import handling, heeded
 
 if TYPE_CHECKING:
-    from raytrain_ddp.ray_backend.evaluator import Evaluator
     from raytrain_ddp.ray_backend.replacing import Start
     from raytrain_ddp.ray_backend.single_workers import SingleWorkers
 
@@ -54,7 +52,7 @@ _CLEAN_UP_S = 3.0
 
 _RESTARTS_ALL = (
     "scaling.replace_workers = true has no effect here: all workers restart if one dies. It needs "
-    "scaling.hang_s above 0 over NCCL, and with MIN:MAX workers another placement than STRICT_*."
+    "scaling.hang_s above 0 over NCCL."
 )
 
 
@@ -90,7 +88,6 @@ def run_workers(
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))  # while the mailbox starts
-    from raytrain_ddp.ray_backend.evaluator import Evaluator
     from raytrain_ddp.ray_backend.replacing import start_of
     from raytrain_ddp.ray_backend.single_workers import SingleWorkers
 
@@ -105,13 +102,10 @@ def run_workers(
     waiting = CapacityWatch(
         layout, wait_s, nodes, notify_node_change, announce, awake, stopped_workers
     )
-    evaluator = None
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with handling(heeded(), listener.on_signal):
             given = worker_settings(config, run, layout, mailbox, task, lease)
-            if layout.evaluators:
-                listener.evaluator = evaluator = Evaluator(given, layout, wait_s)
             start = start_of(config, layout)
             listener.begin(start, layout, config.scaling)
             given = replace(given, least=start.least, size=start.size)
@@ -132,8 +126,6 @@ def run_workers(
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
-            if evaluator is not None:
-                evaluator.close()
             if listener.single is not None:
                 listener.single.close()
             mailbox.close.remote()
@@ -185,7 +177,6 @@ class _Listener:
         self._signals: list[int] = []
         self._stopping = False
         self.controller = Controller()
-        self.evaluator: Evaluator | None = None
         self.single: SingleWorkers | None = None
         self.outcome: Outcome | None = None
         self._outcome_at = 0.0
@@ -207,8 +198,6 @@ class _Listener:
             else:
                 self._pass_on(event)
             failpoint("driver.event", step=getattr(event, "step", None) or 0)
-        if self.evaluator is not None:
-            self.evaluator.look()
         if self.single is not None and self.outcome is None:
             self.single.look(self._began)
         if self.outcome is None:
@@ -220,9 +209,6 @@ class _Listener:
                 self.outcome, self._outcome_at = event, time.monotonic()
             case ControllerStarted() | Placed():
                 self.controller.take(event)
-            case EvaluationDue():
-                if self.evaluator is not None:
-                    self.evaluator.ask(event.checkpoint)
             case InProgress():
                 self._metrics.take(event)
             case WorkerFailed() | Died() | Joined() | Alive():

@@ -100,7 +100,8 @@ def train_as(given: WorkerSettings, rank: int) -> None:
     sessions: list[RaySession] = []
     try:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
-            apply_settings(given)
+            enter_folder(given.folder, given.import_paths, given.argv)
+            arm(*given.failpoints)
             with Tee(given.log_folder, rank):
                 try:
                     _train(given, sessions, place)
@@ -269,12 +270,6 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
         f"storage = {without_secrets(config.storage)}: node {socket.gethostname()} does not see "
         f"the run's folder there{other}. Several nodes need a shared folder or a URI."
     )
-
-
-def apply_settings(given: WorkerSettings) -> None:
-    """Sets what the driver's process has: see `enter_folder`; and its failpoints."""
-    enter_folder(given.folder, given.import_paths, given.argv)
-    arm(*given.failpoints)
 
 
 def _start() -> str:

@@ -12,7 +12,7 @@ from statistics import median
 
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.display.axes import Panel
-from raytrain_ddp.display.curves import color, curve_panels
+from raytrain_ddp.display.curves import RunCurves, color, curve_panels
 from raytrain_ddp.display.formatting import (
     format_bytes,
     format_count,
@@ -46,6 +46,7 @@ def sections_of_run(history: RunHistory, predictions: str) -> str:
         _what_went_wrong(history),
         _cards(history),
         section("Curves", figures(curve_panels([history.files], step_marks(history)))),
+        section("Evaluated beside the run", _followed(history)),
         section("Speed", figures(over_time, one=True) + _phases(history)),
         section("Ranks", _rank_bars(history)),
         section("What happened", tables.happenings(history) if history.happenings else ""),
@@ -113,6 +114,12 @@ def figures(panels: Sequence[Panel], one: bool = False) -> str:
     inner = "".join(map(panel_html, panels))
     css = " one" if one else " odd" if len(panels) % 2 else ""
     return f'<div class="panels{css}">{inner}</div>' if inner else ""
+
+
+def _followed(history: RunHistory) -> str:
+    """The curves of `evaluate --follow`, if there are any."""
+    found = history.files.followed
+    return figures(curve_panels([RunCurves(history.files.name, [], found)])) if found else ""
 
 
 def _head(history: RunHistory) -> str:

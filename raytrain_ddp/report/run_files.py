@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from raytrain_ddp.checkpoint.lease import LEASE_FILE, TIMEOUT_S, Owner
+from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.listing import Claim
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
@@ -18,6 +18,7 @@ from raytrain_ddp.checkpoint.run_folder import (
     checkpoint_store,
     open_run,
     read_events,
+    read_followed,
     read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage
@@ -47,6 +48,7 @@ class RunFiles(RunCurves):
         name: the folder's.
         config: the fields in config.toml, by their full names.
         events: in the order in which they were written.
+        followed: the evaluations beside the run, see the command evaluate.
         kept: the existing checkpoints, newest first.
         owner: the process that holds the run, as far as known.
         claims: the record of each start: host, pid, workers.
@@ -56,6 +58,7 @@ class RunFiles(RunCurves):
     place: Storage
     config: Mapping[str, Any]
     events: Sequence[Timed]
+    followed: Sequence[Eval]
     kept: Sequence[Kept]
     owner: Owner | None
     claims: Sequence[tuple[int, Record]]
@@ -110,6 +113,7 @@ def _read(storage: Storage) -> RunFiles:
         train=[r for r in records if isinstance(r, Train)],
         evals=[r for r in records if isinstance(r, Eval)],
         events=[each for each in read_events(storage) if each.time],
+        followed=read_followed(storage),
         kept=kept_in(storage),
         owner=owner_of(storage),
         claims=claims_in(storage),
@@ -136,17 +140,6 @@ def kept_in(storage: Storage) -> list[Kept]:
             manifest = store.open(name).manifest
         kept.append(Kept(str(name), name.step, manifest))
     return kept
-
-
-def owner_of(storage: Storage) -> Owner | None:
-    """Who drives the run. Of another machine it is known by the age of its lease alone."""
-    with suppress(FileNotFoundError):
-        owner, changed_s = Owner.parse(storage.read(LEASE_FILE)), storage.changed_s(LEASE_FILE)
-        # Nothing is written to ask for the store's own clock: ours may be some seconds off.
-        fresh = changed_s is not None and time.time() - changed_s < 2 * TIMEOUT_S
-        if owner is not None and fresh and not owner.is_dead():
-            return owner
-    return None
 
 
 def claims_in(storage: Storage) -> list[tuple[int, Record]]:

@@ -37,14 +37,14 @@ class Evaluation:
     evaluations: Sequence[Evaluated]
 
 
-def branched(config: TrainConfig, origin: str, changed: Sequence[str]) -> None:
+def branched(config: TrainConfig, origin: str) -> None:
     """Begins a run from the newest checkpoint of another in the same storage; does nothing if it
     has begun there already.
 
     Raises:
-        ConfigError, CheckpointError: as `find_branch`.
+        ConfigError, CheckpointError: as `branch_of`.
     """
-    run, branch = run_and_branch(check(config), None, origin, changed)
+    run, branch = run_and_branch(check(config), None, origin)
     if branch is not None:
         begun_from(run, branch)
 
@@ -87,7 +87,7 @@ class Conductor:
         base: TrainConfig,
         folder: Storage,
         tell: Callable[[Trial], None] = lambda trial: None,
-        branch: Callable[[TrainConfig, str, Sequence[str]], None] = branched,
+        branch: Callable[[TrainConfig, str], None] = branched,
         stopped: Callable[[TrainConfig, int], bool] = stopped_after,
     ) -> None:
         self.sweep = sweep
@@ -237,8 +237,7 @@ class Conductor:
         except ConfigError:  # its values do not go together
             clone.point = origin.point
             config = self.config_of(clone)
-        changed = [name for name, value in clone.point.items() if value != origin.point[name]]
-        self._branch(config, clone.origin, changed)
+        self._branch(config, clone.origin)
         self.sweep.trials.append(clone)
 
     def _add(self, point: Point) -> list[Trial]:

@@ -14,7 +14,7 @@ from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
-from raytrain_ddp.driver.branching import may_change
+from raytrain_ddp.driver.branching import OF_STATE
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, PreflightError, RunLockedError, TaskError
@@ -62,11 +62,11 @@ def checked(order: SweepOrder) -> SweepOrder:
     base = with_paths(order.base, absolute_path)
     if order.settings.search == "optuna":
         require_optuna()
-    fixed = [each.field for each in order.settings.space if not may_change(field_of(each.field))]
+    fixed = [each.field for each in order.settings.space if field_of(each.field) in OF_STATE]
     if order.settings.scheduler == "pbt" and fixed:
         raise ConfigError(
-            f"--scheduler pbt: {', '.join(fixed)} cannot change during training, as the samples "
-            "of a step or the shape of the state depend on it: remove it from --space."
+            f"--scheduler pbt: {', '.join(fixed)} cannot change during training, as the state "
+            "depends on it: remove it from --space."
         )
     points = known_points(order.settings, base.seed)
     require_valid(base, order.settings.space, points, order.given)

@@ -112,8 +112,6 @@ def require_valid(
             f"the config refuses {len(refusals)} of {len(refusals) + len(configs)} "
             f"{'corners of the space' if adaptive else 'trials'}:\n  " + "\n  ".join(lines)
         )
-    if any(config.eval.asynchronous for config in configs):
-        raise ConfigError("eval.asynchronous: a trial is one process, which evaluates: remove it.")
     possible = [*configs]  # also what these draws do not have, but others of the space do
     for point in [] if adaptive else corners(space):
         with suppress(ConfigError):

@@ -19,7 +19,7 @@ from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.criterion import Criterion
-from raytrain_ddp.tasks.model_parts import Frozen, freeze
+from raytrain_ddp.tasks.model_parts import freeze
 from raytrain_ddp.tasks.pretrained import begun_model, normalization_note
 from raytrain_ddp.tasks.task import Task
 
@@ -65,12 +65,7 @@ class ImageClassification(Task):
         model, weights_note = begun_model(config, len(names), self.pretrained, names)
         data = self._config.data
         expects = normalization_note(model, data.mean, data.std) if weights_note else ""
-        if config.unfreeze_epoch:
-            self.frozen_at_first = config.freeze
-            frozen_note = Frozen(model, config.freeze).note
-            frozen_note += f" All are trained from epoch {config.unfreeze_epoch + 1} on."
-        else:
-            frozen_note = freeze(model, config.freeze)
+        frozen_note = freeze(model, config.freeze)
         self.notes = [*filter(None, (weights_note, expects, frozen_note))]
         return model
 

@@ -56,53 +56,16 @@ def require_matches(field: str, pattern: str, names: Collection[str]) -> list[st
     return found
 
 
-class Frozen:
-    """Parameters that match patterns are frozen, and modules are in evaluation mode all of whose
-    parameters are: batch norm keeps its statistics, and nothing is dropped out there. In a `with`
-    statement: afterward, all are as before.
+def freeze(model: nn.Module, patterns: Iterable[str]) -> str:
+    """Freezes the parameters that match, and sets evaluation mode for modules all of whose
+    parameters are frozen: batch norm keeps its statistics, and nothing is dropped out there.
 
-    Attributes:
-        note: a line about it; "" without patterns.
+    Returns:
+        A line about it; "" without patterns.
 
     Raises:
         ConfigError: a pattern matches no parameter, or all would be frozen.
     """
-
-    def __init__(self, model: nn.Module, patterns: Iterable[str]) -> None:
-        self.note, names = _names_to_freeze(model, patterns)
-        named = dict(model.named_parameters())
-        still = {id(p) for name, p in named.items() if p.requires_grad and name not in names}
-        self._parameters = [named[name] for name in names if named[name].requires_grad]
-        self._modules = {
-            part
-            for module in (model.modules() if names else ())
-            if (own := [*module.parameters()]) and not any(id(p) in still for p in own)
-            for part in module.modules()
-            if part.training
-        }
-
-    def __enter__(self) -> None:
-        self._switch(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._switch(True)
-
-    def _switch(self, trained: bool) -> None:
-        for parameter in self._parameters:
-            parameter.requires_grad_(trained)
-        for module in self._modules:
-            module.training = trained
-
-
-def freeze(model: nn.Module, patterns: Iterable[str]) -> str:
-    """See `Frozen`, whose line it returns."""
-    frozen = Frozen(model, patterns)
-    frozen.__enter__()
-    return frozen.note
-
-
-def _names_to_freeze(model: nn.Module, patterns: Iterable[str]) -> tuple[str, set[str]]:
-    """A line about them, and the names."""
     named, head = dict(model.named_parameters()), set(head_of(model))
     frozen: set[str] = set()
     for pattern in patterns:
@@ -111,16 +74,23 @@ def _names_to_freeze(model: nn.Module, patterns: Iterable[str]) -> tuple[str, se
         else:
             frozen |= {*require_matches("model.freeze", pattern, named)}
     if not frozen:
-        return "", frozen
+        return ""
     if len(frozen) == len(named):
         raise ConfigError(
             f"model.freeze = {' '.join(patterns)}: no parameter is left to train. To train the "
             f"head only: --model.freeze {BACKBONE}."
         )
+    for name in frozen:
+        named[name].requires_grad_(False)
+    for module in model.modules():
+        own = [*module.parameters()]
+        if own and not any(parameter.requires_grad for parameter in own):
+            for part in module.modules():
+                part.training = False
     count = sum(named[name].numel() for name in frozen)
     total = sum(parameter.numel() for parameter in named.values())
     tensors = f"{len(frozen)} of {len(named)} tensors"
-    return f"Frozen: {count:,} of {total:,} parameters ({tensors}).", frozen
+    return f"Frozen: {count:,} of {total:,} parameters ({tensors})."
 
 
 @contextmanager

@@ -190,8 +190,7 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
 
 def _keeps_model(config: TrainConfig, task: Task) -> bool:
     """Whether nothing that depends on the ranks refers to the model, as DDP does."""
-    has_one_turn = not getattr(task, "frozen_at_first", ())
-    return config.exact and has_one_turn and getattr(task, "optimizer", None) is None
+    return config.exact and getattr(task, "optimizer", None) is None
 
 
 def _loaded(state: TrainState, checkpoint: Checkpoint | None, world: World) -> list[LogRecord]:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp import events, messages
-from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
@@ -23,7 +22,6 @@ from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.async_evaluation import leave_evaluation, take_evaluations
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
@@ -113,24 +111,17 @@ class PreparedRun:
         if straggler is not None:
             self.session.tell(straggler)
         self.logged_step, self.unlogged_s = step, 0.0
-        take_evaluations(self)
 
     def evaluate(self) -> tuple[bool, int]:
-        """Evaluates the current model, or leaves that to another worker; all ranks take part.
+        """Evaluates the current model; all ranks take part.
 
         Returns:
-            Whether it is to be saved: it is the best so far, or another worker evaluates it; and
-            the number of the signal that interrupted the evaluation, else 0. An interrupted
-            evaluation is repeated when the run resumes.
+            Whether it is the best so far, and the number of the signal that interrupted the
+            evaluation, else 0. An interrupted evaluation is repeated when the run resumes.
         """
         data, step = self.eval_data, self.state.step
         if data is None:
             return False, 0
-        if self.config.eval.asynchronous and not self.cadence.is_over(step):
-            leave_evaluation(self)
-            return True, 0
-        if stop := take_evaluations(self, wait=True):
-            return False, stop
         chunks = chunks_of(data.rows, self.config.eval_micro_batch, self.config.limit_eval_batches)
         watch = EvaluationWatch(self.session, len(chunks))
 
@@ -143,7 +134,7 @@ class PreparedRun:
         self.session.tell(messages.Evaluating(step))
         with self.clock.part("evaluation"), self.state.evaluated():
             try:
-                evaluation = evaluation_of(
+                self.metrics, tables = evaluation_of(
                     self.config,
                     self.task,
                     self.state.model,
@@ -151,38 +142,33 @@ class PreparedRun:
                     self.session.world,
                     replace(self.feed.loader.threads, begin=None),  # nothing runs meanwhile
                     beat,
-                    started,
                 )
             except Abandoned as abandoned:
                 return False, abandoned.stop
-        self.metrics, self.state.evaluated_step = evaluation.metrics, step
+        seconds, self.state.evaluated_step = time.monotonic() - started, step
         if self.patience.see(self.metrics) and not self.cadence.is_over(step):
             self.cadence.total_steps = step
             reason = f"{self.patience.count} evaluations in a row without improvement"
             self.session.tell(events.Note(f"{reason} (stop.patience): the run ends."))
-        return self.log_evaluation(step, evaluation), 0
-
-    def log_evaluation(self, step: int, evaluation: Evaluation) -> bool:
-        """Logs the evaluation of the model after `step`; returns whether it is the best so far."""
         monitor = self.task.monitor
-        if math.isnan(evaluation.metrics.get(monitor, 0.0)):
+        if math.isnan(self.metrics.get(monitor, 0.0)):
             text = (
                 f"{monitor} is not a number after step {step}: this checkpoint cannot be the best."
             )
             self.session.tell(events.Note(text))
-        best = self.state.improve(step, evaluation.metrics, monitor, self.task.goal)
+        best = self.state.improve(step, self.metrics, monitor, self.task.goal)
         self.session.log(
             events.Eval(
                 step=step,
                 epoch=(step - 1) // self.plan.steps_per_epoch,
-                metrics=evaluation.metrics,
-                tables=evaluation.tables,
+                metrics=self.metrics,
+                tables=tables,
                 monitor=monitor,
                 best=best,
-                seconds=evaluation.seconds,
+                seconds=seconds,
             )
         )
-        return best
+        return best, 0
 
     def owes_evaluation(self) -> bool:
         """Whether there is evaluation data and the current model was not evaluated."""
@@ -199,7 +185,6 @@ class PreparedRun:
             self.logged_step, self.unlogged_s = owed["logged_step"], owed["seconds"]
             self.stepper.shares = torch.tensor(owed["shares"], dtype=torch.float64)
             self.log(self.stepper.shares, self.rates(step - 1)[0])
-        self.session.ask_for_evaluations(self.state.awaited)
         last = self.cadence.is_over(step)  # a rerun may have fewer epochs
         # The last commit may have ended with rank 0.
         is_newer = live is not None and live.stored_step < step
@@ -207,8 +192,6 @@ class PreparedRun:
         if self.cadence.evaluates(step) and self.owes_evaluation():
             best, stop = self.evaluate()
             save |= best or (last and not stop) or (stop > 0 and is_newer)
-        elif last:
-            stop = take_evaluations(self, wait=True)
         if save:
             self.save(last or stop > 0)
         self.live = None  # frees its memory
@@ -218,7 +201,7 @@ class PreparedRun:
         """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
         by time and their timer has started anew."""
         state = self.state
-        best = state.evaluated_step == state.step and state.is_needed
+        best = state.evaluated_step == state.best_step == state.step
         timed = self.config.checkpoint.every_s and not (self.live and self.live.timer_runs)
         return state.step > 0 and bool(last or best or timed or self.cadence.saves(state.step))
 

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.data.loading.sources import Data
@@ -32,7 +30,6 @@ class Snapshot:
         documents: file name -> JSON-serializable value.
         log: all records so far.
         last: the run ends normally with it.
-        awaited: the steps whose checkpoints are evaluated elsewhere, and that are kept until then.
     """
 
     manifest: Manifest
@@ -40,13 +37,6 @@ class Snapshot:
     documents: Mapping[str, Any]
     log: Sequence[LogRecord] = ()
     last: bool = False
-    awaited: tuple[int, ...] = ()
-
-    @property
-    def needed(self) -> set[int]:
-        """The steps of the checkpoints without which training cannot continue from it: of the best
-        evaluation so far, and of those that are yet to be evaluated."""
-        return {self.documents.get(STATE_FILE, {}).get("best_step", 0), *self.awaited} - {0}
 
 
 class WarmUp(NamedTuple):
@@ -165,19 +155,6 @@ class Session(Protocol):
 
     def commit(self, snapshot: Snapshot | None) -> None:
         """Commits a snapshot in the background. Only rank 0 acts, and only it has one."""
-
-    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
-        """Asks for an evaluation of the checkpoints of these steps. Only rank 0 acts."""
-
-    def evaluations(
-        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
-    ) -> list[tuple[int, Evaluation]]:
-        """Those of the checkpoints of these steps, up to the first that is not done. Only rank 0
-        gets some.
-
-        Args:
-            here: evaluates a checkpoint, if no other worker does.
-        """
 
     def is_committing(self) -> bool:
         """Whether this rank is committing a snapshot, whose memory is in use."""

@@ -13,18 +13,19 @@ from pathlib import Path
 
 from pyarrow import fs as pafs
 
-from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
     SWEEP_FILE,
     other_runs,
+    read_followed,
 )
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, PreflightError, first_line
 from raytrain_ddp.report.history import RunHistory, history_of
-from raytrain_ddp.report.run_files import RunFiles, claims_in, config_of, kept_in, owner_of
+from raytrain_ddp.report.run_files import RunFiles, claims_in, config_of, kept_in
 from raytrain_ddp.uri import without_secrets
 from raytrain_ddp.watch.live_log import LiveLog
 
@@ -75,6 +76,7 @@ class WatchedRun:
             place=self.folder,
             config=config_of(self.folder) if whole else {},
             events=log.events[:],
+            followed=read_followed(self.folder) if whole else (),
             kept=kept_in(self.folder) if whole or ended else (),
             owner=owner,
             claims=claims_in(self.folder) if whole else (),

@@ -36,7 +36,6 @@ checkpoint.max_failed
 data.classes data.max_bad data.memory_mib data.prefetch
 data.prefetch_mib data.root data.workers
 epochs
-eval.asynchronous
 max_time
 log.audit log.every_steps log.mlflow log.profile_ranks log.profile_steps
 log.project log.tensorboard log.wandb

@@ -32,7 +32,6 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 IDLE = """
 model.dropout: --model.name resnet50 --model.dropout 0.1
 model.args: --model.args a 1
-model.unfreeze_epoch: --model.unfreeze-epoch 2
 data.interpolation: --data.interpolation bicubic
 loss.gamma: --loss.gamma 3
 optim.label_smoothing: --loss.name focal --optim.label-smoothing 0.2

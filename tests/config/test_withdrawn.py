@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import DEFAULTS, WITHDRAWN
+from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, WITHDRAWN
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
@@ -23,6 +23,8 @@ OTHERS = {
     "data.cache_gib": 3.0,
     "ddp.powersgd_rank": 2,
     "ddp.shard_optimizer": True,
+    "eval.asynchronous": True,
+    "model.unfreeze_epoch": 2,
     "scaling.on_divergence": "resync",
 }
 
@@ -67,6 +69,8 @@ def begun(folder: Path, *fields: tuple[str, Any]) -> TrainConfig:
 
 def ways(name: str, folder: Path) -> list[list[str]]:
     """Command lines of `fit` that use it."""
+    if name == "allow_change":
+        return [["--resume-from", "x", "--allow-change", "optim.lr"], ["--allow-change=optim.lr"]]
     if "." not in name:
         return [[name], [name, "--describe"]]
     field, value = field_of(name)
@@ -87,11 +91,13 @@ def test_a_withdrawn_name_is_refused_with_what_to_use_instead(tmp_path: Path):
 
 
 def test_a_run_goes_on_without_a_withdrawn_field_that_did_not_decide_its_result(tmp_path: Path):
-    for number, fields in enumerate([DEFAULTS, *({name: OTHERS[name]} for name in OTHERS)]):
+    others = [{name: OTHERS[name]} for name in OTHERS.keys() - DECIDING]
+    for number, fields in enumerate([DEFAULTS, *others]):
         config = begun(tmp_path / str(number), *fields.items())
         assert find_run(config, None).manifest is not None
         found = find_run(TrainConfig(storage=str(tmp_path / str(number))), "begun")
         assert found.config.name == "begun"
-    decided = begun(tmp_path / "other", ("ddp.compression", "powersgd"))
-    with pytest.raises(ConfigError, match=WITHDRAWN["ddp.compression=powersgd"]):
-        find_run(decided, None)
+    for field in (("ddp.compression", "powersgd"), *((n, OTHERS[n]) for n in DECIDING)):
+        decided = begun(tmp_path / field[0], field)
+        with pytest.raises(ConfigError, match="withdrawn"):
+            find_run(decided, None)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
@@ -41,13 +39,9 @@ def evaluation_of(
     data: Data,
     world: World,
     threads: LoaderThreads,
-    beat: Callable[[], None],
-    began: float,
-) -> Evaluation:
-    """What the log shows of `evaluate`, as the config has it; all ranks take part.
-
-    Args:
-        began: when, by the monotonic clock.
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The metrics and tables of `evaluate`, as `events.Eval` has them; all ranks take part.
 
     Raises:
         DataError: too many bad records. TaskError: the metrics lack the task's monitor.
@@ -58,7 +52,7 @@ def evaluation_of(
     skipped = int(metrics.get("skipped", 0))
     require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
     require_monitor(task, values)
-    return Evaluation(metrics, tables(values), time.monotonic() - began)
+    return metrics, tables(values)
 
 
 def evaluate(

@@ -8,20 +8,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from raytrain_ddp import events
-from raytrain_ddp.checkpoint.evaluation_file import Evaluation, read_evaluation, write_evaluation
-from raytrain_ddp.checkpoint.manifest import DamagedError
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
-from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
-from raytrain_ddp.messages import EvaluationDue, Event
+from raytrain_ddp.messages import Event
 from raytrain_ddp.training.recording.metrics_log import MetricsLog
 from raytrain_ddp.training.recording.trackers import openers
 from raytrain_ddp.training.runtime.world import World
@@ -31,7 +28,6 @@ from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.state.train_state import encode, loss_of
 
 _LIFE = "life.json"
-_ASK_EVERY_S = 1.0
 
 
 class Recorder:
@@ -56,8 +52,6 @@ class Recorder:
         self._closing = threading.Event()
         max_failed = config.checkpoint.max_failed
         self.committer = AsyncCheckpointer(self._commit, max_failed, self._tell, self._wait)
-        self._awaited: Collection[int] = ()
-        self._asked_at = -math.inf
         self.attempt, self._patient_until = 0, 0.0
 
     def steps(self, outage_s: float = 0.0) -> list[int]:
@@ -122,45 +116,6 @@ class Recorder:
         self.committer.wait()
         self.committer.require()
 
-    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
-        """Asks for an evaluation of the checkpoints of these steps, as far as they exist."""
-        for name in with_backoff(lambda _: self.store.names(), self._trying_again) if steps else ():
-            if name.step in steps:
-                self._tell(EvaluationDue(str(name)))
-
-    def evaluations(
-        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
-    ) -> list[tuple[int, Evaluation]]:
-        """See `Session.evaluations`. The storage is read once a second at most."""
-        if time.monotonic() - self._asked_at < _ASK_EVERY_S:
-            return []
-        self._asked_at = time.monotonic()
-        found: list[tuple[int, Evaluation]] = []
-        with suppress(OSError):  # later
-            idle = not self.committer.is_busy()
-            names = {name.step: name for name in reversed(self.store.names())}
-            for step in steps:
-                name = names.get(step)
-                folder = self.store.storage.join(str(name))
-                done = read_evaluation(folder) if name else None
-                if name and done is None and here is not None:
-                    done = self._evaluated(name, folder, here)
-                if done is None and (name or not idle):
-                    break
-                found.append((step, done or Evaluation(error="its checkpoint is missing")))
-        return found
-
-    def _evaluated(
-        self, name: CheckpointName, folder: Storage, here: Callable[[Checkpoint], Evaluation]
-    ) -> Evaluation:
-        try:
-            found = self.store.open(name)
-        except DamagedError as error:
-            return Evaluation(error=str(error))
-        done = here(found)
-        write_evaluation(folder, done)
-        return done
-
     def finish(self) -> None:
         """Waits for the last commit; raises CheckpointError if it failed."""
         self.committer.finish()
@@ -213,7 +168,6 @@ class Recorder:
             documents = {**snapshot.documents, _LIFE: life}
             files = encode(replace(snapshot, documents=documents))
             checkpoint = self.store.commit(manifest, files)
-        self._awaited = snapshot.awaited
         seconds = time.monotonic() - started
         self.timer.committed(seconds)
         self._tell(
@@ -225,16 +179,12 @@ class Recorder:
                 tries=number + 1,
             )
         )
-        if manifest.step in snapshot.awaited:
-            self._tell(EvaluationDue(str(name)))
         self._tidy()
 
     def _tidy(self) -> None:
         """Work that may wait until the next commit if the storage fails."""
         try:
-            # Those that are awaited are kept anyway, and may be evaluated but not logged yet.
-            best = self._best.among(self.store, leaving_out=self._awaited)
-            self.store.prune(self._config.checkpoint.keep_last, best, self._awaited)
+            self.store.prune(self._config.checkpoint.keep_last, self._best.among(self.store))
             self.log.publish()
         except OSError as error:
             self._note(f"old checkpoints or the log could not be updated in {self._run}: {error}")
@@ -260,17 +210,11 @@ class Best:
     def __init__(self, monitor: str, goal: str) -> None:
         self.monitor, self.goal, self._sign = monitor, goal, 1 if goal == "max" else -1
 
-    def among(
-        self, store: CheckpointStore, leaving_out: Collection[int] = ()
-    ) -> CheckpointName | None:
+    def among(self, store: CheckpointStore) -> CheckpointName | None:
         """The best checkpoint that has an evaluation: of equal ones the one with the lower loss,
-        then the earliest.
-
-        Args:
-            leaving_out: steps whose checkpoints do not count.
-        """
+        then the earliest."""
         rated = []
-        for name in (each for each in store.names() if each.step not in leaving_out):
+        for name in store.names():
             with suppress(CheckpointError, FileNotFoundError):  # `latest` reports damaged ones
                 metrics = store.open(name).manifest.metrics
                 value = metrics.get(self.monitor, math.nan)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.evaluation_file import Evaluation
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
@@ -29,7 +28,6 @@ from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.state.live_state import LiveState
 
 S = TypeVar("S", bound="RecordingSession")
-T = TypeVar("T")
 
 
 class RecordingSession:
@@ -178,13 +176,6 @@ class RecordingSession:
         finally:
             self._clock.doing = before
 
-    def _on_main(self, act: Callable[..., T], *given: object) -> T | None:
-        """What rank 0's recorder does while the others may wait for it."""
-        if self.recorder is None:
-            return None
-        with self._doing(WRITING):
-            return act(self.recorder, *given)
-
     def records(self) -> Sequence[LogRecord]:
         return self._records
 
@@ -192,16 +183,10 @@ class RecordingSession:
         if self.recorder is not None and snapshot is not None:
             self.recorder.committer.submit(snapshot)
 
-    def ask_for_evaluations(self, steps: Sequence[int]) -> None:
-        self._on_main(Recorder.ask_for_evaluations, steps)
-
-    def evaluations(
-        self, steps: Sequence[int], here: Callable[[Checkpoint], Evaluation] | None = None
-    ) -> list[tuple[int, Evaluation]]:
-        return self._on_main(Recorder.evaluations, steps, here) or []
-
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
-        self._on_main(Recorder.keep, name, document)
+        if self.recorder is not None:
+            with self._doing(WRITING):
+                self.recorder.keep(name, document)
 
     def time_to_save(self) -> bool:
         return self.recorder is not None and self.recorder.time_to_save()

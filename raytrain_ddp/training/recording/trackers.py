@@ -100,10 +100,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run shared by all starts of a run. W&B itself skips steps that it already has.
-
-    An asynchronous evaluation comes late: its step is also recorded, as the axis of its curves.
-    """
+    """A W&B run shared by all starts of a run. W&B itself skips steps that it already has."""
 
     def __init__(self, config: TrainConfig, records: Sequence[LogRecord]) -> None:
         import wandb
@@ -116,25 +113,12 @@ class WeightsAndBiases:
             config=to_dict(publishable(config)),
             settings=wandb.Settings(console="off", silent=True),
         )
-        self._run.define_metric("eval/*", step_metric="eval/step")
-        self._newest, begun = 0, int(self._run.step)  # 0: not resumed
-        for record in records[:-1]:
-            self._log(record, is_new=not begun)
-        self._newest = max(self._newest, begun)
-        for record in records[-1:]:  # the first of this start
+        for record in records:
             self.add(record)
 
     def add(self, record: LogRecord) -> None:
-        self._log(record, is_new=True)
-
-    def _log(self, record: LogRecord, is_new: bool) -> None:
-        figures, step = dict(tracker_scalars(record)), record.step
-        if isinstance(record, Eval):
-            figures["eval/step"] = record.step
-            step = max(step, self._newest) if is_new else step
-        if figures:
-            self._run.log(figures, step=step)
-            self._newest = max(step, self._newest)
+        if figures := dict(tracker_scalars(record)):
+            self._run.log(figures, step=record.step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

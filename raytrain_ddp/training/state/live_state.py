@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import STATE_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
@@ -38,15 +39,14 @@ class LiveState:
         tensors: those in the files.
         kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
-        needed: the steps of checkpoints that must exist to continue: of the best evaluation so far,
-            and of those that are yet to be evaluated by another worker.
+        best_step: of the best evaluation so far, whose checkpoint must exist to continue; 0: none.
     """
 
     manifest: Manifest
     files: Mapping[str, Sequence[BytesLike]] = field(repr=False)
     tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
     records: int
-    needed: tuple[int, ...]
+    best_step: int
     kept: Kept | None = field(repr=False)
 
     @staticmethod
@@ -59,12 +59,12 @@ class LiveState:
             files=files,
             tensors=tensors,
             records=len(snapshot.log),
-            needed=tuple(sorted(snapshot.needed)),
+            best_step=snapshot.documents.get(STATE_FILE, {}).get("best_step", 0),
             kept=kept,
         )
 
     def progress(self) -> _Progress:
-        return _Progress(self.manifest.step, self.records, self.needed)
+        return _Progress(self.manifest.step, self.records, self.best_step)
 
     def digest(self) -> bytes:
         """Of the bits of all tensors; the other files have times of this rank."""
@@ -108,7 +108,7 @@ class LiveCheckpoint(Checkpoint):
 class _Progress(NamedTuple):
     step: int
     records: int
-    needed: tuple[int, ...]
+    best_step: int
 
 
 def most_advanced(
@@ -120,9 +120,9 @@ def most_advanced(
 ) -> LiveCheckpoint | None:
     """The most advanced state of all ranks. All ranks take part, and all get the same.
 
-    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights,
-    or some that are to be evaluated, are lost (rank 0 died while it committed them) but follow from
-    it, or survivors at the same step have different weights, and it is unknown which are right.
+    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights
+    are lost (rank 0 died while it committed them) but follow from it, or survivors at the same step
+    have different weights, and it is unknown which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
@@ -137,8 +137,8 @@ def most_advanced(
     source = max(survivors, key=lambda rank: (survivors[rank][:2], -rank))
     newest = survivors[source]
     alike = [each is not None and each.step == newest.step for each in progress]
-    nowhere = {*newest.needed} - {newest.step, *stored}
-    if newest.step < stored_step or max(nowhere, default=-1) > stored_step:
+    is_lost = newest.step != newest.best_step > max(stored_step, 0)
+    if newest.step < stored_step or is_lost:
         return None
     if sum(alike) > 1:
         digests = from_all_ranks(mine.digest() if mine and alike[world.rank] else None, world)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.manifest import ALL_OPTIONS, BRANCHED_AT, RENEWED, Manifest
+from raytrain_ddp.checkpoint.manifest import BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
@@ -32,7 +32,7 @@ from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 _PIECE = 500  # log records per chunk
 # The fields that a checkpoint has under their names.
 _STORED = [
-    *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite", "awaited"),
+    *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite"),
     BRANCHED_AT,
 ]
 _OPTIMIZER, _TRAINED = "optimizer", "trained"  # stems of files; the second one, if it exists
@@ -61,14 +61,8 @@ class TrainState:
     nonfinite: int = 0  # non-finite steps so far, whose updates were skipped
     kept_options: list[str] = field(default_factory=list)  # by `load`, though the code has others
     branched_at: int = 0  # the step that the run has from another one, see branching.py
-    awaited: list[int] = field(default_factory=list)  # steps that are evaluated elsewhere
     _host: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
     _spare: HostSnapshot = field(default_factory=HostSnapshot, repr=False)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the evaluation of this state is the best so far, or is yet to be done."""
-        return self.step in (self.best_step, *self.awaited)
 
     def snapshot(
         self, manifest: Manifest, log: Sequence[LogRecord], to_spare: bool = False
@@ -89,7 +83,6 @@ class TrainState:
             tensors={stem: _below(stem, copies) for stem in stems},
             documents={STATE_FILE: progress},
             log=list(log),
-            awaited=tuple(self.awaited),
         )
 
     def reserve(self) -> None:
@@ -124,17 +117,16 @@ class TrainState:
             if checkpoint.has(filename):
                 tensors |= checkpoint.tensors(filename)
         saved = unflatten_state(tensors, progress["optimizer"])
-        renewed = {*progress.get(RENEWED, ())}  # at the first start of a branch: see branching.py
-        renewed |= options_of(self.optimizer) if ALL_OPTIONS in renewed else set()
-        for group in saved["param_groups"]:
-            for name in renewed:
-                group.pop(name, None)
+        if progress.get(RENEWED):  # at the first start of a branch: see branching.py
+            for group in saved["param_groups"]:
+                for name in options_of(self.optimizer):
+                    group.pop(name, None)
         self.kept_options = kept_options(self.optimizer, saved["param_groups"])
         load_optimizer(self.optimizer, saved)
         if progress["scaler"]:
             self.scaler.load_state_dict(progress["scaler"])
         # Older checkpoints lack these; there, a due evaluation preceded the checkpoint.
-        older = {"nonfinite": 0, "evaluated_step": progress["step"], "awaited": [], BRANCHED_AT: 0}
+        older = {"nonfinite": 0, "evaluated_step": progress["step"], BRANCHED_AT: 0}
         for name in _STORED:
             setattr(self, name, {**older, **progress}[name])
         log = log_records(json.loads(checkpoint.read(LOG_FILE)))

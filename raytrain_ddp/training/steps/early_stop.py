@@ -63,7 +63,7 @@ def ends_of(
 
 
 _OF_EVALUATION = (
-    *("stop.patience", "eval.every_steps", "eval.asynchronous", "eval.micro_batch"),
+    *("stop.patience", "eval.every_steps", "eval.micro_batch"),
     *("limit_eval_batches", "data.eval_size", "data.eval_crop"),
 )
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.tasks.model_parts import Frozen
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
 from raytrain_ddp.training.gradients.gradient_compression import compress
@@ -33,8 +31,6 @@ from raytrain_ddp.training.steps.step_decisions import Cadence
 from raytrain_ddp.training.steps.turn import Alone, Turn, frozen_meanwhile
 
 _FIRST = 100  # steps whose turns are counted for the operations of a step
-FROZEN = "frozen"
-"""The turn of the only optimizer while some parameters are still frozen (model.unfreeze_epoch)."""
 
 
 class Stepper:
@@ -224,14 +220,8 @@ def make_stepper(
     """
     model, world = state.model, session.world
     due = turns_of(task, state.optimizer, steps_to_check(config.total_steps(steps_per_epoch)))
-    if getattr(task, "frozen_at_first", ()):
-        unfreeze = config.model.unfreeze_epoch * steps_per_epoch
-
-        def due(step: int) -> Sequence[str]:
-            return (FROZEN,) if step < unfreeze else ("",)
-
     turns: dict[str, Turn] = {}
-    for name, (optimizer, alone) in _stages(task, state).items():
+    for name, (optimizer, alone) in _stages(state).items():
         with alone():
             net = model  # exact mode sums gradients itself and needs no DDP
             if not config.exact:
@@ -248,17 +238,11 @@ def make_stepper(
     return Stepper(task, state, turns, due, logs, clock, replica_check, fixes)
 
 
-def _stages(task: Task, state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:
+def _stages(state: TrainState) -> dict[str, tuple[Optimizer, Alone]]:
     """The turns by name: the optimizer, and the context in which only its part is trained."""
     model, optimizer = state.model, state.optimizer
-    patterns = getattr(task, "frozen_at_first", ())
     if not isinstance(optimizer, Optimizers):
-        every: dict[str, tuple[Optimizer, Alone]] = {"": (optimizer, nullcontext)}
-        if patterns:
-            frozen = Frozen(model, patterns)
-            every[FROZEN] = optimizer, lambda: frozen
-        return every
-    require(not patterns, "model.freeze", patterns, "must be empty for several optimizers")
+        return {"": (optimizer, nullcontext)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stages: dict[str, tuple[Optimizer, Alone]] = {}
     for name, each in optimizer.named.items():

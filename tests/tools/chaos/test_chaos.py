@@ -44,8 +44,8 @@ HERE = Path(__file__).parents[2]
 SHAPE = RunShape(total_steps=100, world_size=3, save_every=5)
 TINY = f"{HERE / 'tiny.py'}:TinyTask"
 
-# Sites of the driver, of the evaluating worker, and one that changes the result.
-NOT_DRAWN = {"driver.event", "evaluate.checkpoint", "train.weights"}
+# Sites of the driver, and one that changes the result.
+NOT_DRAWN = {"driver.event", "train.weights"}
 NOT_DRAWN |= {
     "start.met",
     "start.alone",

@@ -94,9 +94,8 @@ class Cluster:
         assert saved is not None
         return saved
 
-    def branch(self, config: TrainConfig, origin: str, changed: Any) -> None:
+    def branch(self, config: TrainConfig, origin: str) -> None:
         """Copies what the other trial has committed; once, as a run begins once."""
-        del changed
         assert config.name is not None
         self.committed.setdefault(config.name, self.committed[origin])
         self.origins.setdefault(config.name, (origin, self.committed[origin]))

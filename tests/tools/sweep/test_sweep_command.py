@@ -92,8 +92,6 @@ def test_all_points_of_a_small_space_are_tried(capsys: pytest.CaptureFixture[str
             ConfigError,
             "has 2 points, fewer than --trials 3",
         ),
-        (["--space", LR, "--eval.asynchronous"], ConfigError, "a trial is one process, which"),
-        (["--space", LR, "eval.asynchronous=true,false"], ConfigError, "eval.asynchronous: a"),
         (["--space", LR, "--trials", "0"], ConfigError, "--trials = 0: must be 1 or more"),
         (["--space", LR, "--seeds", "0"], ConfigError, "--seeds = 0"),
         (["--space", LR, "--parallel", "-1"], ConfigError, "--parallel = -1"),

@@ -149,8 +149,8 @@ def test_a_clone_continues_from_another_trials_checkpoint_with_its_own_values(tm
     first, second = (trial_config(base, trial) for trial in trials)
     end = train_trial(first, Ties(lambda _: StopOrder(15, "waits for the others"), lambda: None))
     assert end.status == "interrupted"
-    branched(second, "trial-0000", ["optim.lr"])
-    branched(second, "trial-0000", ["optim.lr"])  # after a kill of the driver: not twice
+    branched(second, "trial-0000")
+    branched(second, "trial-0000")  # after a kill of the driver: not twice
     there = newest(first)
     paused = STEPS_PER_EPOCH + 1  # a stop follows the next step
     assert newest(second).name.step == there.name.step == paused

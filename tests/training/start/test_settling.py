@@ -24,7 +24,7 @@ from raytrain_ddp.config.recipe import changed_fields, from_dict, load, to_dict
 from raytrain_ddp.config.sections import ComputeConfig, DdpConfig, EmaConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
-from raytrain_ddp.driver.branching import find_branch
+from raytrain_ddp.driver.branching import branch_of
 from raytrain_ddp.driver.config_flags import command, command_of_run
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally, write_config
@@ -304,7 +304,7 @@ def test_a_branch_keeps_the_values_of_its_origin(tmp_path: Path):
     origin = tiny_config(tmp_path, "origin", task="tiny:TinyTask", steps=2)
     fit_locally(origin)
     auto = replace(origin, name="branch", micro_batch="auto", steps=4)
-    assert find_branch(auto, "origin", ()).changes == []
+    assert branch_of(find_run(auto), "origin").changes == []
     assert fit_locally(auto, resume_from="origin").step == 4
     assert newest(auto).manifest.config["micro_batch"] == 8
 
