@@ -19,6 +19,7 @@ from faulty_storage import (
     latest,
     look_no_later_than,
     manifest,
+    next_attempt,
     payload,
     start,
     unaware,
@@ -93,8 +94,9 @@ def test_attempt_numbers_increase_although_old_claims_are_swept(root: Path) -> N
     for attempt in range(1, 15):
         assert start(fresh(root))[1] == attempt
     assert [claim.attempt for claim in claims_in(root)] == list(range(5, 15))  # the newest ten
-    assert os.listdir(root) != []
     assert fresh(root).latest() is None
+    (root / "damaged-step-00000020-a0019").mkdir()
+    assert next_attempt(fresh(root)) == 20
 
 
 def test_fault_07_a_replaced_writer_notices_it_after_a_long_upload(root: Path) -> None:
