@@ -152,24 +152,6 @@ def test_fault_07_a_late_commit_counts_until_the_successor_commits(root: Path) -
     assert start(fresh(root)) == (store.open(CheckpointName(5, 2)), 3)
 
 
-def test_a_writer_whose_claim_was_deleted_commits_nothing(root: Path) -> None:
-    """For example, after the folder was replaced by an older backup and resumed by another
-    process."""
-    writer = fresh(root)
-    start(writer)
-    commit(writer, 10, 1)
-    backup = root.parent / "backup"
-    shutil.copytree(root, backup)
-    writer = fresh(root)
-    start(writer)
-    commit(writer, 20, 2)
-    shutil.rmtree(root)
-    shutil.copytree(backup, root)
-    with pytest.raises(RunLockedError):
-        commit(writer, 30, 2)
-    assert [name.step for name in writer.names()] == [10]
-
-
 def test_fault_31_a_contended_start_can_be_retried(root: Path) -> None:
     """By any code that retries after an OSError; the error also survives pickling between
     processes. Otherwise, it would begin at step 0, and remove the other writer's work."""

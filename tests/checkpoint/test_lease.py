@@ -392,6 +392,13 @@ def test_an_unreadable_lease_blocks_a_start_until_it_expires(run: Storage) -> No
     assert not huge.is_dead()
 
 
+def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
+    with Lease.take(run, **FAST) as lease:
+        put(run, b"{")
+        wait_until(lambda: Owner.parse(run.read(LEASE_FILE)) is not None or is_lost(lease))
+        lease.require()
+
+
 def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(
     any_storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
