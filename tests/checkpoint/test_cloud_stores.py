@@ -15,8 +15,6 @@ from tiny import bits, kept_steps, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import run_storage
-from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.errors import RunLockedError
 
 EMULATOR = "import sys; from gcp_storage_emulator.__main__ import main; main(sys.argv[1:])"
@@ -79,11 +77,3 @@ def test_a_stopped_run_resumes_with_the_same_bits(place: str, tmp_path: Path):
     assert resumed.start_step == 17
     assert bits(config) == bits(alone)
     assert kept_steps(config) == kept_steps(alone)
-
-
-def test_a_data_set_in_a_cloud_store_is_listed(place: str):
-    folder, question_mark, options = place.partition("?")
-    for name in ("cat", "dog"):
-        open_storage(place).join("train").join(name).write_atomic("1.png", b"123")
-    listing = list_in_store(f"{folder}/train{question_mark}{options}", "data.source")
-    assert listing.files == ("cat/1.png", "dog/1.png")

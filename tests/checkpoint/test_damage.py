@@ -179,10 +179,12 @@ def test_a_manifest_of_another_checkpoint_is_damage(root: Path) -> None:
     store = fresh(root)
     commit(store, 10)
     shutil.copytree(root / "step-00000010-a0001", root / "step-00000099-a0001")
+    (root / "damaged-step-00000099-a0001" / "of another time").mkdir(parents=True)
     found, reported = latest(root)
     assert content(found) == payload(10)
     assert len(reported) == 1
     assert "belongs to step 10, attempt 1" in reported[0]
+    assert (root / "damaged-step-00000099-a0001-2" / "manifest.json").exists()
 
 
 def test_fault_14_an_outage_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

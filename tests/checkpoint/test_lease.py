@@ -258,6 +258,25 @@ def test_a_replaced_owner_does_not_release_its_successors_lease(run: Storage, kn
         wait_until(lambda: is_lost(lease))
 
 
+def test_a_renewal_in_progress_does_not_undo_the_release(
+    run: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, writing, go_on = Storage.write_atomic, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        writing.set()
+        go_on.wait(5)
+        write(*arguments)
+
+    lease = Lease.take(run, **FAST)
+    monkeypatch.setattr(Storage, "write_atomic", slow)
+    assert writing.wait(5)
+    threading.Timer(0.2, go_on.set).start()
+    lease.release()
+    wait_until(lambda: not any(thread.name == "lease" for thread in threading.enumerate()))
+    assert not run.exists(LEASE_FILE)
+
+
 def test_a_temporarily_unmounted_file_system_does_not_lose_the_lease(
     run: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +390,13 @@ def test_an_unreadable_lease_blocks_a_start_until_it_expires(run: Storage) -> No
     huge = foreign_owner(pid=10**30, machine="")
     assert Owner.parse(written(huge)) == huge
     assert not huge.is_dead()
+
+
+def test_a_damaged_lease_is_repaired_by_its_owner(run: Storage) -> None:
+    with Lease.take(run, **FAST) as lease:
+        put(run, b"{")
+        wait_until(lambda: Owner.parse(run.read(LEASE_FILE)) is not None or is_lost(lease))
+        lease.require()
 
 
 def test_fault_15_a_temporary_storage_failure_does_not_end_the_run(

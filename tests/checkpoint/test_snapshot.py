@@ -105,6 +105,9 @@ def test_take_is_independent_of_its_sources() -> None:
         assert not tensor.requires_grad
         assert tensor.device.type == "cpu"
     assert copies["tied"].data_ptr() != copies["tied too"].data_ptr()
+    snapshot = HostSnapshot()
+    for other in (torch.ones(3), torch.ones(1, 3), torch.ones(1, 3).double()):
+        assert same_bits(snapshot.take({"a": other})["a"], other)
 
 
 def test_encode_round_trip_and_format() -> None:

@@ -11,7 +11,7 @@ from faulty_storage import Faults, Killed, commit, content, faulty_store, payloa
 
 from raytrain_ddp.checkpoint import run_folder
 from raytrain_ddp.checkpoint import storage as storage_module
-from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, parsed_lines, path_of_run, run_storage
+from raytrain_ddp.checkpoint.run_folder import path_of_run, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.train_config import TrainConfig
@@ -118,11 +118,6 @@ def test_a_run_is_found_by_name_although_its_data_folder_has_the_same_name(
         assert path_of_run(other) == other
     Path("photos", file).touch()  # a run in the working folder takes precedence
     assert path_of_run("photos") == "photos"
-
-
-def test_lines_that_are_not_records_are_skipped(tmp_path: Path):
-    lines = ["", "x", "5", '{"kind": 1', "[" * 100_000, '{"a":' * 100_000, '{"kind": 2}']
-    assert parsed_lines(lines, METRICS_FILE) == [{"kind": 2}]
 
 
 def test_fault_15_an_opened_storage_is_not_opened_again(

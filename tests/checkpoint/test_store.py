@@ -27,6 +27,7 @@ from faulty_storage import (
 from raytrain_ddp.checkpoint.manifest import FileEntry
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName, CheckpointStore
+from raytrain_ddp.errors import CheckpointError
 
 BOTH = pytest.mark.parametrize("is_local", [True, False], ids=["local", "object_store"])
 
@@ -36,6 +37,7 @@ def test_commit_then_read(root: Path) -> None:
     assert store.latest() is None
     assert store.names() == []
     assert next_attempt(store) == 1
+    (root / "step-00000120-a0001" / "left by a killed commit").mkdir(parents=True)
     committed = commit(store, 120)
     assert committed.name == CheckpointName(120, 1)
     assert str(committed) == str(root / "step-00000120-a0001")
@@ -47,11 +49,10 @@ def test_commit_then_read(root: Path) -> None:
     assert found.manifest.files["model.safetensors"] == FileEntry(
         700, hashlib.sha256(payload(120)["model.safetensors"]).hexdigest()
     )
-    assert sorted(os.listdir(root / "step-00000120-a0001")) == [
-        "manifest.json",
-        "model.safetensors",
-        "state.json",
-    ]
+    assert {*os.listdir(root / "step-00000120-a0001")} == {*payload(120), "manifest.json"}
+    with pytest.raises(CheckpointError):
+        store.commit(manifest(120), {"other": b"x"})
+    assert content(latest(root)[0]) == payload(120)
 
 
 @BOTH

@@ -161,6 +161,8 @@ def test_fields_newer_than_a_checkpoint_count_as_defaults_and_removed_ones_are_r
     assert changed_fields(then, clipped) == [("optim.clip_norm", 0.0, 1.0)]
     then["shape"] = "round"
     assert changed_fields(then, TrainConfig()) == [("shape", "round", None)]
+    options = to_dict(TrainConfig(task_options={"a": 3}))
+    assert changed_fields(options, TrainConfig(task_options={"a": "3"})) == []
 
 
 @pytest.mark.parametrize("command", ["--help", "--help-all", "digits --print-config"])
