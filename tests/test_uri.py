@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,32 +196,3 @@ def test_a_temporarily_failing_store_is_retried_and_a_failing_one_is_named(s3: S
     with pytest.raises(DataError, match=r"s3://bucket/gone\.parquet: no such file"):
         opened(s3.uri("gone.parquet"))
     source.close()
-
-
-def test_a_cache_is_filled_once_and_then_read_instead_of_the_store(
-    s3: S3, pictures: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    paths = located(s3.uri("pictures"), None)[0].paths
-    expected = [(png(i), i) for i in range(31)]
-    first = opened(*paths, cache=str(tmp_path / "cache"))
-    assert all_of(first) == expected
-    second = opened(*paths, cache=str(tmp_path / "cache"))
-    s3.requests()
-    assert all_of(second) == expected
-    assert s3.gets() == []
-    for entry in (tmp_path / "cache").glob("*.arrow"):  # fault 19, on this disk
-        content = bytearray(entry.read_bytes())
-        content[len(content) // 2] ^= 1
-        entry.write_bytes(content)
-    third = opened(*paths, cache=str(tmp_path / "cache"))
-    assert all_of(third) == expected
-    assert len(s3.gets()) > 0
-    for source in (first, second, third):
-        source.close()
-    with caplog.at_level(logging.WARNING):
-        (tmp_path / "file").touch()
-        assert len(all_of(opened(*paths, cache=str(tmp_path / "file")))) == 31
-    assert len(caplog.records) == 1
-    unread = opened(str(pictures / "train" / "0.parquet"), cache=str(tmp_path / "no"))._groups
-    assert (unread.loads, unread.reloads) == (0, 0)
-    assert not (tmp_path / "no").exists()

@@ -24,7 +24,9 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_token_is_private_from_its_creation_and_again_if_others_could_read_it(home: Path):
+def test_fault_62_a_token_is_private_from_its_creation_and_again_if_others_could_read_it(
+    home: Path,
+):
     before = os.umask(0o000)
     try:
         use_token(embedded=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +170,22 @@ def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
     assert [requests.save for _, requests in wished].count(True) == 1
     assert next(at for at, requests in wished if requests.stop) == 27.0  # of 40
     assert "rank 0, 1" in taken.notes[-1]["text"]
+
+
+@pytest.mark.slow
+def test_fault_54_time_while_the_process_is_suspended_does_not_count():
+    """A driver that was suspended must not take the head's silence for its death."""
+    code = (
+        "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
+        "awake, began = AwakeClock(), time.monotonic()\n"
+        "print(flush=True)\n"
+        "while time.monotonic() - began < 4: time.sleep(0.05)\n"
+        "print(awake())"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        child.send_signal(signal.SIGCONT)
+        assert float(child.stdout.readline()) < 2.5

@@ -177,7 +177,6 @@ def small(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConf
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.each_version
 def test_a_recipe_trains_two_steps_and_is_evaluated(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

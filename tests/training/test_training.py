@@ -141,7 +141,6 @@ def test_a_stopped_and_resumed_run_ends_with_the_same_bits(
 
 
 @pytest.mark.parametrize(("variant", "die_at"), [("sgd", 17), ("adamw-clip-bf16-block", 26)])
-@pytest.mark.each_version
 def test_fault_01_a_killed_and_resumed_run_ends_with_the_same_bits(
     variant: str, die_at: int, reference: Reference, workers: Group, tmp_path: Path
 ):
@@ -343,7 +342,6 @@ def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.each_version
 def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = start(tmp_path, "pair", *torchrun)

@@ -357,7 +357,6 @@ def test_tensors_and_arrays_arrive_unchanged_and_writable():
     arrived["point"].x[0] = 7
 
 
-@pytest.mark.each_version
 def test_fault_38_batches_need_no_dev_shm(made: Callable[..., LoaderProcesses]):
     """One of 64 KiB is enough for batches of 8 MiB; without mount rights, it is only checked to
     stay empty."""

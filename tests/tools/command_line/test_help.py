@@ -168,7 +168,6 @@ def on_a_terminal(**environ: str) -> str:
     return text.decode()
 
 
-@pytest.mark.each_version
 def test_headings_are_bold_on_a_terminal_only_and_not_with_no_color():
     assert "\033[1mFlags\033[0m" in on_a_terminal()
     assert "\033" not in on_a_terminal(NO_COLOR="1")

@@ -43,13 +43,7 @@ FILES = {
 
 
 @pytest.mark.filterwarnings("ignore")  # as in the fresh process
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=[pytest.mark.each_version] * (form in ("torch-export", "onnx")))
-        for form in FILES
-    ],
-)
+@pytest.mark.parametrize("form", FILES)
 def test_a_fresh_process_computes_the_same(
     form: str,
     photos: tuple[str, Path],

@@ -211,7 +211,6 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(
     assert log_of(config) == log_of(alone(variant)), "losses and metrics, too"
 
 
-@pytest.mark.each_version
 def test_a_stopped_killed_and_resized_run_has_the_bits_of_one_undisturbed_worker(
     alone: Alone, workers: Group, tmp_path: Path
 ):
@@ -318,7 +317,6 @@ ODD: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.each_version
 def test_with_unusual_models_and_random_numbers_the_bits_do_not_depend_on_the_workers(
     name: str, workers: Group, tmp_path: Path
 ):

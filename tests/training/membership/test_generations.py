@@ -112,7 +112,6 @@ def test_fault_15_survivors_keep_their_state_during_a_storage_outage(
     assert starts(disturbed(forks, undisturbed, tmp_path, point, outages=12)) == [[0, 14]]
 
 
-@pytest.mark.each_version
 def test_fault_49_with_averages_and_bad_records_killed_ranks_do_not_change_the_bits(
     forks: Any, tmp_path: Path
 ) -> None:

@@ -182,7 +182,6 @@ class RecordsDtypes(TinyTask):
         self.types.append(model(batch["x"]).dtype)
 
 
-@pytest.mark.each_version
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from processes import Died, Group, Raised
 from tiny import (
@@ -119,7 +118,6 @@ def hang_report(config: TrainConfig) -> tuple[Path, dict[str, Any]]:
     return folder, json.loads((folder / "hang.json").read_text())
 
 
-@pytest.mark.each_version
 def test_fault_33_a_stopped_rank_is_named_and_killed_and_the_run_resumes_with_the_same_bits(
     workers: Group, tmp_path: Path
 ):

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from processes import Group
 from tiny import plain, run_tiny, tiny_config
 
@@ -23,7 +22,6 @@ def traced(folder: Path, workers: Group, steps: int, **changes: Any) -> tuple[li
     return sorted((folder / "traced" / "profiles").iterdir()), "\n".join(notes)
 
 
-@pytest.mark.each_version
 def test_the_chosen_ranks_trace_the_steps_after_the_first_ten(workers: Group, tmp_path: Path):
     traces, reported = traced(tmp_path, workers, 4, epochs=2)
     names = [f"rank-{rank}-steps-11-14.json.gz" for rank in (0, 2)]

@@ -93,7 +93,6 @@ def gan_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return tiny_config(folder, name, **(made | changes))
 
 
-@pytest.mark.each_version
 @pytest.mark.parametrize("kind", [Watched, GeneratorEveryThirdStep])
 def test_a_dcgan_has_the_weights_of_a_plain_torch_loop(
     kind: type[Watched], workers: Group, tmp_path: Path
@@ -133,7 +132,6 @@ def test_a_dcgan_has_the_weights_of_a_plain_torch_loop(
 
 
 @pytest.mark.parametrize("kind", [GeneratorEveryThirdStep, ClippedWeights])
-@pytest.mark.each_version
 def test_a_killed_and_resized_gan_ends_with_the_same_bits_if_exact(
     kind: type[Watched], workers: Group, tmp_path: Path
 ):

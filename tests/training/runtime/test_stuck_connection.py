@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from processes import PRELOADED
 
 from raytrain_ddp.training.runtime.connections import Connections, write_to_all
@@ -64,7 +63,6 @@ def _rank(rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.each_version
 def test_leaving_ends_a_connection_that_gloo_no_longer_reads_without_ending_the_process(
     tmp_path: Path,
 ):
