@@ -24,8 +24,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
 DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
 """Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these."""
-DECIDING = {"model.unfreeze_epoch"}
-"""Those that decided the result: a run with another value than the default cannot continue."""
+DECIDING = {"model.unfreeze_epoch"}  # a run with another value than the default cannot continue
 
 
 def withdrawn(name: str) -> str:
