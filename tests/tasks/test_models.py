@@ -55,7 +55,7 @@ def different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[st
 
 
 def test_the_head_is_the_last_layer_of_each_model():
-    for name in ("squeezenet1_1", "vit_b_16", "vgg11", "densenet121"):
+    for name in ("squeezenet1_1", "vit_b_16", "maxvit_t", "vgg11", "densenet121"):
         with torch.device("meta"):
             model = get_model(name, num_classes=7)
         sizes = {k: p.shape[0] for k, p in model.named_parameters()}
