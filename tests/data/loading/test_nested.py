@@ -22,7 +22,6 @@ from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, TaskError
 
 Pair = namedtuple("Pair", "image label")
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)

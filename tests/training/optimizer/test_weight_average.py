@@ -60,17 +60,6 @@ def test_tied_weights_are_averaged_once_and_unstored_buffers_not_at_all():
     assert {*average.state_dict()} == {"0.weight", "1.weight"}
 
 
-def test_a_mask_with_inf_is_not_averaged():
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
-    model.register_buffer("running", torch.zeros(3))
-    average = WeightAverage(model, EmaConfig(decay=0.5, warmup=False))
-    model.running += 1  # type: ignore[operator]
-    average.follow(NO, 1)
-    assert torch.equal(average.values["mask"], model.mask)  # type: ignore[arg-type]
-    assert torch.equal(average.values["running"], torch.full((3,), 0.5))
-
-
 def averages_and_weights(
     config: TrainConfig,
 ) -> list[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]:
