@@ -33,7 +33,6 @@ from raytrain_ddp.events import Plan
 from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
@@ -277,15 +276,6 @@ def decode_tensors(data: bytes) -> dict[str, Tensor]:
 
 def weights(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("model.safetensors"))
-
-
-def run_named(rank: int, size: int, config: Mapping[str, Any]) -> int:
-    """Trains the task that the config names in one process of a group; returns the last step."""
-    made = from_dict(config)
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
-    task = load_task(made)
-    with LocalSession(made, world, Best(task.monitor, task.goal), lambda _: None) as session:
-        return train(made, task, session).step
 
 
 def commit_untrained_digits(run: Path, config: TrainConfig) -> None:

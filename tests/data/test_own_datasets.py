@@ -290,25 +290,6 @@ def test_the_collate_fn_of_a_dataloader_makes_the_same_batches():
             assert torch.equal(data.batch(Draws(0, 0, np.array(ids))), batch)
 
 
-def test_what_cannot_be_a_data_set_is_refused():
-    for count in (0, -3, 2.5, "4", None):
-        for make, of in ((ArraySource, {"x": np.arange(10)}), (MapSource, range(10))):
-            with pytest.raises(errors.DataError, match="rows_per_block"):
-                make(of, count)
-            assert make(of, np.int64(4)).blocks.tolist() == [4, 4, 2]
-        if count is not None:
-            with pytest.raises(errors.DataError, match="rows"):
-                IterableSource(range(10), rows=count)
-    assert IterableSource(range(10), rows=np.int64(7)).blocks.tolist() == [7]
-    for once in ((n for n in range(9)), map(int, "123"), enumerate("ab")):
-        with pytest.raises(errors.DataError):
-            IterableSource(once, rows=2)
-    values = (np.float32(1), 1, np.array(1), torch.tensor(1), "abc", {1}, None, np.zeros(4))
-    for value in values:
-        with pytest.raises(errors.DataError, match="y"):
-            ArraySource({"x": np.arange(3), "y": value})
-
-
 def test_the_fingerprint_is_that_of_the_content():
     """The bytes of objects are addresses."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,29 +115,6 @@ def test_an_observed_range_that_starts_at_inf_is_resumed_with_the_same_bits(tmp_
     assert bits(stopped) == bits(whole)
     assert -5 < weights(whole)["low"] < -1
     assert weights(whole)["unused"].tolist() == [math.inf, -math.inf]
-
-
-@pytest.mark.parametrize("exact_slots", [0, 4])
-def test_a_nonfinite_buffer_gets_the_mean_once_all_slots_are_finite(exact_slots: int):
-    model = Observed()
-    alone = World(0, 1, 0, torch.device("cpu"), threads=1)
-    buffers = SlotBuffers(model, alone, exact_slots=exact_slots, with_loss=True)
-
-    def low_after(*lows: float, weights: Sequence[float] = (0.25,) * 4) -> float:
-        buffers.begin()
-        for slot, (low, weight) in enumerate(zip(lows, weights, strict=True)):
-            buffers.rewind()
-            model.low = torch.tensor(float(low))
-            buffers.add(slot, weight, torch.ones(()))
-        buffers.finish(~buffers.agree()[1].isfinite())
-        return model.low.item()
-
-    last_is_skipped = (0.5, 0.25, 0.25, 0.0)
-    assert low_after(1, 2, math.inf, 3) == math.inf  # one slot has not set it
-    assert low_after(1, 2, 3, 5, weights=last_is_skipped) == math.inf
-    assert low_after(1, 2, 3, 6) == 3
-    assert low_after(1, 2, 3, 9, weights=last_is_skipped) == 1.75
-    assert low_after(1, 2, math.inf, 3) == 1.75  # refused
 
 
 class FlagModel(nn.Module):

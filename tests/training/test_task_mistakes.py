@@ -163,28 +163,6 @@ def test_a_model_that_cannot_be_trained_is_refused(change: Any, named: str, tmp_
     assert named in str(refusal(tmp_path, model=changed(change)))
 
 
-class InputGradient(nn.Module):
-    """Computes gradients in evaluations, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TinyNet(norm=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            inputs = x.clone().requires_grad_() * 1
-            (slope,) = torch.autograd.grad(self.net(inputs).sum(), inputs, create_graph=True)
-        return self.net(x) + 0 * slope.sum()
-
-
-def test_unusual_models_are_trained(tmp_path: Path) -> None:
-    def make(self: TinyTask) -> nn.Module:
-        self.made = nn.Sequential(InputGradient())  # type: ignore[assignment]
-        return self.made.share_memory().eval()
-
-    notes_of(tmp_path, model=make)
-
-
 # ------------------------------------------------------------------ batches and metrics
 
 

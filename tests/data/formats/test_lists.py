@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ import pytest
 from parquet_files import png
 from split_checks import labels_of, splits_of
 
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import DataError
 
@@ -190,21 +187,3 @@ def test_lines_may_end_in_any_way_and_begin_with_a_byte_order_mark(mark: str, tm
             path = tmp_path / f"list.{end}"
             path.write_bytes((mark.join(lines) + mark).encode(encoding))
             assert splits_of(path).train.read(np.arange(2)) == [(png(0), 1), (png(1), 0)]
-
-
-def test_the_fingerprint_depends_on_names_labels_and_sizes_but_not_on_the_location(tmp_path: Path):
-    def fingerprint(root: Path) -> str:
-        config = DataConfig(bad_records="skip")  # a missing image is an error otherwise
-        return ShardImages([str(root / "list.csv")], config).fingerprint()
-
-    one, two = tmp_path / "one", tmp_path / "two"
-    listed(one / "list.csv", pictures(one), LABELS["integers"])
-    shutil.copytree(one, two)
-    assert fingerprint(one) == fingerprint(two)
-    (two / "pics/3.png").write_bytes(b"longer" + png(3))
-    other = fingerprint(two)
-    assert other != fingerprint(one)
-    (two / "pics/3.png").unlink()
-    assert len({other, fingerprint(one), fingerprint(two)}) == 3
-    listed(one / "list.csv", pictures(one), [*reversed(LABELS["integers"])])
-    assert len({other, fingerprint(one)}) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,6 @@ from parquet_files import (
     write_images,
     write_parquet,
 )
-from PIL import Image
 
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
@@ -90,20 +88,6 @@ def test_fault_17_and_18_all_missing_and_truncated_files_of_a_converted_set_are_
 
 
 # ------------------------------------------------------------------ what is read
-
-
-def test_the_bundled_digits_are_1437_and_360_images_of_ten_classes():
-    train, evaluation = located("digits")
-    assert evaluation is not None
-    digits, test = opened(*train.paths), opened(*evaluation.paths)
-    assert (digits.blocks.sum(), test.blocks.sum()) == (1437, 360)
-    assert digits.class_names == test.class_names == list("0123456789")
-    rows, others = all_of(digits), all_of(test)
-    for records in (rows, others):
-        assert (np.bincount([label for _, label in records]) > 0.08 * len(records)).all()
-    # Nearly all 1797 scans are different; no image is in both splits.
-    assert not {image for image, _ in rows} & {image for image, _ in others}
-    assert Image.open(io.BytesIO(rows[0][0])).size == (8, 8)
 
 
 def test_rows_of_several_files_and_row_groups_are_read_in_the_order_asked_for(tmp_path: Path):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from parquet_files import png
@@ -222,26 +219,6 @@ def test_members_that_are_no_data_are_counted_in_one_note(tmp_path: Path):
             splits_of(path)
 
 
-def test_labels_and_fingerprints_of_tar_files_are_those_of_earlier_versions(tmp_path: Path):
-    for contents, labels, recorded in (
-        ([b"7 ", b"000", b"+1\r\n", b"-0"], ["7", "000", "+1", "-0"], [7, 0, 1, 0]),
-        ([b" cat\t", b"1", b"2.0"], ["cat", "1", "2.0"], ["cat", "1", "2.0"]),
-    ):
-        members: list[Member] = []
-        for row, content in enumerate(contents):
-            members += [(f"{row}.png", png(row)), (f"{row}.cls", content)]
-        source = splits_of(tar(tmp_path / "x.tar", members)).train
-        assert [label for _, label in all_rows(source)] == labels
-        index = sha256()
-        with tarfile.open(tmp_path / "x.tar") as file:
-            images = [member for member in file if member.name.endswith("png")]
-        for member, label in zip(images, recorded, strict=True):
-            index.update(f"{(member.name, member.offset_data, member.size, label)}\n".encode())
-        size = (tmp_path / "x.tar").stat().st_size
-        expected = sha256(f"x.tar {size} {index.hexdigest()}\n".encode())
-        assert source.fingerprint() == expected.hexdigest()
-
-
 # ------------------------------------------------------------------ what is refused
 
 
@@ -284,36 +261,3 @@ def test_a_broken_tar_file_is_named_with_its_member(kind: str, tmp_path: Path):
     assert named in str(caught.value)
     assert "x.tar" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_json_without_the_label_and_a_header_damaged_later_are_named(tmp_path: Path):
-    path = tmp_path / "x.tar"
-    for content in (b"{", b"[]", b"[" * 100_000, b"{}"):
-        replaced("00002.json", content)(path)
-        assert len(splits_of(path).class_names) == 3  # it is not needed
-        with pytest.raises(DataError, match=r"00002\.json"):
-            splits_of(path, label_column="name")
-    path = tar(tmp_path / "x.tar", samples(range(5)))
-    source, status = splits_of(path).train, path.stat()
-    damage(path, 1024 + 20)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(DataError, match=r"x\.tar, row group 0: .*00000\.jpg"):
-        source.read(np.arange(2))
-
-
-def test_sparse_compressed_and_remote_tar_files_are_refused(tmp_path: Path):
-    with (tmp_path / "a.png").open("wb") as file:
-        file.truncate(2**20)
-    (tmp_path / "a.cls").write_text("0")
-    for form in ("gnu", "posix"):
-        command = ["tar", "-S", f"--format={form}", "-cf", "x.tar", "a.cls", "a.png"]
-        subprocess.run(command, cwd=tmp_path, check=True)
-        with pytest.raises(DataError, match=r"x\.tar, a\.png"):
-            splits_of(tmp_path / "x.tar")
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed/x.tar.gz").write_bytes(b"")
-    with pytest.raises(DataError, match="compressed"):
-        splits_of(tmp_path / "packed")
-    fsspec.filesystem("memory").pipe("/tars/x.tar", b"")
-    with pytest.raises(DataError, match=r"memory:///tars/x\.tar"):
-        splits_of("memory://tars")

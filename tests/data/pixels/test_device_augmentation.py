@@ -161,6 +161,3 @@ def test_the_loss_and_its_gradient_are_those_of_soft_labels(smoothing: float, in
         )
         torch.testing.assert_close(*losses)
         torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in losses))
-
-
-# ------------------------------------------------------------------ GPU

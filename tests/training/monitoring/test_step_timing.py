@@ -4,58 +4,26 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from processes import Group
 from tiny import ScriptedSession, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Slowest
-from raytrain_ddp.training.monitoring.phase_clock import PHASES, Clock
+from raytrain_ddp.training.monitoring.phase_clock import PHASES
 from raytrain_ddp.training.monitoring.step_timing import (
     Reading,
     Stragglers,
-    by_rank,
     in_order,
     summary,
 )
-from raytrain_ddp.training.runtime.world import World
-
-CPU = torch.device("cpu")
 
 
 def reading(**phases: float) -> Reading:
     return Reading(10.0, in_order(phases), 1000)
-
-
-def test_time_counts_toward_the_phase_that_the_next_mark_names():
-    clock = Clock(CPU)
-
-    def slow() -> Iterator[int]:
-        for item in range(2):
-            time.sleep(0.02)
-            yield item
-
-    for _ in clock.waits(slow()):
-        time.sleep(0.01)
-        clock.mark("compute")
-        time.sleep(0.005)
-        clock.mark("optimizer")
-        with clock.part("evaluation"):
-            time.sleep(0.03)
-    trained_s, phases = clock.window()
-    assert phases["data"] >= 0.04
-    assert phases["compute"] >= 0.02
-    assert phases["optimizer"] >= 0.01
-    assert phases["evaluation"] >= 0.06
-    assert sum(phases.values()) == pytest.approx(clock.elapsed(), abs=0.005)
-    assert trained_s == pytest.approx(clock.elapsed() - phases["evaluation"], abs=0.005)
-    assert dict(clock.seconds) == phases
-    assert clock.window()[1] == {}, "what has been reported is not reported again"
 
 
 def test_the_split_is_the_mean_over_ranks_per_step():
@@ -92,20 +60,6 @@ def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
     assert "rank 1 on b takes 3.0 x" in event.text
 
 
-def test_a_straggler_is_reported_by_its_rank_in_the_run_when_workers_are_missing():
-    """Ranks 0, 3 and 4 remain; the last one has two of four slots, and the middle one is slow."""
-    of_run = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4)).of_run
-    readings = [Reading(1.0, (each,) * len(PHASES), 1) for each in (0.1, 0.5, 0.1)]
-    timing = summary(readings, 1, 0, None, of_run)
-    assert timing.slowest is not None
-    assert timing.slowest.rank == 3
-    stragglers = Stragglers(4, 3, of_run)
-    events = [stragglers.look(n, timing.slowest, ["a", "b", "c"]) for n in range(5)]
-    assert [event.rank for event in events if event is not None] == [3]
-    assert "rank 3 on b takes 5.0 x" in str(events[-1])
-    assert [bool(each) for each in by_rank(readings, 1, of_run)] == [True, False, False, True, True]
-
-
 def slow_down_rank_1(session: ScriptedSession) -> None:
     def pause(_: int) -> None:
         if session.world.rank == 1:
@@ -140,22 +94,3 @@ def test_the_split_accounts_for_the_whole_step(records: list[dict[str, Any]]):
         assert set(timing["split_s"]) <= set(PHASES)
         assert timing["flops_per_s"] > 0
         assert timing["peak_memory_bytes"] > 50 * 2**20
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_phases_are_measured_on_the_device():
-    """The host runs ahead: if it waits while the device is busy, that is not a wait for data."""
-    device = torch.device("cuda", 0)
-    weights = torch.randn(4096, 4096, device=device)
-    clock = Clock(device)
-    for _ in clock.waits(iter(range(3))):
-        for _ in range(50):
-            weights = (weights @ weights).tanh()
-        clock.mark("compute")
-        time.sleep(0.001)
-    torch.cuda.synchronize()
-    clock.mark("other")
-    torch.cuda.synchronize()
-    spent, phases = clock.window()
-    assert phases["compute"] > 0.8 * spent
-    assert phases["data"] < 0.1 * spent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from raytrain_ddp.training.monitoring.hang_diagnosis import (
 )
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
-from raytrain_ddp.training.runtime.world import World
 
 
 def status(rank: int, **changes: Any) -> RankStatus:
@@ -100,29 +98,6 @@ def test_fault_33_a_rank_stopped_on_another_host_in_an_evaluation_is_named(
 
     with ThreadPoolExecutor(len(cases)) as pool:
         assert [*pool.map(found, range(len(cases)), cases)] == expected
-
-
-def test_fault_33_texts_and_files_have_the_ranks_of_the_run_when_workers_are_missing(
-    tmp_path: Path,
-):
-    """Ranks 0, 3 and 4 remain, and the last one is stopped."""
-    world = World(0, 3, 0, torch.device("cpu"), 1, ranks=(0, 3, 4))
-
-    def others() -> list[RankStatus]:
-        return [status(1, doing="evaluation", still_s=time.monotonic() % 10)]
-
-    def state(owner: Owner) -> str:
-        return "T" if owner.pid == 3 else "S"
-
-    hang = watch(tmp_path, others, state, of_run=world.of_run)
-    assert hang is not None
-    assert hang.text.startswith("rank 4 (far)")
-    assert hang.ranks == (2,)
-    files = {path.name: path for path in tmp_path.rglob("*") if path.is_file()}
-    assert "rank-0.txt" in files
-    document = json.loads(files["hang.json"].read_text())
-    assert document["ranks"] == [4]
-    assert sorted(each["rank"] for each in document["signs"]) == [0, 3]
 
 
 def diagnosis(*signs: RankStatus, size: int = 3) -> tuple[str, tuple[int, ...]]:

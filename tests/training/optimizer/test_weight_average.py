@@ -46,27 +46,6 @@ def trained(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("trained.safetensors"))
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_refused_step_does_not_change_the_average_and_the_warm_up_starts_with_a_low_decay(
-    on_device: bool,
-):
-    model = TinyNet()
-    average = WeightAverage(model, EmaConfig(decay=0.9999))
-    average.on_device = on_device
-    before = {name: tensor.clone() for name, tensor in average.values.items()}
-    with torch.no_grad():
-        model.head.weight.add_(1.0)
-        model.norm.running_mean.add_(1.0)
-    average.follow(YES, 1)
-    assert all(torch.equal(before[name], tensor) for name, tensor in average.values.items())
-    average.follow(NO, 1)
-    for name in ("head.weight", "norm.running_mean"):
-        torch.testing.assert_close(average.values[name], before[name] + (1 - 2 / 11))
-    assert average.decay(10**6) == 0.9999
-    assert average.decay(90) == 91 / 100
-    assert WeightAverage(model, EmaConfig(decay=0.5, warmup=False)).decay(1) == 0.5
-
-
 def test_tied_weights_are_averaged_once_and_unstored_buffers_not_at_all():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
@@ -79,17 +58,6 @@ def test_tied_weights_are_averaged_once_and_unstored_buffers_not_at_all():
         assert torch.equal(model[1].weight, torch.full((3, 3), 7.0))
     assert torch.equal(model[1].weight, own)
     assert {*average.state_dict()} == {"0.weight", "1.weight"}
-
-
-def test_a_mask_with_inf_is_not_averaged():
-    model = nn.Linear(2, 2)
-    model.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(3))
-    model.register_buffer("running", torch.zeros(3))
-    average = WeightAverage(model, EmaConfig(decay=0.5, warmup=False))
-    model.running += 1  # type: ignore[operator]
-    average.follow(NO, 1)
-    assert torch.equal(average.values["mask"], model.mask)  # type: ignore[arg-type]
-    assert torch.equal(average.values["running"], torch.full((3,), 0.5))
 
 
 def averages_and_weights(

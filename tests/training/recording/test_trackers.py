@@ -15,7 +15,7 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.recording.metrics_log import MetricsLog
-from raytrain_ddp.training.recording.trackers import openers, tracker_scalars
+from raytrain_ddp.training.recording.trackers import openers
 
 Record = Any
 
@@ -55,20 +55,6 @@ def logged(
         book.finish()
     book.close()
     return reported
-
-
-def test_scalars_are_named_by_their_kind():
-    assert dict(tracker_scalars(train(1, 0.5))) == {
-        "train/loss": 0.5,
-        "train/lr": 0.1,
-        "time/step_s": 0.5,
-        "time/peak_memory_bytes": 100.0,
-        "time/data_s": 0.1,
-        "time/compute_s": 0.4,
-    }
-    assert dict(tracker_scalars(EVALUATION)) == {"eval/top1": 0.75}
-    counted = replace(EVALUATION, metrics={"top1": 0.75, "skipped": 3})
-    assert dict(tracker_scalars(counted)) == {"eval/top1": 0.75, "eval/skipped": 3.0}
 
 
 def test_a_restarted_run_is_one_mlflow_run_with_each_step_once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state import checkpoint_interval
-from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer, best_interval_s
+from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.steps.step_decisions import Cadence
 
 # ------------------------------------------------------------------ by the number of steps
@@ -105,28 +104,6 @@ def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(
 
 
 # ------------------------------------------------------------------ by the clock
-
-
-def test_the_interval_has_bounds_that_depend_on_the_commit_time():
-    assert best_interval_s(5.0, 3600.0, 0.1) == math.sqrt(2 * 5.0 * 3600.0)  # Young's formula
-    assert best_interval_s(0.0, 3600.0, 0.1) == 5.0
-    assert best_interval_s(60.0, 1e6, 0.1) == 600.0
-    assert best_interval_s(0.05, 3600.0, 40.0) == 80.0  # the store is idle half the time
-    assert best_interval_s(0.5, 3600.0, 400.0) == 800.0  # even above the maximum
-    assert best_interval_s(60.0, 1e6, 301.0) == 602.0
-
-
-def test_the_mean_time_between_failures_starts_at_an_hour_and_follows_the_failures():
-    assert Life().mtbf_s(0) == 3600
-    assert Life().mtbf_s(3600) == 7200  # an hour without a failure
-    assert Life(failures=9, lived_s=3600.0).mtbf_s(0) == 720
-    young = Life().document(attempt=1, more_s=100.0, ended=False)
-    assert Life.after(young, 2) == Life(failures=1, lived_s=100.0)
-    # Two attempts ended without a checkpoint.
-    assert Life.after(young, 4) == Life(failures=3, lived_s=100.0)
-    ended = Life(2, 50.0).document(attempt=3, more_s=100.0, ended=True)
-    assert Life.after(ended, 4) == Life(failures=2, lived_s=150.0)  # a normal stop
-    assert Life.after(ended, 5) == Life(failures=3, lived_s=150.0)
 
 
 class FakeTime:
