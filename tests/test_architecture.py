@@ -48,6 +48,9 @@ SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict",
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
 SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
 MAX_LINES = 500
+MAX_TEST_LINES = 28_000
+LEAVING = ("test_several_optimizers.py", "test_settling.py", "test_loader_processes.py")
+LEAVING += ("test_hf_layouts.py", "test_tracebacks.py")
 
 
 def name_of(path: Path) -> str:
@@ -121,6 +124,14 @@ def test_ray_is_imported_by_few_parts_and_by_public_names():
             if (private and not known) or (name.partition(".")[0] == "ray" and not speaks):
                 wrong.append(f"{name_of(path)} imports {name}")
     assert not wrong
+
+
+def test_the_tests_stay_small():
+    """Those of tools are rewritten with the tools; some leave with their features."""
+    tests = [p for p in Path(__file__).parent.rglob("*.py") if "tools" not in p.parts]
+    sizes = {path: len(path.read_text("utf-8").splitlines()) for path in tests}
+    assert sum(n for path, n in sizes.items() if path.name not in LEAVING) <= MAX_TEST_LINES
+    assert not [path.name for path, lines in sizes.items() if lines > MAX_LINES]
 
 
 def test_each_file_stays_within_the_line_limit_and_has_a_docstring_and_a_name_of_its_own():
