@@ -55,7 +55,6 @@ class Old:
 
 
 WITHDRAWN = {"ddp.powersgd_rank": 4, "ddp.shard_optimizer": False, "scaling.on_divergence": "stop"}
-EVALUATION = {"metrics": {"top1": 0.5}, "tables": {}, "seconds": 1.0, "error": ""}
 OLD = {
     "format 1": Old(),
     "optimizer in eight parts": Old("format-1-in-parts"),
@@ -67,12 +66,10 @@ OLD = {
     "compressed by PowerSGD": Old(
         config={"ddp.powersgd_rank": 2, "ddp.compression": "powersgd"},
     ),
-    "evaluated after it was committed": Old(
-        manifest={"metrics": {}}, files={"evaluation.json": EVALUATION}
-    ),
     "counts of skipped updates": Old(state={"nonfinite": 3}, restored={"nonfinite": 3}),
     "start of a branch": Old(
-        state={"branched_at": 12, "renewed": ["lr"]}, restored={"branched_at": 12, "lr": 0.001}
+        state={"branched_at": 12, "renewed": ["lr"]},
+        restored={"branched_at": 12, "lr": 0.001, "betas": (0.9, 0.999)},
     ),
     "start of a branch with another optimizer": Old(
         state={"renewed": ["*"]}, restored={"lr": 0.001, "betas": (0.9, 0.999)}
