@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import warm_python
 
+from raytrain_ddp import TrainConfig, fit_locally
+from raytrain_ddp.errors import ConfigError
+
 TASK = """
 import faulthandler, logging, multiprocessing, os, random, resource, signal, sys, threading
 import warnings
@@ -139,3 +142,19 @@ def test_a_call_leaves_the_process_as_it_was(case: str, fails: str, ended: str, 
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("differs", "ended"))]
     assert lines == [f"ended {ended}"]
+
+
+def test_changed_defaults_of_torch_are_refused_before_a_run_starts(tmp_path: Path):
+    import torch
+
+    config = TrainConfig(storage=str(tmp_path / "runs"))
+    try:
+        torch.set_default_dtype(torch.float64)
+        with pytest.raises(ConfigError, match="dtype"):
+            fit_locally(config)
+        torch.set_default_dtype(torch.float32)
+        with torch.device("meta"), pytest.raises(ConfigError, match="device"):
+            fit_locally(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not (tmp_path / "runs").exists()

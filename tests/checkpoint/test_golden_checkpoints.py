@@ -42,7 +42,6 @@ class Old:
         folder: in tests/golden.
         config, state: fields that it has besides; None: that it lacks.
         manifest: other fields of it.
-        files: files besides.
         restored: what `TrainState.load` finds, if not that of the golden one.
     """
 
@@ -50,7 +49,6 @@ class Old:
     config: Mapping[str, Any] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     manifest: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, Any] = field(default_factory=dict)
     restored: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -125,8 +123,6 @@ def opened(old: Old, folder: Path) -> Checkpoint:
     entry = {"size_bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
     files = {**written["files"], "state.json": entry}
     reseal(place, config=written["config"], files=files, **old.manifest)
-    for name, content in old.files.items():
-        (place / name).write_text(json.dumps(content))
     checkpoint = CheckpointStore(open_storage(str(folder))).latest(pytest.fail)
     assert checkpoint is not None
     return checkpoint
