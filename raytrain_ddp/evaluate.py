@@ -76,8 +76,8 @@ class EvaluateArgs:
     out: str | None = None
     """Write all values to this file as JSON."""
     follow: bool = False
-    """Evaluate each checkpoint of the run soon after its commit, beside the run, until it has
-    ended. followed.jsonl in its folder has the results; the report shows them."""
+    """Evaluate each checkpoint soon after its commit, alongside the run, until the run has ended.
+    The results are in followed.jsonl in the run's folder; the report shows them."""
 
 
 _LOOK_EVERY_S = 1.0
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _follow(args: EvaluateArgs) -> int:
-    """See --follow. A further call takes up where an earlier one ended."""
+    """Runs --follow; returns the exit status. A later call continues where an earlier one ended."""
     if args != EvaluateArgs(args.run, device=args.device, follow=True):
         raise ConfigError("--follow evaluates as the run does: use it with --device only.")
     from raytrain_ddp.checkpoint import run_folder
@@ -163,8 +163,8 @@ def _follow(args: EvaluateArgs) -> int:
         return Eval(step, epoch, metrics, tables, name, best, time.monotonic() - began)
 
     def look(_: int) -> bool:
-        """Evaluates what is new; whether the run has ended, and nothing was."""
-        has_ended = owner_of(run) is None  # first: it may commit until then
+        """Evaluates new checkpoints; returns whether there were none and the run has ended."""
+        has_ended = owner_of(run) is None  # asked first: until it ends, it may commit
         new = [name for name in reversed(store.names()) if name.step not in seen]
         for name in new:
             try:
@@ -173,7 +173,7 @@ def _follow(args: EvaluateArgs) -> int:
                 run.write_atomic(run_folder.FOLLOWED_FILE, "".join(lines).encode())
                 done.append(record)
                 text = "  ".join(f"{metric} {v:.6f}" for metric, v in record.metrics.items())
-            except (DamagedError, FileNotFoundError) as error:  # it may just be pruned
+            except (DamagedError, FileNotFoundError) as error:  # the run may have pruned it
                 text = f"is not evaluated: {error}"
             seen.add(name.step)
             print(f"step {name.step}  {text}", flush=True)
@@ -192,7 +192,7 @@ def _follow(args: EvaluateArgs) -> int:
 
 
 def _world(device_name: str, config: TrainConfig) -> World:
-    """The world of this process alone."""
+    """Returns the world of this process alone, after setting up its device."""
     import torch
 
     from raytrain_ddp.training.runtime.world import World, choose_device, set_up
@@ -206,7 +206,7 @@ def _world(device_name: str, config: TrainConfig) -> World:
 def _model_of(
     config: TrainConfig, task: Task, checkpoint: Checkpoint, device: torch.device
 ) -> nn.Module:
-    """The model of a checkpoint, as the evaluation of the run has it."""
+    """Returns the model of a checkpoint on the device, as the run evaluates it."""
     from raytrain_ddp.tasks.task_check import model_of
     from raytrain_ddp.training.start.initial_model import placed
     from raytrain_ddp.training.state.shared_checkpoint import load_model

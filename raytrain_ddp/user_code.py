@@ -112,9 +112,9 @@ def loaded() -> UserCode:
 
 
 def hashes(*names: str) -> dict[str, str]:
-    """module -> hex SHA-256 of its source, for those of these names that are a user's, such as
-    ``file.py:Task`` or ``package.module:model``. Nothing is imported; a file that does not exist
-    here, and was not received, is left out."""
+    """Returns module -> hex SHA-256 of its source, for the names that refer to a user's code, such
+    as ``file.py:Task`` or ``package.module:model``. Imports nothing. Leaves out a module whose file
+    does not exist here and was not received from the driver."""
     found = {}
     for name in names:
         place = name.rpartition(":")[0]

@@ -122,7 +122,8 @@ class Owner:
 
 
 def owner_of(run: Storage) -> Owner | None:
-    """Who drives the run. Of another machine it is known by the age of its lease alone."""
+    """Returns the process that drives the run, or None. A process on another machine counts as
+    alive while its lease is recent."""
     with suppress(FileNotFoundError):
         owner, changed_s = Owner.parse(run.read(LEASE_FILE)), run.changed_s(LEASE_FILE)
         # Nothing is written to ask for the store's own clock: ours may be some seconds off.

@@ -15,8 +15,8 @@ from raytrain_ddp.checkpoint.storage import is_plain_name
 from raytrain_ddp.errors import CheckpointError
 
 FORMAT = 1
-# Keys of state.json. At the start of a branch: whether the optimizer's options are the config's.
-RENEWED = "renewed"
+# Keys of state.json.
+RENEWED = "renewed"  # at the start of a branch: the optimizer's options come from the config
 BRANCHED_AT = "branched_at"  # the step up to which the run has its state from another run
 
 # The seal stays the last line in all formats, to distinguish damage from a newer format.

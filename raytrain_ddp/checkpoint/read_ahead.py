@@ -30,8 +30,8 @@ class ReadAhead:
     """A file from its beginning.
 
     Args:
-        fetch: reads the chunk at an offset, fewer bytes only at the end of the file. Called from
-            the threads.
+        fetch: reads the chunk at an offset; it is shorter only at the end of the file. Called
+            from the threads.
         chunk_bytes: the size of a chunk.
         ahead: this many are read before they are needed.
     """
@@ -55,7 +55,7 @@ class ReadAhead:
         done = 0
         while done < len(view) and (self._rest or self._advance()):
             count = min(len(view) - done, len(self._rest))
-            # Lets other threads run in the meantime.
+            # NumPy copies without the GIL, so that other threads can run.
             np.copyto(_as_array(view[done : done + count]), _as_array(self._rest[:count]))
             self._rest = self._rest[count:]
             done += count

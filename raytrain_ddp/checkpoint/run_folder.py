@@ -4,7 +4,7 @@ No torch, no Ray.
 <storage>/<name>/config.toml     every field, resolved
                  metrics.jsonl   one record per line: what was trained
                  events.jsonl    one event per line: what happened to the run
-                 followed.jsonl  evaluations beside the run, by `evaluate --follow`
+                 followed.jsonl  evaluations alongside the run, by `evaluate --follow`
                  lease.json      the process that drives it, if any: see lease.py
                  checkpoints/    see store.py
                  hang/           the stacks of all ranks when a start hung: see watchdog.py
@@ -258,15 +258,16 @@ def read_events(run: Storage) -> list[Timed]:
 
 
 def read_followed(run: Storage) -> list[Eval]:
-    """The evaluations of followed.jsonl."""
+    """Returns the evaluations in followed.jsonl."""
     records = log_records(read_history(run, FOLLOWED_FILE))
     return [record for record in records if isinstance(record, Eval)]
 
 
 def read_history(run: Storage, file: str = METRICS_FILE) -> list[dict[str, Any]]:
-    """The records of such a file; an incomplete last line is skipped.
+    """Returns the records of a .jsonl file of the run; an incomplete last line is skipped.
 
-    A null among the numbers of a log was a non-finite value, and is returned as nan.
+    A null among the numbers of metrics.jsonl or followed.jsonl was a non-finite value, and is
+    returned as nan.
     """
     if not run.exists(file):
         return []

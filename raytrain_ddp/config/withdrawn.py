@@ -7,14 +7,14 @@ from typing import Any
 
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
 _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: not a field
-    "allow_change": (..., "remove it; a note lists what differs"),
+    "allow_change": (..., "remove it; a note lists the differences"),
     "char-lm": (..., _EXAMPLE.format("char_lm", "char-lm")),
-    "data.cache": (None, "use data.source filecache::s3://... of fsspec, which keeps copies"),
+    "data.cache": (None, "use data.source filecache::s3://...: fsspec keeps local copies"),
     "data.cache_gib": (100.0, "remove it; see data.cache"),
     "ddp.compression=powersgd": (..., "use bf16 or fp16, in a new run"),
     "ddp.powersgd_rank": (4, "use ddp.compression bf16 or fp16"),
     "ddp.shard_optimizer": (False, "remove it; each worker has the state, and the run continues"),
-    "eval.asynchronous": (False, "remove it; evaluate RUN --follow evaluates beside the run"),
+    "eval.asynchronous": (False, "remove it; use evaluate RUN --follow alongside the run"),
     "model.unfreeze_epoch": (0, "use two runs, the second with --model.weights FIRST"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
@@ -23,8 +23,8 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
 DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
-"""Defaults of withdrawn fields. Runs and checkpoints of earlier versions have all of these."""
-DECIDING = {"model.unfreeze_epoch"}  # a run with another value than the default cannot continue
+"""Defaults of withdrawn fields, which the configs of earlier runs and checkpoints contain."""
+DECIDING = {"model.unfreeze_epoch"}  # a run with a value other than the default cannot continue
 
 
 def withdrawn(name: str) -> str:

@@ -113,7 +113,7 @@ class TorchvisionImages:
 
 
 def torchvision_class(name: str) -> type[Any]:
-    """The class of a data set; raises ConfigError if torchvision has none with that name."""
+    """Returns the class of a data set. Raises ConfigError if torchvision has none of that name."""
     from torchvision import datasets
 
     known = [known for known in datasets.__all__ if isclass(getattr(datasets, known))]

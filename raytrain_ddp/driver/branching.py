@@ -35,7 +35,7 @@ OF_STATE = {
     *("model.name", "model.args", "model.freeze", "optim.name", "optim.groups", "optim.head_lr"),
     *("optim.layer_decay", "optim.decay_norms", "optim.decay_bias"),
 }
-"""What is in the state, and in which order, depends on these fields."""
+"""Fields that decide what the state contains, and in which order."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Branch:
 def run_and_branch(
     config: TrainConfig, default_name: str | None, resume_from: str | os.PathLike[str] | None
 ) -> tuple[NamedRun, Branch | None]:
-    """The run of a config, and where it is to start from, as `find_run` and `branch_of`."""
+    """Returns the run of a config, and where it is to start from; see `find_run`, `branch_of`."""
     origin = os.fspath(resume_from) if resume_from is not None else None
     if origin == "":
         raise ConfigError("resume_from is empty: give a run or checkpoint, or None.")
@@ -70,14 +70,14 @@ def run_and_branch(
 
 
 def branch_of(run: NamedRun, origin: str) -> Branch | None:
-    """Where a run is to start from; None if it has begun there already. Nothing is written.
+    """Returns where a run is to start from; None if it has begun there already. Writes nothing.
 
     Args:
         origin: a run's name, its folder or URI, or a checkpoint.
 
     Raises:
-        ConfigError: the run has begun elsewhere, or is the origin; the state does not fit, or
-            nothing is left to do.
+        ConfigError: the run has begun elsewhere, or is itself the origin; the state does not fit;
+            or nothing is left to train.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
     _require_other(run.config, origin)
@@ -98,8 +98,8 @@ def branch_of(run: NamedRun, origin: str) -> Branch | None:
     other = [name for name, _, _ in changes if name in OF_STATE]
     if other:
         raise ConfigError(
-            f"{', '.join(other)}: the state of {origin} is that of another model or optimizer. To "
-            f"begin with its weights only, use --model.weights {origin}."
+            f"{', '.join(other)}: the state of {origin} belongs to another model or optimizer. To "
+            f"start from its weights only, use --model.weights {origin}."
         )
     if is_complete(config, checkpoint.manifest):
         raise ConfigError(

@@ -46,7 +46,7 @@ def check(config: TrainConfig) -> TrainConfig:
         for name, other in defaults.items():
             if str(found := getattr(torch, f"get_default_{name}")()) != other:
                 raise ConfigError(
-                    f"torch's default {name} is {found} here, and {other} in other workers. Call "
+                    f"torch's default {name} is {found} here, but {other} in other workers. Call "
                     f"torch.set_default_{name}({other if name == 'dtype' else repr(other)})."
                 )
     for name, is_wanted in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
@@ -118,7 +118,7 @@ def try_model(config: TrainConfig, is_new: bool) -> None:
     from raytrain_ddp.tasks.pretrained import begun_model
     from raytrain_ddp.training.optimizer.param_groups import param_groups
 
-    # Of torchvision's sets, it is unknown here.
+    # The number of classes of torchvision's data sets is unknown here.
     classes = len(config.data.classes or config.data.target_columns or range(10))
     model, _ = begun_model(config.model, classes, load=is_new)
     freeze(model, config.model.freeze)

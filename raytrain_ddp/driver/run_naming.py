@@ -224,12 +224,12 @@ def _changes(
 
 
 def other_things(checkpoint: Checkpoint, changed: Changes, config: TrainConfig) -> Changes:
-    """Drops changes of paths that lead to the same thing as for the checkpoint: data with the same
-    fingerprint, and code with the same content.
+    """Drops changed paths that lead to what the checkpoint was made with: data with the same
+    fingerprint, or code with the same content.
 
-    The code of a run with a name may differ, which the start reports, and the start compares the
-    data of a custom task. Without a name, data count as the same only if the old path is gone: two
-    data sets may have files of equal sizes.
+    If the run has a name, its code may differ, which the start reports; and the start compares the
+    data of a custom task. Without a name, data count as the same only if the old path is gone,
+    because two data sets may have files of equal sizes.
     """
     kinds, state = path_fields(TrainConfig), recorded(checkpoint)
     is_named = config.name is not None
@@ -261,7 +261,7 @@ def other_things(checkpoint: Checkpoint, changed: Changes, config: TrainConfig) 
 
 
 def new_code_note(run: NamedRun) -> str | None:
-    """Says that the code of the task or model has changed since the newest checkpoint, if so."""
+    """Returns a note if the code of the task or model has changed since the newest checkpoint."""
     config, manifest = run.config, run.manifest
     now = hashes(config.task, config.model.name)
     if manifest is None or not now:
@@ -272,7 +272,7 @@ def new_code_note(run: NamedRun) -> str | None:
         changed = [each for each, code in now.items() if before.get(each, code) != code]
         if changed:
             complete = "To train with the new code, give the run another --name (config.name)."
-            then = complete if is_complete(config, manifest) else "The run continues with it."
+            then = complete if is_complete(config, manifest) else "The run now uses the new code."
             return f"the code of {' and '.join(changed)} has changed since {name}. {then}"
     return None
 

@@ -56,13 +56,13 @@ def choose_layout(
 
     Raises:
         PreflightError: GPUs are requested, and there are none.
-        ConfigError: more workers than slots, or MIN:MAX of a strict placement.
+        ConfigError: more workers than slots, or MIN:MAX with a strict placement.
     """
     scaling = config.scaling
     gpus = have.get("GPU", 0)
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     least, most = scaling.worker_range()
-    rule = "needs a fixed number of workers: set PACK or SPREAD, or one number"
+    rule = "needs a fixed number of workers: set one, or use PACK or SPREAD"
     is_strict = scaling.placement.startswith("STRICT")
     scaling.require("placement", least == most or not is_strict, rule)
     nodes, note = [have] if nodes is None else nodes, ""

@@ -54,8 +54,8 @@ class Start(NamedTuple):
 
 
 def start_of(config: TrainConfig, layout: Layout) -> Start:
-    """The start of the workers. If any dies, only that one is replaced, except over NCCL, unless
-    the config asks for it, or if nothing would end its hanging collectives.
+    """Returns how the workers start. If one dies, only that one is replaced. Over NCCL, this
+    requires that the config asks for it, and that `scaling.hang_s` ends hanging collectives.
 
     Args:
         layout: as it is configured. With MIN:MAX, as many as there is room for are started.

@@ -51,8 +51,8 @@ _MAILBOX_TIMEOUT_S = 60.0
 _CLEAN_UP_S = 3.0
 
 _RESTARTS_ALL = (
-    "scaling.replace_workers = true has no effect here: all workers restart if one dies. It needs "
-    "scaling.hang_s above 0 over NCCL."
+    "scaling.replace_workers = true has no effect here: all workers restart if one dies. Over "
+    "NCCL, it needs scaling.hang_s above 0."
 )
 
 

@@ -117,7 +117,7 @@ def figures(panels: Sequence[Panel], one: bool = False) -> str:
 
 
 def _followed(history: RunHistory) -> str:
-    """The curves of `evaluate --follow`, if there are any."""
+    """Returns the curves of `evaluate --follow` as HTML; "" if there are none."""
     found = history.files.followed
     return figures(curve_panels([RunCurves(history.files.name, [], found)])) if found else ""
 

@@ -48,7 +48,7 @@ class RunFiles(RunCurves):
         name: the folder's.
         config: the fields in config.toml, by their full names.
         events: in the order in which they were written.
-        followed: the evaluations beside the run, see the command evaluate.
+        followed: the evaluations of `evaluate --follow`.
         kept: the existing checkpoints, newest first.
         owner: the process that holds the run, as far as known.
         claims: the record of each start: host, pid, workers.

@@ -65,8 +65,8 @@ def checked(order: SweepOrder) -> SweepOrder:
     fixed = [each.field for each in order.settings.space if field_of(each.field) in OF_STATE]
     if order.settings.scheduler == "pbt" and fixed:
         raise ConfigError(
-            f"--scheduler pbt: {', '.join(fixed)} cannot change during training, as the state "
-            "depends on it: remove it from --space."
+            f"--scheduler pbt: {', '.join(fixed)} cannot change during training, because the "
+            "state depends on it: remove it from --space."
         )
     points = known_points(order.settings, base.seed)
     require_valid(base, order.settings.space, points, order.given)

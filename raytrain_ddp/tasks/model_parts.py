@@ -57,11 +57,11 @@ def require_matches(field: str, pattern: str, names: Collection[str]) -> list[st
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> str:
-    """Freezes the parameters that match, and sets evaluation mode for modules all of whose
-    parameters are frozen: batch norm keeps its statistics, and nothing is dropped out there.
+    """Freezes the parameters that match, and puts modules all of whose parameters are frozen in
+    evaluation mode: there, batch norm keeps its statistics, and dropout is off.
 
     Returns:
-        A line about it; "" without patterns.
+        A line that says how many are frozen; "" without patterns.
 
     Raises:
         ConfigError: a pattern matches no parameter, or all would be frozen.

@@ -28,7 +28,7 @@ _DECIDED = {
 
 
 def known_models() -> list[str]:
-    """digits-cnn and torchvision's classification models; imports torchvision."""
+    """Returns digits-cnn and torchvision's classification models; imports torchvision."""
     from torchvision import models
 
     return [DIGITS, *models.list_models(module=models)]
@@ -36,7 +36,7 @@ def known_models() -> list[str]:
 
 @cache
 def timm_models() -> dict[str, list[str]]:
-    """timm's models and the tags of their pretrained weights; imports timm."""
+    """Returns timm's models, each with the tags of its pretrained weights; imports timm."""
     import timm
 
     found: dict[str, list[str]] = {name: [] for name in timm.list_models()}
@@ -47,7 +47,7 @@ def timm_models() -> dict[str, list[str]]:
 
 
 def known_weights(model: str) -> list[str]:
-    """The names of the pretrained weights of a model of torchvision or timm; none of others."""
+    """Returns the names of the pretrained weights of a torchvision or timm model; else none."""
     if model.startswith(TIMM):
         return [*timm_models().get(timm_name(model)[0], []), "DEFAULT"]
     if model == DIGITS or ":" in model:
@@ -64,7 +64,7 @@ def timm_name(name: str) -> tuple[str, str]:
 
 
 def check_model(name: str) -> None:
-    """Raises ConfigError if there is no such model; imports torchvision or timm if it is theirs."""
+    """Raises ConfigError if there is no such model; imports torchvision or timm if needed."""
     if name == DIGITS:
         return
     if name.startswith(TIMM):
@@ -77,7 +77,7 @@ def check_model(name: str) -> None:
             )
         if tag and tag not in models[model]:
             raise ConfigError(
-                f"model.name = {name!r}: {model} has the weights "
+                f"model.name = {name!r}: the weights of {model} are "
                 f"{', '.join(models[model]) or '(none)'}."
                 f"{did_you_mean(tag, models[model])}"
             )

@@ -32,7 +32,7 @@ _NAMED = 4  # tensors listed in a message
 def check_weights(
     config: ModelConfig, storage: str, is_begun: Callable[[], bool] = lambda: False
 ) -> ModelConfig:
-    """Returns the config with the path of a file or run; imports what the model is from.
+    """Returns the config with the path of a file or run; imports the package of the model.
 
     Args:
         storage: folder or URI in which runs are looked up by name.

@@ -173,7 +173,7 @@ def prepare_alone(config: TrainConfig, task: Task, world: World) -> Kept:
     set_up(world, config.compute)
     data, eval_data = _open(config, task, world)
     failpoint("start.alone", world.of_run(0))
-    versions_here()  # are cached
+    versions_here()  # caches them
     identity = RunIdentity.of(config, data, eval_data, task)
     kept = Kept((data, eval_data), identity, None, {}, has_trained=False)
     if not _keeps_model(config, task):

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same data, and that a resumed run has its former data."""
+"""Checks that all ranks have the same data, and that a resumed run has the same data as before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RunIdentity:
         train, eval: fingerprints; "" if there is no evaluation set.
         train_rows, eval_rows: the number of rows of each set.
         classes: class names, if the task has any.
-        code: hashes of the user's modules that the config names, by module.
+        code: SHA-256 of each module of the user that the config names, by module name.
         image_size: side of the training images as they are stored, in pixels; 0: unknown.
     """
 
@@ -75,7 +75,7 @@ class RunIdentity:
                 )
 
     def require_same(self, checkpoint: Checkpoint) -> None:
-        """Raises DataError if the checkpoint was made with different data; names which."""
+        """Raises DataError if the checkpoint was made with different data, and names them."""
         before = checkpoint.manifest.data_fingerprint
         document = json.loads(checkpoint.read("state.json"))
         if before != self.train:

@@ -14,15 +14,15 @@ from raytrain_ddp.training.runtime.world import World, broadcast, software_versi
 
 
 def versions_here() -> dict[str, str]:
-    """The versions of the software that decides the result, by name."""
+    """Returns the versions of the software that affects the result, by name."""
     return {"raytrain_ddp": package_version(), **software_versions()}
 
 
 def require_same_nodes(world: World) -> None:
-    """All ranks take part.
+    """Compares the versions of all ranks; all ranks take part.
 
     Raises:
-        PreflightError: this rank has another version than rank 0.
+        PreflightError: a version on this rank differs from that on rank 0.
     """
     mine, here = versions_here(), socket.gethostname()
     first, there = broadcast((mine, here), world)

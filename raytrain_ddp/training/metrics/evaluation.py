@@ -41,7 +41,7 @@ def evaluation_of(
     threads: LoaderThreads,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """The metrics and tables of `evaluate`, as `events.Eval` has them; all ranks take part.
+    """Returns the metrics and tables of `evaluate`, for `events.Eval`; all ranks take part.
 
     Raises:
         DataError: too many bad records. TaskError: the metrics lack the task's monitor.

@@ -211,8 +211,8 @@ class Best:
         self.monitor, self.goal, self._sign = monitor, goal, 1 if goal == "max" else -1
 
     def among(self, store: CheckpointStore) -> CheckpointName | None:
-        """The best checkpoint that has an evaluation: of equal ones the one with the lower loss,
-        then the earliest."""
+        """Returns the best evaluated checkpoint; of equal ones, the one with the lower loss, then
+        the earliest."""
         rated = []
         for name in store.names():
             with suppress(CheckpointError, FileNotFoundError):  # `latest` reports damaged ones

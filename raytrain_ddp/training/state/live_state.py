@@ -39,7 +39,8 @@ class LiveState:
         tensors: those in the files.
         kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
-        best_step: of the best evaluation so far, whose checkpoint must exist to continue; 0: none.
+        best_step: the step of the best evaluation so far, whose checkpoint must exist to continue;
+            0: none.
     """
 
     manifest: Manifest
@@ -118,11 +119,12 @@ def most_advanced(
     world: World,
     existing: Existing | None = None,
 ) -> LiveCheckpoint | None:
-    """The most advanced state of all ranks. All ranks take part, and all get the same.
+    """Returns the most advanced state of all ranks, the same on each. All ranks take part.
 
-    None if there is none, or if the newest checkpoint is better: it is newer, or the best weights
-    are lost (rank 0 died while it committed them) but follow from it, or survivors at the same step
-    have different weights, and it is unknown which are right.
+    Returns None if there is none, or if the newest checkpoint is to be used instead: it is newer;
+    or the best weights are lost (rank 0 died while it committed them), but training from the
+    checkpoint computes them again; or survivors at the same step have different weights, and it is
+    unknown which are right.
 
     Args:
         stored: the steps of all checkpoints, the same on all ranks.
