@@ -241,4 +241,4 @@ def test_the_tests_for_real_gpus_pass_on_an_emulated_gpu(libraries: Path, tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "5 passed" in done.stdout
+    assert "2 passed" in done.stdout
