@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from leaving import LEAVING
 
 import raytrain_ddp
 
@@ -49,8 +50,6 @@ SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict",
 SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
 MAX_LINES = 500
 MAX_TEST_LINES = 28_000
-LEAVING = ("test_several_optimizers.py", "test_settling.py", "test_loader_processes.py")
-LEAVING += ("test_hf_layouts.py", "test_tracebacks.py")
 
 
 def name_of(path: Path) -> str:
