@@ -181,11 +181,15 @@ def test_a_consequential_error_is_not_blamed_even_if_it_arrives_first(local: Loc
     """The connection of a killed process may close before its exit is noticed."""
     script = """
 if rank == 0:
+    with open("pid", "w") as file:
+        file.write(str(os.getpid()))
     mark("followed")
     raise RuntimeError("Connection reset by peer")
 if rank == 1:
     until("followed")
-    time.sleep(0.2)
+    first = open("pid").read()
+    while os.path.exists(f"/proc/{first}"):
+        time.sleep(0.005)
     os._exit(5)
 time.sleep(60)
 """
