@@ -113,8 +113,8 @@ def loaded() -> UserCode:
 
 def hashes(*names: str) -> dict[str, str]:
     """Returns module -> hex SHA-256 of its source, for the names that refer to a user's code, such
-    as ``file.py:Task`` or ``package.module:model``. Imports nothing. Leaves out a module whose file
-    does not exist here and was not received from the driver."""
+    as ``file.py:Task`` or ``package.module:model``. Imports nothing. Leaves out an installed module
+    (``timm:resnet50``), and one whose file does not exist here and was not received."""
     found = {}
     for name in names:
         place = name.rpartition(":")[0]
@@ -123,6 +123,8 @@ def hashes(*names: str) -> dict[str, str]:
         files = [Path(folder, below) for folder in sys.path] if place else []
         files = [path for each in files for path in (each.with_suffix(".py"), each / "__init__.py")]
         for path in [Path(place)] if is_file else files:
+            if any(part in str(path) for part in _INSTALLED):
+                continue
             with suppress(OSError):
                 _, source = _finder.sources.get(own) or ("", path.read_bytes())
                 found[own] = hashlib.sha256(source).hexdigest()

@@ -173,7 +173,7 @@ def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):
     assert before == {"own": hashlib.sha256(b"raise SystemExit").hexdigest()}
     (tmp_path / "own.py").write_text("1 / 0")
     assert user_code.hashes(name)["own"] != before["own"]
-    for unknown in ("nothing.at.all:Task", "gone.py:Task", "image-classification"):
+    for unknown in ("nothing.at.all:Task", "gone.py:Task", "image-classification", "timm:resnet50"):
         assert user_code.hashes(unknown) == {}
 
 
