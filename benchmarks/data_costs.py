@@ -132,7 +132,7 @@ def conversion(size: Size) -> dict[str, float]:
     source, dest = Path(size.folder) / "images", Path(size.folder) / "converted"
     images = list(source.glob("*/*.jpg"))
     shutil.rmtree(dest, ignore_errors=True)
-    command = [sys.executable, "-m", "raytrain_ddp.convert", str(source), str(dest)]
+    command = [sys.executable, "-m", "raytrain_ddp.tools.convert", str(source), str(dest)]
     began = time.perf_counter()
     try:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -32,8 +32,8 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import EvalConfig, LogConfig, ModelConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.splits import open_splits
-from raytrain_ddp.predict.__main__ import main as predict
 from raytrain_ddp.tasks.task_check import metrics_of
+from raytrain_ddp.tools.predict.__main__ import main as predict
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.runtime.world import World
 

@@ -36,10 +36,10 @@ from raytrain_ddp import events
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.event_log import EventLog
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.training.membership.roster import Member, beat_s
 from raytrain_ddp.training.metrics.metric_states import TreeMetrics
 from raytrain_ddp.training.monitoring import step_timing

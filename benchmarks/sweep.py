@@ -98,7 +98,7 @@ def line(run: Run) -> str:
 def command(contender: str, args: argparse.Namespace, place: Path) -> list[str]:
     sizes = ["--trials", str(args.trials), "--epochs", str(args.epochs)]
     if contender == "sweep":
-        words = ["-m", "raytrain_ddp.sweep", "digits", *sizes, "--parallel", str(PARALLEL)]
+        words = ["-m", "raytrain_ddp.tools.sweep", "digits", *sizes, "--parallel", str(PARALLEL)]
         words += ["--space", "optim.lr=log:1e-3:1", "model.dropout=0:0.5"]
         words += ["--storage", str(place), "--name", "s", "--micro-batch", "64"]
         return [sys.executable, *words]

@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Thread
 from urllib.request import urlopen
 
-from raytrain_ddp.watch.http_server import WatchServer
-from raytrain_ddp.watch.watched_runs import WatchedRuns
+from raytrain_ddp.tools.watch.http_server import WatchServer
+from raytrain_ddp.tools.watch.watched_runs import WatchedRuns
 
 
 def line(step: int) -> str:

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from raytrain_ddp.driver.fit_driver import fit as fit
     from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
-    from raytrain_ddp.inference.loaded_model import load as load
     from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
+    from raytrain_ddp.tools.inference.loaded_model import load as load
 
 _HOMES = {
     "ArraySource": "data.array_source",

@@ -28,7 +28,7 @@ COMMANDS = {
     "watch": "Show all runs of a storage in a browser, live",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_IN_PACKAGES = {"predict", "export", "convert", "doctor", "report", "sweep", "watch", "chaos"}
+_TOOLS = {"predict", "export", "convert", "doctor", "report", "sweep", "watch", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,7 +68,9 @@ def console_script() -> None:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"raytrain_ddp.{name}{'.__main__' * (name in _IN_PACKAGES)}")
+    return import_module(
+        f"raytrain_ddp.tools.{name}.__main__" if name in _TOOLS else f"raytrain_ddp.{name}"
+    )
 
 
 def _command(name: str) -> Any:

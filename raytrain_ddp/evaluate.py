@@ -318,7 +318,7 @@ def _print_classes(task: Any, counts: Tensor) -> None:
     """counts: (classes, 5): tp, fp, tn, fn, support."""
     from rich.table import Table
 
-    from raytrain_ddp.display.terminal import terminal
+    from raytrain_ddp.tools.display.terminal import terminal
 
     table = Table("class", "samples", "right", "precision", "recall", box=None)
     for column in table.columns[1:]:

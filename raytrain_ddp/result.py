@@ -72,8 +72,8 @@ class FitResult:
         Returns:
             matplotlib's figure, which notebooks display; `savefig` writes it.
         """
-        from raytrain_ddp.display.curves_png import figure_of
-        from raytrain_ddp.report.run_files import read_run
+        from raytrain_ddp.tools.display.curves_png import figure_of
+        from raytrain_ddp.tools.report.run_files import read_run
 
         run = read_run(self.path)
         return figure_of(sorted([*run.train, *run.evals], key=lambda each: each.step), run.name)
@@ -89,7 +89,7 @@ class FitResult:
             ConfigError: the file cannot be written.
             PreflightError: the storage does not answer.
         """
-        from raytrain_ddp.report.write import write_report
+        from raytrain_ddp.tools.report.write import write_report
 
         place = None if out is None else os.fspath(out)
         return ReportFile(write_report([self.path], place, predict, "auto"))

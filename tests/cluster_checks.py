@@ -14,7 +14,7 @@ import pytest
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.spot import __main__ as spot
+from raytrain_ddp.tools.spot import __main__ as spot
 
 jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml")
 
@@ -159,7 +159,7 @@ def check_cluster_spec(spec: dict[str, Any]) -> None:
         assert [each["key"] for each in pod.get("tolerations", [])] == gpus
         if group is not head:  # a node that ends is drained, while Kubernetes waits for the pod
             hook = container["lifecycle"]["preStop"]["exec"]["command"]
-            assert hook[:3] == ["python", "-m", "raytrain_ddp.spot"]
+            assert hook[:3] == ["python", "-m", "raytrain_ddp.tools.spot"]
             seconds = spot.parser().parse_args(hook[3:]).seconds
             assert 0 < seconds < pod["terminationGracePeriodSeconds"]
         mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}

@@ -61,8 +61,14 @@ class Answer:
     cpu_s: float
 
 
+def module_of(name: str) -> str:
+    """The module of a command."""
+    is_tool = (ROOT / "raytrain_ddp" / "tools" / name).exists()
+    return f"raytrain_ddp.{'tools.' * is_tool}{name}"
+
+
 def run_cli(name: str, *argv: str, cwd: Path, warm: bool = False) -> Answer:
-    """Runs ``python -m raytrain_ddp.<name> argv...`` in a separate process.
+    """Runs ``raytrain <name> argv...`` in a separate process.
 
     Args:
         warm: fork the process from one that has loaded torch and matplotlib, which are then
@@ -71,7 +77,7 @@ def run_cli(name: str, *argv: str, cwd: Path, warm: bool = False) -> Answer:
     import warm_python  # not available where this file is used alone, with a task
 
     note = cwd / ".note.json"
-    environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": f"raytrain_ddp.{name}"}
+    environment = {**os.environ, **ENVIRONMENT, "TEST_COMMAND": module_of(name)}
     environment.pop("RAY_ADDRESS", None)
     run = warm_python.run if warm else subprocess.run
     done = run(

@@ -31,6 +31,7 @@ RANKS = [
     {"data", "checkpoint"},
     {"tasks"},
     {"training"},
+    {"tools"},
     {"inference"},
     {"result"},
     {"display"},
@@ -47,7 +48,7 @@ RANKS = [
 # The only parts that import Ray.
 SPEAK_RAY = {"ray_backend", "launcher", "doctor", "chaos", "convert", "predict", "sweep"}
 # Of a part that does little with Ray: a sweep is drawn, continued and reported without it.
-SPEAK_RAY_ALONE = {"sweep": "sweep/tune_engine.py"}
+SPEAK_RAY_ALONE = {"sweep": "tools/sweep/tune_engine.py"}
 MAX_LINES = 500
 MAX_TEST_LINES = 28_000
 
@@ -57,8 +58,12 @@ def name_of(path: Path) -> str:
 
 
 def part_of(path: Path) -> str:
-    """``training/loop.py`` -> training, ``fit.py`` -> fit."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """``training/loop.py`` -> training, ``fit.py`` -> fit, ``tools/chaos/screen.py`` -> chaos."""
+    return part_named(*path.relative_to(PACKAGE).parts).removesuffix(".py")
+
+
+def part_named(first: str, *rest: str) -> str:
+    return rest[0] if first == "tools" and len(rest) > 1 else first
 
 
 def rank_of(part: str) -> int:
@@ -91,7 +96,8 @@ def test_imports_follow_the_ranks():
         if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
             continue  # offers names from everywhere; holds data
         mine, turned = part_of(path), TURN_BACK.get(name_of(path), set())
-        ours = {name.split(".")[1] for name in imports(path) if name.startswith("raytrain_ddp.")}
+        names = [name.split(".")[1:] for name in imports(path) if name.startswith("raytrain_ddp.")]
+        ours = {part_named(*name) for name in names}
         for theirs in ours - {mine} - turned:
             if rank_of(theirs) >= rank_of(mine):
                 wrong.append(f"{name_of(path)} imports {theirs}")
@@ -164,8 +170,14 @@ def test_commands_load_neither_torch_nor_ray_before_they_need_them():
 
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
     packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos", "sweep")
-    light = ("fit", "evaluate", "run", *(f"{name}.__main__" for name in (*packages, "spot")))
-    light += ("driver.fit_driver", "driver.preflight", "ray_backend.worker", "doctor.examine")
-    light += ("report.write", "data.order.epoch_order", "watch.http_server", "sweep.run_sweep")
+    light = ("fit", "evaluate", "run", *(f"tools.{name}.__main__" for name in (*packages, "spot")))
+    light += (
+        "driver.fit_driver",
+        "driver.preflight",
+        "ray_backend.worker",
+        "data.order.epoch_order",
+    )
+    parts = ("doctor.examine", "report.write", "watch.http_server", "sweep.run_sweep")
+    light += tuple(f"tools.{name}" for name in parts)
     modules = ", ".join(f"raytrain_ddp.{name}" for name in light)
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}

@@ -22,10 +22,10 @@ from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.automatic import settled_without_gpu
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.tools.display.progress_display import Display
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")
 EPOCHS = ("--epochs", "1", "--eval.every-epochs", "1")

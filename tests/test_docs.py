@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 import raytrain_ddp
-from raytrain_ddp.chaos.__main__ import parse as parse_chaos
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.doctor.__main__ import parse as parse_doctor
 from raytrain_ddp.run import parse as parse_run
-from raytrain_ddp.spot import __main__ as spot
-from raytrain_ddp.sweep.__main__ import parse as parse_sweep
+from raytrain_ddp.tools.chaos.__main__ import parse as parse_chaos
+from raytrain_ddp.tools.doctor.__main__ import parse as parse_doctor
+from raytrain_ddp.tools.spot import __main__ as spot
+from raytrain_ddp.tools.sweep.__main__ import parse as parse_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS = ROOT / "raytrain_ddp", ROOT / "docs"
@@ -104,7 +104,8 @@ def commands_of(text: str) -> Iterator[str]:
     sentence."""
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", text)]
     for line in (*lines_of_code(text), *inline):
-        for found in re.findall(r"(?:python -m raytrain_ddp[. ]|\braytrain )([a-z]+\b.*)", line):
+        name = r"(?:python -m raytrain_ddp(?:\.tools)?[. ]|\braytrain )"
+        for found in re.findall(rf"{name}([a-z]+\b.*)", line):
             yield f"python -m raytrain_ddp.{found}"
         if line.startswith("sbatch clusters/slurm.sbatch "):
             yield line.replace("sbatch clusters/slurm.sbatch", "python -m raytrain_ddp.fit")

@@ -58,7 +58,7 @@ import numpy, torch
 from rich.console import Console
 from raytrain_ddp import TrainConfig, fit, fit_locally, load
 from raytrain_ddp.config.sections import ScalingConfig
-from raytrain_ddp.display.progress_display import Display
+from raytrain_ddp.tools.display.progress_display import Display
 
 case, storage, fail = sys.argv[1:]
 os.environ["KEPT"] = "1"

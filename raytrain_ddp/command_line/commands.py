@@ -76,5 +76,6 @@ def program() -> str:
 
 
 def invocation(name: str) -> str:
-    """How the command was called: ``raytrain fit`` or ``python -m raytrain_ddp.fit``."""
-    return f"{program()} {name}" if program() else f"python -m raytrain_ddp.{name}"
+    """How the command was called: ``raytrain sweep`` or ``python -m raytrain_ddp.tools.sweep``."""
+    module = name if name in ("fit", "run", "evaluate") else f"tools.{name}"
+    return f"{program()} {name}" if program() else f"python -m raytrain_ddp.{module}"

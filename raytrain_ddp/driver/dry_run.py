@@ -12,7 +12,6 @@ from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.splits import Splits
-from raytrain_ddp.display.formatting import format_data
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete
 from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
@@ -26,6 +25,7 @@ from raytrain_ddp.ray_backend.placement import (
     local_resources,
     missing_resources,
 )
+from raytrain_ddp.tools.display.formatting import format_data
 
 if TYPE_CHECKING:
     from torch import nn

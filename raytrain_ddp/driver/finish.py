@@ -30,11 +30,11 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.effects import IMAGES
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display.bottleneck import split_of
-from raytrain_ddp.display.curves_png import draw_curves
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult
+from raytrain_ddp.tools.display.bottleneck import split_of
+from raytrain_ddp.tools.display.curves_png import draw_curves
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1
@@ -134,7 +134,7 @@ def run_summary(
         commands.append(("evaluate", f"python -m raytrain_ddp.evaluate {word}"))
     if result.monitor and config.task == IMAGES:
         out = shlex.quote(f"{name}.csv")
-        commands.append(("predict", f"python -m raytrain_ddp.predict {word} --out {out}"))
+        commands.append(("predict", f"raytrain predict {word} --out {out}"))
     if not is_importable:
         commands.append(("train longer", "run the same Python code again, with more epochs"))
     elif result.status == "interrupted":
@@ -142,7 +142,7 @@ def run_summary(
     elif "://" not in place:
         commands.append(("train longer", f"{again} {_twice(config, result)}"))
         commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
-    commands.append(("report", f"python -m raytrain_ddp.report {word}"))
+    commands.append(("report", f"raytrain report {word}"))
     if config.log.tensorboard and "://" not in place:
         commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))
     paths = {"curves": below(place, CURVES_FILE), "metrics": below(place, METRICS_FILE)}

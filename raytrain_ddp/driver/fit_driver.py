@@ -19,8 +19,6 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.effects import effect_notes, ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display.curves_png import load_matplotlib
-from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
     draw_run_curves,
@@ -39,6 +37,8 @@ from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
+from raytrain_ddp.tools.display.curves_png import load_matplotlib
+from raytrain_ddp.tools.display.progress_display import Display
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession

@@ -26,13 +26,13 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run
 from raytrain_ddp.driver.run_ownership import driven
 from raytrain_ddp.errors import ConfigError, RunLockedError
+from raytrain_ddp.tools.display.progress_display import Display
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"
 

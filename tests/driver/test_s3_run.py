@@ -18,7 +18,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.report.run_files import read_run
+from raytrain_ddp.tools.report.run_files import read_run
 
 
 @pytest.fixture(scope="module")

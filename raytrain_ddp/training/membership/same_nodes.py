@@ -32,5 +32,5 @@ def require_same_nodes(world: World) -> None:
             raise PreflightError(
                 f"rank {world.of_run(world.rank)} (host {here}) has {name} {own}, rank "
                 f"{world.of_run(0)} (host {there}) has {other}: install the same version on all "
-                "nodes (python -m raytrain_ddp.doctor compares them)."
+                "nodes (raytrain doctor compares them)."
             )

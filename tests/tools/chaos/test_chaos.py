@@ -19,11 +19,16 @@ from processes import Group, run_cli
 from tiny import TOTAL_STEPS, plain, run_tiny, tiny_config
 from warm_python import WarmPython
 
-from raytrain_ddp.chaos.__main__ import parse
-from raytrain_ddp.chaos.comparison import results_of
-from raytrain_ddp.chaos.experiment import ChaosOptions, ChaosOutcome, chaos
-from raytrain_ddp.chaos.fault_plan import DRIVER, Fault, RunShape, armed, draw_faults
-from raytrain_ddp.chaos.observation import (
+from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, checkpoint_store, run_storage
+from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
+from raytrain_ddp.failpoints import SITES, arm
+from raytrain_ddp.tools.chaos.__main__ import parse
+from raytrain_ddp.tools.chaos.comparison import results_of
+from raytrain_ddp.tools.chaos.experiment import ChaosOptions, ChaosOutcome, chaos
+from raytrain_ddp.tools.chaos.fault_plan import DRIVER, Fault, RunShape, armed, draw_faults
+from raytrain_ddp.tools.chaos.observation import (
     TAG,
     FaultMonitor,
     FiredFault,
@@ -33,12 +38,7 @@ from raytrain_ddp.chaos.observation import (
     tag,
     tagged,
 )
-from raytrain_ddp.chaos.runners import LocalRunner, RayRunner, Zygote
-from raytrain_ddp.checkpoint.run_folder import METRICS_FILE, checkpoint_store, run_storage
-from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, ScalingConfig
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
-from raytrain_ddp.failpoints import SITES, arm
+from raytrain_ddp.tools.chaos.runners import LocalRunner, RayRunner, Zygote
 
 HERE = Path(__file__).parents[2]
 SHAPE = RunShape(total_steps=100, world_size=3, save_every=5)
@@ -262,7 +262,7 @@ class Frozen(Scripted):
 def test_a_run_without_progress_is_killed_and_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("raytrain_ddp.chaos.observation.STUCK_S", 0.1)
+    monkeypatch.setattr("raytrain_ddp.tools.chaos.observation.STUCK_S", 0.1)
     faults = FaultMonitor([], tmp_path / "fired")
     runner = Frozen([(0, "")], tmp_path / "fired")
     ran = drive(runner, LogFollower(tmp_path / METRICS_FILE), faults, Watcher())
@@ -333,7 +333,7 @@ def warm_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
     Its leftover processes could not be found: a fork keeps the original environment in /proc.
     """
     started = SimpleNamespace(Popen=WarmPython, PIPE=subprocess.PIPE)
-    monkeypatch.setattr("raytrain_ddp.chaos.runners.subprocess", started)
+    monkeypatch.setattr("raytrain_ddp.tools.chaos.runners.subprocess", started)
 
 
 def tiny_order(storage: Path, kills: int, drivers: int, epochs: int, seed: int = 0) -> ChaosOptions:
@@ -574,7 +574,7 @@ def test_the_command_prints_the_faults_the_verdict_and_the_line_that_replays_it(
     assert "disturbed: 2 faults in 6 steps" in answer.out
     for words in ("weights (sha256)", "equal to the last bit", "useful 6 / executed"):
         assert words in answer.out
-    assert f"python -m raytrain_ddp.chaos {' '.join(argv)}" in answer.out
+    assert f"raytrain chaos {' '.join(argv)}" in answer.out
     assert list((tmp_path / "runs").iterdir()) == []
 
 

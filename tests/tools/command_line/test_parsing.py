@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import module_of
 
 from raytrain_ddp.__main__ import COMMANDS
 from raytrain_ddp.command_line import Command, parse_fit, parse_with_recipe
@@ -28,7 +29,7 @@ TRAINING = ("fit", "doctor", "chaos", "sweep")
 
 
 def command(name: str) -> Command[Any]:
-    module = f"raytrain_ddp.{name}"
+    module = module_of(name)
     found = import_module(module)
     return (found if hasattr(found, "COMMAND") else import_module(f"{module}.__main__")).COMMAND
 

@@ -31,16 +31,7 @@ from processes import run_cli
 
 from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.convert import destination as stage_module
-from raytrain_ddp.convert.__main__ import fit_command, main
-from raytrain_ddp.convert.conversion import Converted, convert
-from raytrain_ddp.convert.destination import Stage, read_dataset_file, verify
-from raytrain_ddp.convert.options import ConvertConfig
-from raytrain_ddp.convert.pixels import PixelCounts, decode_image, encode_png, shrink_image
-from raytrain_ddp.convert.shard_writer import Tell, write_shard
-from raytrain_ddp.convert.task_runners import ProcessPool
 from raytrain_ddp.data.formats.shard_images import ShardImages
-from raytrain_ddp.display.work_meter import shown
 from raytrain_ddp.errors import (
     ConfigError,
     DataError,
@@ -48,6 +39,15 @@ from raytrain_ddp.errors import (
     RaytrainError,
     RunLockedError,
 )
+from raytrain_ddp.tools.convert import destination as stage_module
+from raytrain_ddp.tools.convert.__main__ import fit_command, main
+from raytrain_ddp.tools.convert.conversion import Converted, convert
+from raytrain_ddp.tools.convert.destination import Stage, read_dataset_file, verify
+from raytrain_ddp.tools.convert.options import ConvertConfig
+from raytrain_ddp.tools.convert.pixels import PixelCounts, decode_image, encode_png, shrink_image
+from raytrain_ddp.tools.convert.shard_writer import Tell, write_shard
+from raytrain_ddp.tools.convert.task_runners import ProcessPool
+from raytrain_ddp.tools.display.work_meter import shown
 
 CLASSES = ("ant", "bee", "cow")
 TRAIN, VAL = 60, 12
@@ -739,7 +739,14 @@ def test_a_killed_conversion_ends_its_processes_and_can_be_continued(folder: Pat
     for number in range(24):  # 8 MB in all
         noise = np.random.Generator(np.random.Philox(number)).integers(0, 256, (340, 340, 3))
         Image.fromarray(noise.astype(np.uint8)).save(big / f"{number}.png", compress_level=0)
-    command = [sys.executable, "-m", "raytrain_ddp.convert", str(big.parent), str(dest), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "raytrain_ddp.tools.convert",
+        str(big.parent),
+        str(dest),
+        *options,
+    ]
     with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 30
         while not list(hidden(dest).glob("state/*.parquet.json")) and time.monotonic() < deadline:
@@ -778,13 +785,13 @@ def test_an_existing_spool_is_not_rewritten(
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.convert.conversion.write_shard", no_shards)
+        patch.setattr("raytrain_ddp.tools.convert.conversion.write_shard", no_shards)
         with pytest.raises(Stopped):
             run_convert(converted, tmp_path / "out")
     spool = sorted((hidden(tmp_path / "out") / "state" / "spool").iterdir())
     assert spool
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.convert.spool.write_spool", no_shards)
+        patch.setattr("raytrain_ddp.tools.convert.spool.write_spool", no_shards)
         with pytest.raises(Stopped):  # of the other split
             run_convert(converted, tmp_path / "out")
     run_convert(converted, tmp_path / "out")
@@ -816,7 +823,7 @@ def test_continuing_with_other_input_is_refused(
         return write_shard(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr("raytrain_ddp.convert.conversion.write_shard", stop_at_second)
+        patch.setattr("raytrain_ddp.tools.convert.conversion.write_shard", stop_at_second)
         with pytest.raises(Stopped):
             run_convert(source.parent, tmp_path / "out", **SMALL)
     if change.pop("touch", False):
@@ -1116,7 +1123,7 @@ def test_invalid_input_is_refused_in_one_line_with_its_exit_status(
 
 def test_help_loads_nothing_heavy(tmp_path: Path):
     code = (
-        "import sys\nfrom raytrain_ddp.convert.__main__ import main\n"
+        "import sys\nfrom raytrain_ddp.tools.convert.__main__ import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print({'torch', 'ray', 'numpy', 'pyarrow', 'PIL'} & set(sys.modules), file=sys.stderr)"
     )
@@ -1152,7 +1159,7 @@ def test_a_conversion_on_ray_has_the_same_bytes(
 ):
     import ray
 
-    from raytrain_ddp.convert.task_runners import on_cluster
+    from raytrain_ddp.tools.convert.task_runners import on_cluster
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:

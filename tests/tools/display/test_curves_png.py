@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from raytrain_ddp.display import curves, curves_png
-from raytrain_ddp.display.axes import smoothed
+from raytrain_ddp.tools.display import curves, curves_png
+from raytrain_ddp.tools.display.axes import smoothed
 
 
 def draw_curves(records: list[dict[str, Any]], *given: Any) -> None:
@@ -205,7 +205,7 @@ def test_smoothing_leaves_out_what_is_not_finite() -> None:
 
 def test_matplotlib_is_imported_lazily_and_pyplot_never() -> None:
     script = (
-        "import io, sys, raytrain_ddp.display.curves_png as curves\n"
+        "import io, sys, raytrain_ddp.tools.display.curves_png as curves\n"
         "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
         "curves.draw_curves([], io.BytesIO(), '')\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"

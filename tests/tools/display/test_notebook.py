@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from raytrain_ddp.display.notebook import in_notebook
+from raytrain_ddp.tools.display.notebook import in_notebook
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook.ipynb"
 # The cell interrupts itself: the kernel's interrupt is a SIGINT.

@@ -15,11 +15,11 @@ from event_records import event
 from rich.console import Console
 from rich.text import Text
 
-from raytrain_ddp.display import progress_display as module
-from raytrain_ddp.display import redraw
-from raytrain_ddp.display.formatting import error_summary
-from raytrain_ddp.display.progress_display import Pace
 from raytrain_ddp.result import FitResult
+from raytrain_ddp.tools.display import progress_display as module
+from raytrain_ddp.tools.display import redraw
+from raytrain_ddp.tools.display.formatting import error_summary
+from raytrain_ddp.tools.display.progress_display import Pace
 
 TRACEBACK = """The task failed:
 Traceback (most recent call last):
@@ -617,7 +617,7 @@ def test_no_color_disables_colors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_training_continues_when_the_reader_of_the_pipe_exits() -> None:
     """Ctrl-C ends tee first in ``fit | tee log``: the run still has a checkpoint to write."""
     script = (
-        "import sys; from raytrain_ddp.display.progress_display import Display\n"
+        "import sys; from raytrain_ddp.tools.display.progress_display import Display\n"
         "from raytrain_ddp.events import Note\n"
         "with Display() as display:\n"
         "    for n in range(20000): display.handle(Note('x' * 50))\n"
@@ -637,7 +637,7 @@ def test_training_continues_when_the_reader_of_the_pipe_exits() -> None:
 
 def test_the_display_needs_neither_torch_nor_ray() -> None:
     script = (
-        "import sys, raytrain_ddp.display.progress_display\n"
+        "import sys, raytrain_ddp.tools.display.progress_display\n"
         "print([name for name in ('torch', 'ray', 'numpy', 'pyarrow') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

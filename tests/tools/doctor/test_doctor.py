@@ -22,20 +22,20 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import to_dict
-from raytrain_ddp.display.formatting import format_bytes
-from raytrain_ddp.doctor import (
+from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.tools.display.formatting import format_bytes
+from raytrain_ddp.tools.doctor import (
     cluster_probe,
     dataset_probe,
     machine_facts,
     network_facts,
     storage_probe,
 )
-from raytrain_ddp.doctor.__main__ import main
-from raytrain_ddp.doctor.assessment import assess
-from raytrain_ddp.doctor.examine import examine
-from raytrain_ddp.doctor.output_table import show
-from raytrain_ddp.doctor.rows import Note, Report, Row, format_duration, format_rate, grouped
-from raytrain_ddp.ray_backend.ray_settings import SETTINGS
+from raytrain_ddp.tools.doctor.__main__ import main
+from raytrain_ddp.tools.doctor.assessment import assess
+from raytrain_ddp.tools.doctor.examine import examine
+from raytrain_ddp.tools.doctor.output_table import show
+from raytrain_ddp.tools.doctor.rows import Note, Report, Row, format_duration, format_rate, grouped
 
 GIB = 2**30
 Findings = dict[str, Any]
@@ -671,7 +671,7 @@ def test_a_storage_folder_not_shared_by_the_node_is_found_before_the_run(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cluster_probe, "measure_all_reduces", lambda *_: [])
-    monkeypatch.setattr("raytrain_ddp.doctor.examine._SEEN_S", 0.5)
+    monkeypatch.setattr("raytrain_ddp.tools.doctor.examine._SEEN_S", 0.5)
     config = TrainConfig(storage="/proc/self/cwd/runs")  # each process has its own
     phases: list[str] = []
     report = examine(config, None, phases.append)

@@ -28,10 +28,10 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.doctor.output_table import show
-from raytrain_ddp.doctor.rows import Report, Row
-from raytrain_ddp.doctor.run_status import assess_run, read_status
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.tools.doctor.output_table import show
+from raytrain_ddp.tools.doctor.rows import Report, Row
+from raytrain_ddp.tools.doctor.run_status import assess_run, read_status
 
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
 FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; resuming from step 10"}

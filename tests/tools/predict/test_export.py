@@ -27,9 +27,9 @@ from raytrain_ddp.errors import (
     RaytrainError,
     RunLockedError,
 )
-from raytrain_ddp.export import __main__ as command
-from raytrain_ddp.export import reload
-from raytrain_ddp.export.__main__ import main as export
+from raytrain_ddp.tools.export import __main__ as command
+from raytrain_ddp.tools.export import reload
+from raytrain_ddp.tools.export.__main__ import main as export
 
 PAGE = Path(command.__file__).parents[2] / "docs/how-to/export.md"
 FILES = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import module_of
 
 from raytrain_ddp import DataConfig, TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.lease import Lease
@@ -20,14 +21,14 @@ from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.evaluate import main
-from raytrain_ddp.report.write import write_report
+from raytrain_ddp.tools.report.write import write_report
 
 LIMIT_S = 120.0
 
 
 @contextmanager
 def command(name: str, *argv: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-m", f"raytrain_ddp.{name}", *argv]
+    words = [sys.executable, "-m", module_of(name), *argv]
     with subprocess.Popen(words, cwd=cwd, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process

@@ -24,8 +24,8 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.evaluate import main as evaluate
-from raytrain_ddp.inference.given_images import GivenImages
 from raytrain_ddp.tasks.small_networks import DigitsCNN
+from raytrain_ddp.tools.inference.given_images import GivenImages
 
 
 def plain(run: str, model: torch.nn.Module) -> torch.nn.Module:

@@ -14,8 +14,8 @@ from parquet_files import hugging_face, png, write_parquet
 from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally
 from raytrain_ddp.config.sections import LogConfig, LossConfig
 from raytrain_ddp.evaluate import main as evaluate
-from raytrain_ddp.export.__main__ import main as export
-from raytrain_ddp.predict.__main__ import main as predict
+from raytrain_ddp.tools.export.__main__ import main as export
+from raytrain_ddp.tools.predict.__main__ import main as predict
 
 ROWS = 16
 

@@ -25,7 +25,7 @@ from s3 import s3_server
 from test_loaded_model import plain
 from tiny import TinyTask, tiny_config
 
-import raytrain_ddp.predict.__main__ as command
+import raytrain_ddp.tools.predict.__main__ as command
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.errors import (
@@ -38,8 +38,8 @@ from raytrain_ddp.errors import (
     TaskError,
 )
 from raytrain_ddp.evaluate import main as evaluate
-from raytrain_ddp.predict.output_parts import OutputParts
 from raytrain_ddp.tasks.small_networks import DigitsCNN
+from raytrain_ddp.tools.predict.output_parts import OutputParts
 
 DIGITS = Path(command.__file__).parents[1] / "data/digits/test-00000-of-00001.parquet"
 
@@ -479,7 +479,7 @@ def test_a_full_disk_is_named_and_nothing_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("raytrain_ddp.predict.output_parts.pq.write_table", full)
+        patched.setattr("raytrain_ddp.tools.predict.output_parts.pq.write_table", full)
         with pytest.raises(PreflightError, match="cannot be written: No space left on device"):
             predict(digits, "--out", tmp_path / "p.csv")
     assert predict(digits, "--out", tmp_path / "p.csv") == 0

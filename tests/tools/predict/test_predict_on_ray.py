@@ -14,11 +14,11 @@ pytest.importorskip("ray")
 from ray_cluster import TASKS, processes, two_nodes, wait_until
 from test_predict import DIGITS
 
-import raytrain_ddp.predict.__main__ as command
+import raytrain_ddp.tools.predict.__main__ as command
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.predict.output_parts import OutputParts
+from raytrain_ddp.tools.predict.output_parts import OutputParts
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 

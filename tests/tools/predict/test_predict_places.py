@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
-from raytrain_ddp.predict.__main__ import main
-from raytrain_ddp.predict.cluster_workers import Places, _Given, _PartActor, places_for
-from raytrain_ddp.predict.part_maker import Job, PartMaker
+from raytrain_ddp.tools.predict.__main__ import main
+from raytrain_ddp.tools.predict.cluster_workers import Places, _Given, _PartActor, places_for
+from raytrain_ddp.tools.predict.part_maker import Job, PartMaker
 
 GPU_NODE, CPU_NODE, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 16.0}, {"memory": 1e9}
 

@@ -24,13 +24,13 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display import axes
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.report import step_phases
-from raytrain_ddp.report.history import RunHistory, history_of
-from raytrain_ddp.report.run_files import read_run
-from raytrain_ddp.report.timeline import timeline_of
-from raytrain_ddp.report.write import write_report
+from raytrain_ddp.tools.display import axes
+from raytrain_ddp.tools.report import step_phases
+from raytrain_ddp.tools.report.history import RunHistory, history_of
+from raytrain_ddp.tools.report.run_files import read_run
+from raytrain_ddp.tools.report.timeline import timeline_of
+from raytrain_ddp.tools.report.write import write_report
 
 NASTY = "<script>alert(1)</script>&\"'"
 PER_EPOCH = 23
@@ -420,14 +420,14 @@ def test_a_tensor_that_is_not_an_image_is_left_out(
 ):
     import torch
 
-    from raytrain_ddp.report.mistakes import picture
+    from raytrain_ddp.tools.report.mistakes import picture
 
     drawn = picture(torch.zeros(shape, dtype=getattr(torch, dtype)))
     assert drawn.startswith("data:image/") == is_shown
 
 
 def test_the_worst_mistakes_are_shown_with_metrics_by_class(untrained: Path, tmp_path: Path):
-    from raytrain_ddp.report.mistakes import predict
+    from raytrain_ddp.tools.report.mistakes import predict
 
     found = predict(read_run(str(untrained)), "cpu", is_running=False)
     assert (found.samples, found.rows) == (360, 360)
@@ -453,8 +453,8 @@ def test_failed_predictions_do_not_fail_the_report(untrained: Path, tmp_path: Pa
 
 
 def test_with_many_classes_the_most_confused_ones_are_shown():
-    from raytrain_ddp.report.class_tables import classes
-    from raytrain_ddp.report.mistakes import Predictions
+    from raytrain_ddp.tools.report.class_tables import classes
+    from raytrain_ddp.tools.report.mistakes import Predictions
 
     matrix = [[0] * 100 for _ in range(100)]
     for n in range(100):
@@ -566,7 +566,7 @@ def test_a_browser_shows_the_report_without_errors(
 
 
 def test_the_accuracy_axis_includes_the_first_point():
-    from raytrain_ddp.display.curves import _room
+    from raytrain_ddp.tools.display.curves import _room
 
     axis = _room([0.4306, 0.88, 0.95, *[0.99] * 9, 1.0], floor=True)
     assert axis.at(0.4306) >= 0

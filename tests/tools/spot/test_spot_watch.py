@@ -24,9 +24,9 @@ from metadata_server import (
     serve,
 )
 
-from raytrain_ddp.spot import cloud_notices
-from raytrain_ddp.spot.__main__ import await_notice, drain, main
-from raytrain_ddp.spot.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, Notice
+from raytrain_ddp.tools.spot import cloud_notices
+from raytrain_ddp.tools.spot.__main__ import await_notice, drain, main
+from raytrain_ddp.tools.spot.cloud_notices import Aws, Azure, Cloud, Gcp, Metadata, Notice
 
 Make = Callable[[Metadata], Cloud]
 CLOUDS: dict[str, Make] = {"aws": Aws, "azure": Azure, "gcp": lambda m: Gcp(m, has_gpu=True)}
@@ -291,14 +291,14 @@ def test_now_drains_and_waits_for_the_pods_end_unless_the_head_is_unreachable(
     assert main(["now", "--seconds", "4", "--address", "head:6379"]) == 0
     assert time.monotonic() - begun >= 4
     monkeypatch.setenv("FAKE_FAILURES", "99")
-    monkeypatch.setattr("raytrain_ddp.spot.__main__._TRY_S", 0.5)
+    monkeypatch.setattr("raytrain_ddp.tools.spot.__main__._TRY_S", 0.5)
     assert main(["now", "--seconds", "600", "--address", "head:6379"]) == 1
     assert time.monotonic() - begun < 30
 
 
 def watcher(*words: str) -> subprocess.Popen[str]:
     """The watch, started as a file of clusters/ starts it."""
-    command = [sys.executable, "-m", "raytrain_ddp.spot", *words]
+    command = [sys.executable, "-m", "raytrain_ddp.tools.spot", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -16,10 +16,10 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError
-from raytrain_ddp.sweep.conductor import MOST_DEATHS, Conductor, Ended, Evaluation
-from raytrain_ddp.sweep.run_sweep import found, settings_of
-from raytrain_ddp.sweep.space import Point, parse_space
-from raytrain_ddp.sweep.sweep_state import (
+from raytrain_ddp.tools.sweep.conductor import MOST_DEATHS, Conductor, Ended, Evaluation
+from raytrain_ddp.tools.sweep.run_sweep import found, settings_of
+from raytrain_ddp.tools.sweep.space import Point, parse_space
+from raytrain_ddp.tools.sweep.sweep_state import (
     SWEEP_FILE,
     Evaluated,
     Settings,

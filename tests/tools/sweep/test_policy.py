@@ -10,9 +10,9 @@ import pytest
 
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.sweep import policy
-from raytrain_ddp.sweep.space import parse_space, random_points
-from raytrain_ddp.sweep.sweep_state import Evaluated, Settings, Sweep, Trial
+from raytrain_ddp.tools.sweep import policy
+from raytrain_ddp.tools.sweep.space import parse_space, random_points
+from raytrain_ddp.tools.sweep.sweep_state import Evaluated, Settings, Sweep, Trial
 
 STEPS = 23
 

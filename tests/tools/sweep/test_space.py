@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError
-from raytrain_ddp.sweep.space import (
+from raytrain_ddp.tools.sweep.space import (
     Dimension,
     corners,
     grid,

@@ -23,15 +23,15 @@ from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError, TaskError
-from raytrain_ddp.report.sweep_page import importance, one_sweep
-from raytrain_ddp.report.write import write_report
-from raytrain_ddp.sweep.__main__ import main, parse
-from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
-from raytrain_ddp.sweep.run_sweep import SweepOrder, conclusion, run_sweep, settings_of
-from raytrain_ddp.sweep.space import parse_space
-from raytrain_ddp.sweep.sweep_display import SweepDisplay, spread
-from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep, Trial, load_sweep, save
-from raytrain_ddp.sweep.trial_configs import require_valid, scaling_of_trial
+from raytrain_ddp.tools.report.sweep_page import importance, one_sweep
+from raytrain_ddp.tools.report.write import write_report
+from raytrain_ddp.tools.sweep.__main__ import main, parse
+from raytrain_ddp.tools.sweep.conductor import Conductor, Ended, Evaluation
+from raytrain_ddp.tools.sweep.run_sweep import SweepOrder, conclusion, run_sweep, settings_of
+from raytrain_ddp.tools.sweep.space import parse_space
+from raytrain_ddp.tools.sweep.sweep_display import SweepDisplay, spread
+from raytrain_ddp.tools.sweep.sweep_state import Evaluated, Sweep, Trial, load_sweep, save
+from raytrain_ddp.tools.sweep.trial_configs import require_valid, scaling_of_trial
 from raytrain_ddp.uri import open_uri
 
 LR = "optim.lr=log:1e-3:1"
@@ -276,7 +276,7 @@ def test_the_commands_of_a_report_open_the_store_of_the_sweep(tmp_path: Path):
     page = unescape(one_sweep(store, sweep))
     best = sweep.ranked()[0].name
     for command in (f"'{uri}'", f"'{uri.replace('?', f'/{best}?')}'"):
-        assert f"python -m raytrain_ddp.report {command}" in page
+        assert f"raytrain report {command}" in page
 
 
 def test_a_deleted_best_run_is_reported_as_deleted(tmp_path: Path):
@@ -289,13 +289,13 @@ def test_a_deleted_best_run_is_reported_as_deleted(tmp_path: Path):
     run.write_atomic(CONFIG_FILE, b"")
     rows = dict(conclusion(order, folder, sweep))
     assert (rows["best run"], "train it further" in rows) == (str(run), True)
-    assert f"raytrain_ddp.report {run}" in one_sweep(folder, sweep)
+    assert f"raytrain_ddp.tools.report {run}" in one_sweep(folder, sweep)
     (tmp_path / "s" / best.name / CONFIG_FILE).unlink()
     rows = dict(conclusion(order, folder, sweep))
     assert (rows["best run"], "train it further" in rows) == (f"{run} (deleted)", False)
     page = one_sweep(folder, sweep)
     assert f"{best.name} (deleted)" in page
-    assert f"raytrain_ddp.report {run}" not in page
+    assert f"raytrain_ddp.tools.report {run}" not in page
 
 
 def test_importance_finds_the_field_that_decides(tmp_path: Path):
@@ -383,7 +383,7 @@ FEW = "--limit-train-batches 3 --limit-eval-batches 4 --log.no-tensorboard --che
 
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "raytrain_ddp.sweep", "digits", *FEW.split(), *words]
+    line = [sys.executable, "-m", "raytrain_ddp.tools.sweep", "digits", *FEW.split(), *words]
     return subprocess.Popen(
         line, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

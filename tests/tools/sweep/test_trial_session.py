@@ -15,14 +15,14 @@ from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, read_events, read_log, run_storage
 from raytrain_ddp.config.sections import OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.display.progress_display import Display
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.events import End, Note, Train
-from raytrain_ddp.sweep import trial_session
-from raytrain_ddp.sweep.conductor import Evaluation, branched
-from raytrain_ddp.sweep.sweep_state import Trial
-from raytrain_ddp.sweep.trial_configs import trial_config
-from raytrain_ddp.sweep.trial_session import StopOrder, Ties, train_trial
+from raytrain_ddp.tools.display.progress_display import Display
+from raytrain_ddp.tools.sweep import trial_session
+from raytrain_ddp.tools.sweep.conductor import Evaluation, branched
+from raytrain_ddp.tools.sweep.sweep_state import Trial
+from raytrain_ddp.tools.sweep.trial_configs import trial_config
+from raytrain_ddp.tools.sweep.trial_session import StopOrder, Ties, train_trial
 
 TASK = f"{Path(__file__).parents[2] / 'tiny.py'}:TinyTask"
 

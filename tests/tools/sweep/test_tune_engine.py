@@ -15,13 +15,13 @@ import pytest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.sweep.conductor import Conductor, Ended, Evaluation
-from raytrain_ddp.sweep.run_sweep import settings_of
-from raytrain_ddp.sweep.space import parse_space
-from raytrain_ddp.sweep.sweep_state import Evaluated, Sweep
-from raytrain_ddp.sweep.trial_session import StopOrder
+from raytrain_ddp.tools.sweep.conductor import Conductor, Ended, Evaluation
+from raytrain_ddp.tools.sweep.run_sweep import settings_of
+from raytrain_ddp.tools.sweep.space import parse_space
+from raytrain_ddp.tools.sweep.sweep_state import Evaluated, Sweep
+from raytrain_ddp.tools.sweep.trial_session import StopOrder
 
-engine = pytest.importorskip("raytrain_ddp.sweep.tune_engine")
+engine = pytest.importorskip("raytrain_ddp.tools.sweep.tune_engine")
 
 
 def conductor_of(folder: Path, trials: int = 2) -> Conductor:
@@ -122,7 +122,7 @@ def test_a_storage_failure_ends_the_sweep_with_its_error(
     def full(*_: Any) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("raytrain_ddp.sweep.conductor.save", full)
+    monkeypatch.setattr("raytrain_ddp.tools.sweep.conductor.save", full)
     points = engine._Points(conductor, 1, raised)
     assert points.suggest("a") == engine.Searcher.FINISHED
     (error,) = raised

@@ -32,14 +32,14 @@ from raytrain_ddp.config.recipe import dumps, load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.events import Plan, Train
-from raytrain_ddp.report import predictions
-from raytrain_ddp.report.history import history_of
-from raytrain_ddp.report.predictions import Predictor
-from raytrain_ddp.report.run_files import read_run
-from raytrain_ddp.sweep.sweep_state import STOP_NOTE
-from raytrain_ddp.watch.http_server import WatchServer
-from raytrain_ddp.watch.live_log import LiveLog, picked
-from raytrain_ddp.watch.watched_runs import WatchedRun, WatchedRuns, can_stop, stop_run
+from raytrain_ddp.tools.report import predictions
+from raytrain_ddp.tools.report.history import history_of
+from raytrain_ddp.tools.report.predictions import Predictor
+from raytrain_ddp.tools.report.run_files import read_run
+from raytrain_ddp.tools.sweep.sweep_state import STOP_NOTE
+from raytrain_ddp.tools.watch.http_server import WatchServer
+from raytrain_ddp.tools.watch.live_log import LiveLog, picked
+from raytrain_ddp.tools.watch.watched_runs import WatchedRun, WatchedRuns, can_stop, stop_run
 
 NASTY = "<script>alert(1)</script>&\"'><img src=x onerror=alert(1)>"
 
@@ -635,7 +635,7 @@ def test_a_port_in_use_is_named(site: Site):
 def test_the_command_serves_until_it_is_interrupted(place: Path):
     # A background job of a shell, as these tests may be, ignores it, and so would its child.
     obeys = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{obeys}; runpy.run_module('raytrain_ddp.watch', run_name='__main__')"
+    code = f"{obeys}; runpy.run_module('raytrain_ddp.tools.watch', run_name='__main__')"
     command = [sys.executable, "-c", code, str(place), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

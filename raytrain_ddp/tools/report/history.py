@@ -1,0 +1,236 @@
+"""Describes what happened to a run, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from raytrain_ddp.errors import signal_name
+from raytrain_ddp.events import (
+    Checkpoint,
+    CheckpointFailed,
+    End,
+    Failed,
+    Note,
+    Plan,
+    Preempted,
+    Train,
+)
+from raytrain_ddp.tools.display.bottleneck import split_of
+from raytrain_ddp.tools.display.formatting import (
+    error_summary,
+    format_count,
+    format_ranks,
+    format_seconds,
+    plural,
+)
+from raytrain_ddp.tools.report.run_files import RunFiles
+from raytrain_ddp.tools.report.timeline import Timeline, timeline_of
+from raytrain_ddp.tools.sweep.sweep_state import STOP_NOTE
+
+Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """One thing that happened; `step` is None if unknown."""
+
+    wall: float
+    step: int | None
+    kind: Kind
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """A run as text.
+
+    Args:
+        state: "running", "finished", "interrupted", "failed", or "gone": ended without an event.
+        summary: the state in a sentence.
+        cause: the failure in a line; "" unless failed.
+    """
+
+    files: RunFiles
+    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    summary: str
+    cause: str
+    timeline: Timeline
+    happenings: Sequence[HistoryEntry]
+
+    @property
+    def limit(self) -> str:
+        """The main bottleneck; "" if unknown."""
+        return split_of(timed(self.files)).limit()
+
+    @property
+    def unit(self) -> str:
+        return next((attempt.plan.unit for attempt in self.timeline.attempts if attempt.plan), "")
+
+    @property
+    def speed(self) -> str:
+        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
+        record of the log."""
+        start = self.timeline.attempts[-1].start_step if self.timeline.attempts else 0
+        newest = [r for r in self.files.train if r.step > start] or self.files.train
+        speed = median(r.samples_per_s for r in newest) if newest else math.nan
+        return "" if math.isnan(speed) else f"{format_count(speed)} {self.unit or 'samples'}/s"
+
+
+def timed(files: RunFiles) -> list[Train]:
+    """The records with timing."""
+    return [r for r in files.train if r.timing.split_s]
+
+
+def history_of(files: RunFiles) -> RunHistory:
+    ends = [each for each in files.events if isinstance(each.event, Plan | End)]
+    end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
+    running = files.owner is not None
+    if files.owner is not None and end is not None:  # "2026-11-20 18:05:31 UTC", with a T and a Z
+        running = files.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]
+    timeline = timeline_of(files, running)
+    cause = ""
+    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    if running:
+        state = "running"
+    elif end is None:
+        state = "finished" if files.manifest and files.manifest.finished else "gone"
+    elif end.status == 0:
+        state = "finished"
+    elif end.status > 128:
+        state = "interrupted"
+    else:
+        state = "failed"
+        cause = error_summary(end.message) or f"exit status {end.status}"
+        if end.rank is not None and f"rank {end.rank}" not in cause:
+            cause += f" (rank {end.rank}"
+            cause += f" on {end.node}" if end.node else ""
+            cause += f", step {end.step})" if end.step else ")"
+    summary = _summary(files, state, timeline, end)
+    return RunHistory(files, state, summary, cause, timeline, list(_happenings(files)))
+
+
+def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
+    step = (end.step if end else None) or files.last_step
+    total = files.total_steps
+    at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
+    if state == "running":
+        return _still(files, at, total, timeline)
+    if state == "finished":
+        return f"Finished at {at}."
+    if state == "interrupted" and end is not None:
+        by, why = f"Interrupted by {_signal(end.status)}", _why_a_sweep_stopped(files)
+        resume = "; the same command resumes it."
+        return f"Stopped by the sweep at {at}: {why}." if why else f"{by} at {at}{resume}"
+    if state == "failed":
+        return f"Failed {'after ' + at if step else 'before its first step'}."
+    if not step:
+        return "Disappeared before its first step: its process was probably killed."
+    return (
+        f"Disappeared after {at}: its process was probably killed. Run the same command again to "
+        "resume from the newest checkpoint."
+    )
+
+
+def _why_a_sweep_stopped(files: RunFiles) -> str:
+    """The order that ended the newest start; "" if there was none."""
+    for event, _, _ in reversed(files.events):
+        if isinstance(event, Note) and event.text.startswith(STOP_NOTE):
+            return event.text.removeprefix(STOP_NOTE)
+        if isinstance(event, Plan):
+            break
+    return ""
+
+
+def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
+    if not files.train or not timeline.attempts:
+        return "Running: the first step is not done yet."
+    attempt = timeline.attempts[-1]
+    done = files.last_step - attempt.start_step
+    left = (total or 0) - files.last_step
+    if done <= 0 or left <= 0:
+        return f"Running: {at}."
+    left_s = left * (attempt.ended - attempt.began) / done
+    return f"Running: {at}, about {format_seconds(left_s)} left."
+
+
+def _signal(status: int) -> str:
+    name = signal_name(status - 128)
+    return f"Ctrl-C ({name})" if name == "SIGINT" else name
+
+
+def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
+    before: Plan | None = None
+    lost_at: float | None = None
+    stopped = by_sweep = False
+    reached = 0
+    for event, _, wall in files.events:
+        match event:
+            case Plan():
+                yield _start(event, before, wall, lost_at, reached, stopped)
+                before, lost_at, stopped, by_sweep = event, None, False, False
+                reached = event.start_step
+            case Failed():
+                who = "The workers" if event.rank is None else f"Rank {event.rank}"
+                reached, lost_at = max(reached, event.step or 0), wall
+                yield HistoryEntry(wall, event.step, "failure", f"{who} {event.message}")
+            case Preempted():
+                lost_at = wall
+                yield HistoryEntry(wall, None, "preempted", event.text)
+            case Checkpoint():
+                reached = max(reached, event.step)
+            case CheckpointFailed():
+                text = f"The checkpoint of step {event.step} could not be written"
+                yield HistoryEntry(wall, event.step, "trouble", text, event.message)
+            case Note():
+                by_sweep = by_sweep or event.text.startswith(STOP_NOTE)
+                yield HistoryEntry(wall, None, "note", event.text)
+            case End():
+                stopped = True
+                yield _end(event, wall, by_sweep)
+
+
+def _start(
+    plan: Plan, before: Plan | None, wall: float, lost_at: float | None, reached: int, stopped: bool
+) -> HistoryEntry:
+    step, workers = plan.start_step, plural(plan.world_size, "worker")
+    on = f"{workers} on {plan.device}"
+    if before is None:
+        resumed = f"; resumed from {plan.resumed_from}" if plan.resumed_from else ""
+        return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
+    resized = before.world_size != plan.world_size
+    text = f"Resumed from step {step} with {on}"
+    if resized:
+        text += f" (before: {before.world_size})"
+    again = reached - step
+    if again > 0:
+        text += f"; {plural(again, 'step')} repeated"
+    if plan.replaced is not None:  # the step in progress was not done
+        new = f"continuing with {workers}"
+        if plan.replaced:
+            new = f"{format_ranks(plan.replaced)} replaced"
+        if plan.world_size > before.world_size:
+            new = f"grew from {before.world_size} to {workers}, nothing repeated"
+        text = f"{new[0].upper()}{new[1:]}; the others kept their state of step {step}"
+    if lost_at is not None:
+        text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
+    is_new = lost_at is None and plan.replaced is None
+    detail = "a new start of the command" if is_new else ""
+    if not stopped and is_new:
+        detail += "; the previous one disappeared"
+    return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
+
+
+def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
+    status, step = event.status, event.step
+    if status == 0:
+        return HistoryEntry(wall, step, "end", "Finished")
+    if status > 128:
+        text = "Stopped by the sweep" if by_sweep else f"Interrupted by {_signal(status)}"
+        return HistoryEntry(wall, step, "trouble", text)
+    first, _, rest = event.message.partition("\n")
+    return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
