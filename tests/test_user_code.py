@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 from tiny import tiny_config
 
 from raytrain_ddp import fit_locally, user_code
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tasks.task_loading import check_task_name
 from raytrain_ddp.user_code import UserCode
@@ -133,15 +137,16 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("receiving")
 def test_loader_processes_import_what_their_worker_has_received(tmp_path: Path) -> None:
     file = tmp_path / "dataset_of_mine.py"
-    source = b"def read(item):\n    return item, 'first'\n"
+    source = b"def collate(items):\n    return items, 'first'\n"
     pickle.loads(pickle.dumps(UserCode({"dataset_of_mine": (str(file), source)})))
     file.write_text("raise RuntimeError('edited')\n")
     sys.path.insert(0, str(tmp_path))
     try:
-        read = importlib.import_module("dataset_of_mine").read
-        processes = LoaderProcesses(read, str)
+        collate = importlib.import_module("dataset_of_mine").collate
+        processes = LoaderProcesses(Data(MapSource(range(9)), collate))
+        draws = iter([Draws(0, 0, np.array([3]))])
         try:
-            assert processes.submit(3, 1).result() == (3, "first")
+            assert [*processes.batches(draws, LoaderThreads(1))] == [([3], "first")]
         finally:
             processes.close()
         assert user_code.loaded().sources["dataset_of_mine"] == (str(file), source)

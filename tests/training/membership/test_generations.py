@@ -35,7 +35,6 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading import loader_processes
 from raytrain_ddp.data.loading.sources import Data, MapSource
 from raytrain_ddp.events import Plan
 from raytrain_ddp.ray_backend.failure_causes import cause_of
@@ -59,12 +58,6 @@ from raytrain_ddp.training.state.live_state import LiveState
 @pytest.fixture(scope="module")
 def forks() -> Any:
     return generation_runs.forks()
-
-
-@pytest.fixture(scope="module")
-def loader_fork_server() -> Any:
-    """Keeps the interpreter that loader processes are forked from alive for all tests."""
-    return loader_processes._server()
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +357,6 @@ def test_with_exact_a_survivor_keeps_its_data_and_model(
     assert log_of(config) == log_of(exact_alone)
 
 
-@pytest.mark.usefixtures("loader_fork_server")
 @pytest.mark.parametrize("changes", [{"exact": False}, {"exact": True}])
 def test_with_ddp_or_loader_processes_survivors_keep_only_their_state(
     tmp_path: Path, changes: dict[str, Any]
@@ -581,7 +573,6 @@ class _LoaderProcessTask(TinyTask):
         return self._sets[1]
 
 
-@pytest.mark.usefixtures("loader_fork_server")
 def test_data_that_loader_processes_copy_can_be_opened_before_joining(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path, "whole", epochs=1, exact=True)
     _trained(whole, _LoaderProcessTask(whole), None, 0)
