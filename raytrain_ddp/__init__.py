@@ -61,7 +61,7 @@ _HOMES = {
     "TrainConfig": "config.train_config",
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",
-    "load": "inference.loaded_model",
+    "load": "tools.inference.loaded_model",
 }
 _HOMES |= dict.fromkeys(
     (

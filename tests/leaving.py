@@ -1,6 +1,6 @@
 """Files with tests of features that leave the package; they have the mark ``leaving``."""
 
 LEAVING = {
-    *("test_several_optimizers.py", "test_settling.py", "test_loader_processes.py"),
+    *("test_several_optimizers.py", "test_settling.py"),
     *("test_hf_layouts.py", "test_tracebacks.py"),
 }

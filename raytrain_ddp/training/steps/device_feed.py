@@ -132,7 +132,7 @@ def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
     """As `plan_of`; raises ConfigError if a slot is empty that ddp.sync_batchnorm needs."""
     plan = plan_of(config, data)
     last, synced = plan.steps_per_epoch - 1, config.ddp.sync_batchnorm and workers > 1
-    if synced and not all(plan.count(last, slot) for slot in range(plan.slots)):
+    if synced and plan.has_empty_slots:
         raise ConfigError(
             f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
             f"epoch, which has {plan.samples(last)}: change batch_size or the data."
