@@ -248,6 +248,10 @@ def test_light_modules_import_neither_torch_nor_ray():
     light += ("doctor.examine", "report.write", "data.order.epoch_order", "watch.http_server")
     modules = ", ".join(f"raytrain_ddp.{name}" for name in (*light, "sweep.run_sweep"))
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}
+    opened = (
+        "from raytrain_ddp.data.splits import DataConfig, open_splits; open_splits(DataConfig())"
+    )
+    assert not loaded_after(opened) & {"torch", "datasets"}
 
 
 @pytest.mark.parametrize(
