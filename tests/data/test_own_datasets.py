@@ -250,7 +250,7 @@ def test_a_data_set_that_cannot_be_copied_is_refused(pictures: str):
                 loader_of(Data(source), count).any_batch()
     data = Data(MapSource([Elsewhere()]))
     with pytest.raises(errors.TaskError):
-        next(eval_batches(data, 1, [0], LoaderThreads(1)))
+        next(data.processes().batches(iter([Draws(0, 0, np.array([0]))]), LoaderThreads(1)))
     data.close()
 
 
