@@ -125,7 +125,7 @@ def plan_of(config: TrainConfig, data: Data) -> Plan:
     """How an epoch of the training data is divided."""
     limit = config.overfit_batches or config.limit_train_batches
     repeats, spread = config.augment.repeats, config.augment.spread_repeats
-    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
+    return Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
 
 
 def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
