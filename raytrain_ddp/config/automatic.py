@@ -38,7 +38,9 @@ def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConf
 
 def unsettle(config: TrainConfig) -> TrainConfig:
     """The config before its values were chosen: those fields say auto again."""
-    values = {name.rpartition(".")[2]: "auto" for name in config.settled if name in AUTO_FIELDS}
+    values: dict[str, Any] = {
+        name.rpartition(".")[2]: "auto" for name in config.settled if name in AUTO_FIELDS
+    }
     return dataclasses.replace(
         config, compute=dataclasses.replace(config.compute, **values), settled=()
     )
