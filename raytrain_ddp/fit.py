@@ -28,6 +28,16 @@ def main(argv: Sequence[str]) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         return 0
+    if args.find_micro_batch:
+        from raytrain_ddp.driver.preflight import check
+        from raytrain_ddp.ray_backend.placement import choose_layout, local_resources
+
+        config = check(args.config)
+        workers = choose_layout(config, local_resources()).most
+        from raytrain_ddp.training.start.fitting_batch import find_micro_batch
+
+        print(find_micro_batch(config, workers))
+        return 0
     name = default_name(args.recipe)
     if args.dry_run:
         from raytrain_ddp.driver.dry_run import dry_run

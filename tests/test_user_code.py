@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import warm_python
 from processes import ENVIRONMENT
@@ -18,6 +19,9 @@ from tiny import tiny_config
 
 from raytrain_ddp import fit_locally, user_code
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.user_code import UserCode
 
 cloudpickle = pytest.importorskip("cloudpickle")
@@ -125,15 +129,16 @@ def receiving(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("receiving")
 def test_loader_processes_import_what_their_worker_has_received(tmp_path: Path) -> None:
     file = tmp_path / "dataset_of_mine.py"
-    source = b"def read(item):\n    return item, 'first'\n"
+    source = b"def collate(items):\n    return items, 'first'\n"
     pickle.loads(pickle.dumps(UserCode({"dataset_of_mine": (str(file), source)})))
     file.write_text("raise RuntimeError('edited')\n")
     sys.path.insert(0, str(tmp_path))
     try:
-        read = importlib.import_module("dataset_of_mine").read
-        processes = LoaderProcesses(read, str)
+        collate = importlib.import_module("dataset_of_mine").collate
+        processes = LoaderProcesses(Data(MapSource(range(9)), collate))
+        draws = iter([Draws(0, 0, np.array([3]))])
         try:
-            assert processes.submit(3, 1).result() == (3, "first")
+            assert [*processes.batches(draws, LoaderThreads(1))] == [([3], "first")]
         finally:
             processes.close()
         assert user_code.loaded().sources["dataset_of_mine"] == (str(file), source)

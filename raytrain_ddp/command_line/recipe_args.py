@@ -46,6 +46,8 @@ class FitArgs(RecipeArgs):
     recipes that ship with the package."""
     dry_run: bool = False
     """Print batches, steps, workers, sizes; start nothing."""
+    find_micro_batch: bool = False
+    """Print the largest --micro-batch that fits the memory of this machine's GPU, and exit."""
     emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
     """Print a Slurm, KubeRay, or `ray up` file, and exit. The file starts this run on a cluster.
     command: print the command line of this run."""
@@ -110,11 +112,11 @@ def _config_of(recipe: str) -> TrainConfig:
 
 def _require_one_thing(args: FitArgs) -> None:
     """Raises ConfigError if one flag makes another one ineffective."""
-    if args.resume_from and (args.emit or args.print_config):
-        flag = "--emit" if args.emit else "--print-config"
-        raise ConfigError(f"--resume-from has no effect with {flag}: remove one of them.")
     modes = {"--print-config": args.print_config, "--dry-run": args.dry_run, "--emit": args.emit}
+    modes |= {"--find-micro-batch": args.find_micro_batch}
     asked = [flag for flag, given in modes.items() if given]
+    if args.resume_from and {*asked} - {"--dry-run"}:
+        raise ConfigError(f"--resume-from has no effect with {asked[0]}: remove one of them.")
     local = ["--local"] * args.local
     rays = {"--address": args.address, "--dashboard": args.dashboard}
     ray = [flag for flag, given in rays.items() if given]

@@ -1,4 +1,4 @@
-"""Fields that decide the result and may say auto: a run chooses their values once, at its start.
+"""Precision and memory layout that say auto: chosen before workers start, by what the GPUs can do.
 
 The values replace auto in the run's config and its checkpoints, and `TrainConfig.settled` names the
 fields, so that the same command finds the run again, and continues it with the same values.
@@ -7,14 +7,15 @@ fields, so that the same command finds the run again, and continues it with the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.train_config import AUTO_FIELDS, TrainConfig
 
-_ON_CPUS = {"compute.precision": "fp32", "compute.channels_last": False}
-_CPU_MICRO_BATCH = 32
+# Ampere and later, by the names that Ray gives accelerators. Others count as without bf16.
+_HAS_BF16 = re.compile(r"(A|H|L|B|GH|GB)\d+[A-Z]?(-.*)?|GeForce-RTX-[3-5]0.*|RTX-(A|PRO).*")
 
 
 def unsettled(config: TrainConfig) -> list[str]:
@@ -22,41 +23,52 @@ def unsettled(config: TrainConfig) -> list[str]:
     return [name for name in AUTO_FIELDS if value_of(config, name) == "auto"]
 
 
-def settled_as(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """The config with these values for fields that say auto."""
-    chosen = {name: values[name] for name in unsettled(config) if name in values}
-    return _with(config, chosen, tuple(dict.fromkeys((*config.settled, *chosen))))
+def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
+    """The config with values for fields that say auto: bf16 and channels_last on GPUs that have
+    bf16 in hardware; fp32 and contiguous elsewhere."""
+    precision = "bf16" if has_bf16 else "fp32"
+    return _settled(config, {"precision": precision, "channels_last": has_bf16})
 
 
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
     """The config with the values that a run has, whose config is given as nested tables."""
-    found = {name: _below(begun, name) for name in AUTO_FIELDS}
-    return settled_as(config, {k: v for k, v in found.items() if v not in (None, "auto")})
-
-
-def settled_without_gpu(config: TrainConfig, workers: int) -> TrainConfig:
-    """The values for a run on CPUs. Memory does not limit a micro-batch there, so it has the size
-    of the largest that divides, up to 32."""
-    sizes = config.micro_batches(workers) or [1]
-    micro_batch = next((size for size in sizes if size <= _CPU_MICRO_BATCH), sizes[-1])
-    return settled_as(config, {**_ON_CPUS, "micro_batch": micro_batch})
+    values: Mapping[str, Any] = begun.get("compute", {})
+    return _settled(config, {name: v for name, v in values.items() if v not in (None, "auto")})
 
 
 def unsettle(config: TrainConfig) -> TrainConfig:
     """The config before its values were chosen: those fields say auto again."""
-    return _with(config, dict.fromkeys(config.settled, "auto"), ())
-
-
-def _with(config: TrainConfig, values: Mapping[str, Any], names: tuple[str, ...]) -> TrainConfig:
-    below = {name.partition(".")[2]: v for name, v in values.items() if name != "micro_batch"}
+    values: dict[str, Any] = {
+        name.rpartition(".")[2]: "auto" for name in config.settled if name in AUTO_FIELDS
+    }
     return dataclasses.replace(
-        config,
-        micro_batch=values.get("micro_batch", config.micro_batch),
-        compute=dataclasses.replace(config.compute, **below),
-        settled=names,
+        config, compute=dataclasses.replace(config.compute, **values), settled=()
     )
 
 
-def _below(tables: Mapping[str, Any], name: str) -> Any:
-    section, _, last = name.rpartition(".")
-    return (tables.get(section, {}) if section else tables).get(last)
+def settled_note(before: TrainConfig, after: TrainConfig) -> str:
+    """What was chosen for GPUs; "" if nothing was."""
+    if before.settled == after.settled:
+        return ""
+    layout = "channels_last" if after.compute.channels_last else "contiguous"
+    return f"On these GPUs: {after.compute.precision}, {layout} images (auto)."
+
+
+def have_bf16(nodes: Iterable[Mapping[str, float]]) -> bool:
+    """Whether all GPUs have bf16 in hardware, by the resources of each node of a Ray cluster."""
+    kinds = [
+        [name.partition(":")[2] for name in node if name.startswith("accelerator_type:")]
+        for node in nodes
+        if node.get("GPU", 0) > 0
+    ]
+    return bool(kinds) and all(of and all(map(_HAS_BF16.fullmatch, of)) for of in kinds)
+
+
+def _settled(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    names = [name for name in unsettled(config) if name.rpartition(".")[2] in values]
+    chosen = {name.rpartition(".")[2]: values[name.rpartition(".")[2]] for name in names}
+    return dataclasses.replace(
+        config,
+        compute=dataclasses.replace(config.compute, **chosen),
+        settled=tuple(dict.fromkeys((*config.settled, *names))),
+    )

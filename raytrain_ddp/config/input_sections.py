@@ -23,7 +23,8 @@ class DataConfig(Section, name="data"):
     (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
     WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
     (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
-    torchvision:CIFAR10, which is downloaded; or digits, which is bundled."""
+    torchvision:CIFAR10, or any of the Hugging Face Hub, such as hf:ylecun/mnist, which are
+    downloaded; or digits, which is bundled."""
     eval_source: str | None = field(default=None, metadata={"path": "data"})
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
@@ -115,7 +116,10 @@ class DataConfig(Section, name="data"):
         self.require(
             "std", all(0 < std <= 1 for std in self.std), rule.format("above 0 and at most")
         )
-        rule = "must be a folder, Parquet files, a list of images, 'torchvision:NAME' or 'digits'"
+        rule = (
+            "must be a folder, Parquet files, a list of images, 'torchvision:NAME', 'hf:NAME' or "
+            "'digits'"
+        )
         self.require("source", self.source, rule)
         for name in ("train_split", "eval_split", "config"):
             self.require(name, getattr(self, name), "must be a name, or auto")

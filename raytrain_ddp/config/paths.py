@@ -63,13 +63,20 @@ def changed_path(kind: str, value: Any, change: Change) -> Any:
 
 def _is_path(kind: str, value: str) -> bool:
     if kind == "data":
-        return value != "digits" and not value.startswith("torchvision:")
+        return not is_by_name(value)
     if kind == "weights":  # names of runs and files have become absolute: see check_weights
         return os.path.isabs(value) or "://" in value
     if kind == "option":  # the user's task decides what it means
         looks_like_one = "/" in value or os.path.splitext(value)[1][1:].isalpha()
         return os.path.isabs(value) or (looks_like_one and _exists(value))
     return kind == "folder"
+
+
+def is_by_name(source: str) -> bool:
+    """Whether data are found by their name, on any machine."""
+    return source == "digits" or (
+        source.startswith(("torchvision:", "hf:")) and "://" not in source
+    )
 
 
 def absolute_path(path: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.config.field_types import Section
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 else:
     TaskLike = str  # stored form; also used in files and flags
 
-AUTO_FIELDS = ("compute.precision", "compute.channels_last", "micro_batch")
+AUTO_FIELDS = ("compute.precision", "compute.channels_last")
 """Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 
@@ -105,11 +105,9 @@ class TrainConfig(Section):
     learn them. 0: off."""
     batch_size: int = 64
     """Global batch size: samples per optimizer step. It is the total over all workers."""
-    micro_batch: int | Literal["auto"] = 16
+    micro_batch: int = 16
     """Samples per forward pass. A step has batch_size / micro_batch slots, which are dealt to the
-    workers. Batch norm has the statistics of that many samples. auto: the largest that gives each
-    worker a slot and fits its GPU's memory, found by trying when the run begins; on CPUs at most
-    32."""
+    workers. Batch norm has the statistics of that many samples."""
     exact: bool = False
     """Same bits on any number of workers. Gradients are summed slot by slot, in one order."""
     settled: tuple[str, ...] = field(default=(), metadata=FREE)
@@ -139,7 +137,7 @@ class TrainConfig(Section):
         self.require("storage", self.storage, "must be a folder or URI, not empty")
         self.at_least(1, "epochs", "batch_size")
         self.at_most(10**7, "batch_size")
-        known = set(self.settled) <= set(AUTO_FIELDS)
+        known = set(self.settled) <= {*AUTO_FIELDS, "micro_batch"}  # of an earlier version
         self.require("settled", known, f"can name {', '.join(AUTO_FIELDS)}")
         limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")
         self.at_least(0, "steps", *limits)
@@ -164,11 +162,6 @@ class TrainConfig(Section):
     def _require_micro_batch(self) -> None:
         batch, micro = self.batch_size, self.micro_batch
         repeats, spread = self.augment.repeats, self.augment.spread_repeats
-        if isinstance(micro, str):
-            rule = "no size divides batch_size and suits --augment.* and this many workers"
-            fits = bool(self.micro_batches(max(1, self.scaling.worker_range()[1])))
-            self.require("micro_batch", fits, rule)
-            return
         self.at_least(1, "micro_batch")
         rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
         self.require("batch_size", batch >= micro, rule)
@@ -190,7 +183,7 @@ class TrainConfig(Section):
             self.augment.require(kind, is_off or micro >= 2 * repeats, rule)
 
     def micro_batches(self, workers: int) -> list[int]:
-        """The sizes that micro_batch = auto chooses from, from large to small."""
+        """The sizes that give each of `workers` a slot, from large to small."""
         augment, batch = self.augment, self.batch_size
         repeats, least_slots = augment.repeats, workers
         if augment.spread_repeats:
@@ -234,30 +227,23 @@ class TrainConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Micro-batches per optimizer step; as many as possible before auto is settled."""
-        return self.batch_size // self.slot_size
-
-    @property
-    def slot_size(self) -> int:
-        """Samples of a whole micro-batch; the fewest possible before auto is settled."""
-        if isinstance(self.micro_batch, str):
-            return min(self.micro_batches(1))
-        return self.micro_batch
+        """Micro-batches per optimizer step."""
+        return self.batch_size // self.micro_batch
 
     @property
     def eval_micro_batch(self) -> int:
         """Samples of one evaluation pass."""
-        return self.eval.micro_batch or self.slot_size
+        return self.eval.micro_batch or self.micro_batch
 
     def require_slots(self, workers: int) -> None:
         """Raises ConfigError if `workers` are more than the slots of a step."""
         if workers <= self.slots:
             return
-        fitting = [m for m in range(1, self.slot_size) if self.batch_size % m == 0]
+        fitting = [m for m in range(1, self.micro_batch) if self.batch_size % m == 0]
         fitting = [m for m in fitting if self.batch_size // m >= workers]
         alone = f"--batch-size {workers} --micro-batch 1"
         raise ConfigError(
-            f"batch_size = {self.batch_size} is {self.slots} slots of {self.slot_size}, too few "
+            f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too few "
             f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
             f"or --scaling.num-workers {self.slots}."
         )
@@ -266,9 +252,7 @@ class TrainConfig(Section):
         """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the
         same forward passes, in each of which ddp.sync_batchnorm communicates."""
         counts = {*range(max(2, least), most + 1)}
-        auto = self.micro_batch == "auto" and len(counts) == 1  # it is the batch of a worker
-        slots = {n for n in counts if self.batch_size % n == 0} if auto else {self.slots}
-        if self.ddp.sync_batchnorm and counts and not (on_gpu and counts == slots):
+        if self.ddp.sync_batchnorm and counts and not (on_gpu and counts == {self.slots}):
             workers = f"{least} to {most}" if least < most else f"{most}"
             raise ConfigError(
                 "ddp.sync_batchnorm needs GPUs, and as many slots (batch_size / micro_batch) as "

@@ -15,6 +15,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "ddp.powersgd_rank": (4, "use ddp.compression bf16 or fp16"),
     "ddp.shard_optimizer": (False, "remove it; each worker has the state, and the run continues"),
     "eval.asynchronous": (False, "remove it; use evaluate RUN --follow alongside the run"),
+    "micro_batch=auto": (..., "use the number that --find-micro-batch prints"),
     "model.unfreeze_epoch": (0, "use two runs, the second with --model.weights FIRST"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),

@@ -13,6 +13,7 @@ from math import ceil
 from pathlib import Path
 from typing import Literal
 
+from raytrain_ddp.config.paths import is_by_name
 from raytrain_ddp.config.recipe import default_name, publishable, shipped_recipes
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
@@ -110,7 +111,7 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
         )
     for field in ("source", "eval_source"):
         value = getattr(config.data, field) or "digits"
-        if "://" not in value and value != "digits" and not value.startswith("torchvision:"):
+        if "://" not in value and not is_by_name(value):
             notes.append(f"data.{field} = {value} must exist on each of the {those}.")
     for field, value in (("task", config.task), ("model.name", config.model.name)):
         if ".py:" in value:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
-from raytrain_ddp.config.automatic import settled_as, settled_without_gpu, unsettled
+from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.effects import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.order.epoch_order import Plan
     from raytrain_ddp.tasks.task import Task
 
-_FOUND = ", or what fits in a GPU's memory (auto)"
 _SAMPLES = 8  # in the trial batch
 
 
@@ -61,7 +60,7 @@ def dry_run(
     have = local_resources()
     layout, where = _workers(config, have, local)
     asked = replace(config, data=replace(config.data, classes=named))
-    config = _settled(config, layout)
+    config = settled(config, has_bf16=False)  # for the trial batch, which is on the CPU
     import torch
 
     from raytrain_ddp.data.loading.nested import bytes_of
@@ -110,7 +109,7 @@ def dry_run(
         dumps(publishable(asked), TrainConfig()).rstrip(),
         "",
         f"batch          {config.batch_size} = {config.slots} slots x {config.micro_batch} "
-        f"{task.unit}{_FOUND if asked.micro_batch == 'auto' and layout.use_gpu else ''}",
+        f"{task.unit}",
         f"workers        {where}; slots per worker: {', '.join(map(str, per_worker))}",
         *(f"{title:<14} {text}" for title, text in data_lines),
         f"steps          {per_epoch} per epoch{times} (the last has {plan.samples(per_epoch - 1)} "
@@ -160,13 +159,6 @@ def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tup
     return replace(layout, least=1, most=1, per_worker=of_gpu, note=""), place
 
 
-def _settled(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """The config for the arithmetic, whose trial batch is on the CPU."""
-    if layout.use_gpu and "micro_batch" in unsettled(config):
-        config = settled_as(config, {"micro_batch": config.micro_batches(layout.most)[0]})
-    return settled_without_gpu(config, layout.most)
-
-
 def _run_state(run: NamedRun, branch: Branch | None) -> str:
     """What would become of the run."""
     state = "would be created"
@@ -200,7 +192,7 @@ def _tried(
     world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
     begin_training(model)
     own_memory(model)
-    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.slot_size))
+    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
     for name in turns:
         try_loss(config, task, model, batch, world, name)
     notes: list[str] = []

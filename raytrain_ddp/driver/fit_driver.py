@@ -16,6 +16,7 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.automatic import settled, settled_note, unsettled
 from raytrain_ddp.config.effects import effect_notes, ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
@@ -160,18 +161,21 @@ def _train_here(
     )
     from raytrain_ddp.training.recording.recorder import Best
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
-    from raytrain_ddp.training.start.settling import settled
+    from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16
 
     tell = (lambda text: show(Note(text))) if main else None
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
-    config, notes = settled(config, world)
+    asked = config
+    if unsettled(config):
+        config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
     reads: set[str] = set()
     task = load_task(config, reads)
     if main:
         if config.task in BUILT_IN:
             try_model(config, is_new)
         write_config(config, run)
-        for text in filter(None, (*notes, idle_gpus_note(world))):
+        chosen = settled_note(asked, config) if world.device.type == "cuda" else ""
+        for text in filter(None, (chosen, idle_gpus_note(world))):
             show(Note(text))
     watch = _Starts(show)
     make = session_of or LocalSession
@@ -252,16 +256,19 @@ def _train_on_ray(
         phase = lambda name: tell(Phase(name))  # noqa: E731
         with cluster(config, address, dashboard, phase) as layout:
             tell(layout)
+            chosen, task = settled(config, layout.has_bf16), pickled_task(config)
             with listed_in_dashboard(tell):
-                tell(run_workers(config, run, layout, tell, committed, pickled_task(config), lease))
+                tell(run_workers(chosen, run, layout, tell, committed, task, lease))
 
     def take(event: Layout | Outcome | Event) -> None:
         match event:
             case Layout():
                 config.require_synced(event.least, event.most, event.use_gpu)
-                write_config(config, run)
-                if event.note:
-                    show(Note(event.note))
+                chosen = settled(config, event.has_bf16)
+                write_config(chosen, run)
+                about = settled_note(config, chosen) if event.use_gpu else ""
+                for text in filter(None, (about, event.note)):
+                    show(Note(text))
             case Outcome():
                 outcomes.append(event)
             case _:

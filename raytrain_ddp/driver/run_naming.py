@@ -34,7 +34,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.automatic import settled_as_begun
-from raytrain_ddp.config.paths import path_fields
+from raytrain_ddp.config.paths import is_by_name, path_fields
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
@@ -325,6 +325,6 @@ def name_by_config(config: TrainConfig) -> str:
         name = config.task.rpartition(":")[2].partition("(")[0].rpartition(".")[2].strip("<>")
     else:
         source = without_secrets(config.data.source)
-        name = source.partition(":")[2] if source.startswith("torchvision:") else Path(source).name
+        name = Path(source.rpartition(":")[2] if is_by_name(source) else source).name
         name = name.split(".")[0].lower()
     return name if RUN_NAME.fullmatch(name) else "run"

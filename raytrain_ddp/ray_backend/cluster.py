@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raytrain_ddp.config.automatic import have_bf16
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.auth_token import use_token
@@ -173,7 +175,7 @@ def cluster(
             require_capacity(layout, ray.cluster_resources(), "the cluster")
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
-        yield layout
+        yield replace(layout, has_bf16=layout.use_gpu and have_bf16(live_node_resources()))
 
 
 def start_warm_server(config: TrainConfig, address: str | None) -> str:

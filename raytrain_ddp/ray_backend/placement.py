@@ -19,6 +19,7 @@ class Layout:
 
     Attributes:
         note: why GPUs stay idle; "" if none does.
+        has_bf16: all GPUs of the cluster have it in hardware; False before Ray runs.
     """
 
     least: int
@@ -27,6 +28,7 @@ class Layout:
     per_worker: Mapping[str, float]
     backend: str
     note: str = field(default="", kw_only=True)
+    has_bf16: bool = field(default=False, kw_only=True)
 
     @property
     def workers(self) -> int | tuple[int, int]:
@@ -108,8 +110,8 @@ def _note_of_idle(config: TrainConfig, workers: int, places: int) -> str:
     """Why fewer workers than GPUs have a slot, and which flags change that; "": all have."""
     if workers >= places:
         return ""
-    batch, micro = config.batch_size, config.slot_size
-    smaller = [m for m in range(1, config.slot_size) if batch % m == 0 and batch // m >= places]
+    batch, micro = config.batch_size, config.micro_batch
+    smaller = [m for m in range(1, config.micro_batch) if batch % m == 0 and batch // m >= places]
     remedies = [f"--micro-batch {m} (batch norm then sees as many)" for m in smaller[-1:]]
     remedies.append(f"--batch-size {places * micro} (with a learning rate for it)")
     return (

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.membership.generations import Place
-    from raytrain_ddp.training.runtime.world import World
     from raytrain_ddp.training.session import Kept
     from raytrain_ddp.training.state.live_state import LiveState
 
@@ -125,7 +124,6 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         sessions: receives each session as soon as it is made.
     """
     from raytrain_ddp.config.recipe import from_dict
-    from raytrain_ddp.events import Note
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.training.loop import train
@@ -143,14 +141,11 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         if place is not None:
             set_environment(place.seat)
         world = world_of_worker(given.threads, place.seat if place else None)
-        notes: list[str] = []
         made_before = ahead.pop() if ahead else None
         kept = live.kept if live else made_before
         if kept is None:
             reads.clear()
-            known = loaded[0][0] if loaded else config  # settled already, without the storage
-            made, task, notes = _load(given, known, world, reads)
-            loaded[:] = [(made, task)]
+            loaded[:] = [_load(given, config, reads)]
         made, task = loaded[0]
         best, before = Best(task.monitor, task.goal), next(iter(sessions), None)
         look_s = given.look_every_s
@@ -159,8 +154,6 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         )
         session.kept = kept
         sessions[:] = [session]
-        for text in notes:
-            session.tell(Note(text))
         return session
 
     def run(session: RaySession) -> None:
@@ -182,51 +175,34 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
         run(session)
 
 
-def _load(
-    given: WorkerSettings, config: TrainConfig, world: World, reads: set[str]
-) -> tuple[TrainConfig, Task, list[str]]:
-    """The settled config, its task, and notes about what was chosen; all ranks take part that have
-    nothing made before.
+def _load(given: WorkerSettings, config: TrainConfig, reads: set[str]) -> tuple[TrainConfig, Task]:
+    """The config with the driver's own task object, if it has one, and the task.
 
     Args:
         reads: see `load_task`.
     """
-    from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
-    from raytrain_ddp.config.automatic import unsettled
-    from raytrain_ddp.config.recipe import dumps, publishable, to_dict
     from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.start.settling import as_begun, settled
 
     if given.task is not None:
         config = dataclasses.replace(config, task=pickle.loads(given.task))
-    made, notes = settled(as_begun(config), world)
-    given.config.update(to_dict(made))
-    task = load_task(made, reads)
-    if world.is_main and unsettled(config):
-        run_storage(made).write_atomic(CONFIG_FILE, dumps(publishable(made)).encode())
-    return made, task, notes
+    return config, load_task(config, reads)
 
 
 def _prepared(
     given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
 ) -> tuple[TrainConfig, Task, Kept] | None:
-    """What this process makes before it joins others that train without it; None if none do, or if
-    values of the config are still to be settled with them."""
+    """What this process makes before it joins others that train without it; None if none do."""
     import ray
 
-    from raytrain_ddp.config.automatic import unsettled
     from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.training.membership.roster import Seat
     from raytrain_ddp.training.prepare import prepare_alone
-    from raytrain_ddp.training.start.settling import as_begun
 
     if given.least == given.most or not ray.get(given.mailbox.has_formed.remote()):
         return None
-    if unsettled(as_begun(config)):
-        return None
     set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
     alone = world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))
-    made, task, _ = _load(given, config, alone, reads)
+    made, task = _load(given, config, reads)
     return made, task, prepare_alone(made, task, alone)
 
 

@@ -109,7 +109,7 @@ def prepare(
             epochs=-(-config.total_steps(plan.steps_per_epoch) // plan.steps_per_epoch),
             batch_size=config.batch_size,
             slots=config.slots,
-            micro_batch=config.slot_size,
+            micro_batch=config.micro_batch,
             world_size=world.size,
             device=device_name(world.device),
             parameters=sum(p.numel() for p in model.parameters()),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, wraps
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,6 @@ from raytrain_ddp.data.order.sample_rng import Draws
 
 ROWS = 107
 AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _keep_interpreter() -> Iterator[None]:
-    """Keeps the interpreter that loader processes are forked from, for all tests."""
-    data = Data(MapSource([0]))
-    data.processes()
-    yield
-    data.close()
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +180,7 @@ def test_fault_56_threads_load_only_data_sets_declared_thread_safe(shared: bool)
     assert torch.cat([rows for rows, _, _ in batches]).tolist() == list(range(80))
     pids = {pid for _, some, _ in batches for pid in some.tolist()}
     threads = {name for _, _, names in batches for name in names}
-    assert (pids == {os.getpid()}) == shared
-    assert len(pids) == (1 if shared else 2)
+    assert len(pids - {os.getpid()}) == (0 if shared else 2)  # this one makes the first batch
     assert len(threads) == (2 if shared else 1)
 
 
@@ -197,6 +188,7 @@ def test_fault_56_threads_load_only_data_sets_declared_thread_safe(shared: bool)
 
 
 def run_pictures(rank: int, size: int, *args: Any) -> WorkerResult:
+    current_process().daemon = False  # it starts processes
     return run_tiny(rank, size, *args, kind=PicturesTask)
 
 
@@ -211,8 +203,8 @@ def test_fault_37_56_an_ordinary_dataset_gives_the_same_bits_despite_kills_and_r
 ):
     """It keeps a file open, is used for training and evaluation, and has random transforms.
 
-    1, 2, and 3 ranks with 0, 1, and 2 loader processes, and a run that is stopped and resized after
-    its loader process was killed: all end with the same bits.
+    3 ranks with 2 loader processes each, 1 rank without, and a run that is stopped, and resized
+    after its loader process was killed: all end with the same bits.
     """
     path = tmp_path / "pictures.bin"
     write_pictures(path, ROWS)
@@ -223,11 +215,11 @@ def test_fault_37_56_an_ordinary_dataset_gives_the_same_bits_despite_kills_and_r
         return tiny_config(tmp_path, name, log=AUDITED, data=data, exact=True, epochs=2)
 
     ends = []
-    for size, count in ((3, 2), (2, 1), (1, 0)):  # all three load torch at once
+    for size, count in ((3, 2), (1, 0)):
         of = config(f"of-{size}", count)
         workers(size, run_pictures, plain(of), options)
         ends.append((audit_of(of), bits(of)))
-    assert ends[0] == ends[1] == ends[2]
+    assert ends[0] == ends[1]
     assert len(set(ends[0][0])) == 8
 
     disturbed = config("disturbed", 2)
@@ -253,15 +245,13 @@ class Elsewhere:
 
 def test_a_data_set_that_cannot_be_copied_is_refused(pictures: str):
     with open(pictures, "rb") as file:
-        for source, count in (
-            (MapSource([file]), 1),
-            (IterableSource([file]), 0),
-            (MapSource([Elsewhere()]), 1),
-        ):
-            data = Data(source)
+        for source, count in ((MapSource([file]), 1), (IterableSource([file]), 0)):
             with pytest.raises(errors.TaskError):
-                loader_of(data, count).any_batch()
-            data.close()
+                loader_of(Data(source), count).any_batch()
+    data = Data(MapSource([Elsewhere()]))
+    with pytest.raises(errors.TaskError):
+        next(data.processes().batches(iter([Draws(0, 0, np.array([0]))]), LoaderThreads(1)))
+    data.close()
 
 
 def with_default(items: list[Any], scale: float = 1.0) -> Batch:

@@ -311,7 +311,7 @@ def test_what_may_be_meant_otherwise_or_is_incomplete_is_refused(tmp_path: Path)
 
 def test_a_name_of_a_hub_is_recognized():
     for source, named in (
-        ("ylecun/mnist", "hf://datasets/ylecun/mnist"),
+        ("ylecun/mnist", "hf:ylecun/mnist"),
         ("https://huggingface.co/datasets/ylecun/mnist", "hf://datasets/ylecun/mnist"),
         ("x" * 300, "x" * 100),
         ("mnist", "'digits'"),

@@ -39,7 +39,7 @@ from ray_cluster import (
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import read_events
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config.automatic import settled_without_gpu
+from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.recipe import dumps, load
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError, TaskError
@@ -86,7 +86,7 @@ def test_fit_trains_the_digits_and_writes_every_file_of_the_run(
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [r["step"] for r in result.history if r["kind"] == "eval"] == [*range(23, 93, 23)]
     data = replace(config.data, classes=tuple("0123456789"))
-    wanted = settled_without_gpu(replace(config, name="digits", data=data), 2)
+    wanted = settled(replace(config, name="digits", data=data), has_bf16=False)
     assert load(str(run / "config.toml")) == wanted
 
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}

@@ -189,14 +189,14 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
     """Trains like `fit` on one worker of a group; returns the last step."""
     import torch
 
+    from raytrain_ddp.config.automatic import settled
     from raytrain_ddp.driver.fit_driver import write_config
     from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.runtime.world import World
-    from raytrain_ddp.training.start.settling import settled
 
     world = World(rank, size, rank, torch.device("cpu"), 1)
-    config, _ = settled(from_dict(given), world)
+    config = settled(from_dict(given), has_bf16=False)
     if world.is_main:
         write_config(config, run_storage(config))
     reads: set[str] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import PurePosixPath
 
@@ -14,8 +13,6 @@ from raytrain_ddp.data.discovery.split_names import (
     split_name,
 )
 from raytrain_ddp.errors import DataError, first_names, quoted
-
-_WHOLE_FOLDER = re.compile(r"(?:(?P<folder>[^*?\[]+)/)?(\*\*|\*/\*)(/\*)?(\.\w+)?")
 
 
 class _Tree:
@@ -102,12 +99,15 @@ def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str)
         )
 
 
-def folder_of_patterns(patterns: Collection[str]) -> str | None:
-    """The folder whose entire content the ``data_files`` select, such as ``images/train/**``; else
-    None."""
-    found = [_WHOLE_FOLDER.fullmatch(pattern) for pattern in patterns]
-    folders = {match["folder"] or "." if match else None for match in found}
-    return folders.pop() if len(folders) == 1 else None
+def whole_folder(listing: FileListing, images: Collection[str]) -> str | None:
+    """The folder whose class folders contain exactly these images; None: there is none."""
+    classes = [PurePosixPath(name).parent for name in images]
+    parents = {path.parent for path in classes}
+    if len(parents) != 1 or PurePosixPath() in classes:
+        return None
+    (parent,) = parents
+    below = {n for n in listing.images if PurePosixPath(n).parent.is_relative_to(parent)}
+    return str(parent) if below == {*images} else None
 
 
 def _usable(

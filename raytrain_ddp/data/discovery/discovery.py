@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import field as defaults
-from os.path import isdir
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.class_folders import (
     class_folder_splits,
-    folder_of_patterns,
     refuse_split_names_as_classes,
+    whole_folder,
 )
 from raytrain_ddp.data.discovery.file_listing import (
     FileListing,
@@ -24,11 +23,10 @@ from raytrain_ddp.data.discovery.file_listing import (
     list_on_disk,
 )
 from raytrain_ddp.data.discovery.hf_repository import (
-    RepoConfig,
-    class_names_of,
-    files_of,
-    is_of,
-    repo_config,
+    BY_NAME,
+    is_repository,
+    loaded,
+    resolved,
     saved_to_disk,
 )
 from raytrain_ddp.data.discovery.split_names import (
@@ -53,7 +51,6 @@ Kind = Literal["files", "folder", "torchvision"]
 
 _METADATA_FILE = "metadata.parquet"  # Hugging Face `datasets` stores it next to images
 _ERRORS_SHOWN = 20
-_LOST = "none of its files exists"
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,8 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         _require_no_config(shown, asked)
         name = source.partition(":")[2]
         return DataSet(field, shown, "torchvision", {}, lambda _: name)
+    if source.startswith(BY_NAME) and "://" not in source:
+        return DataSet(field, shown, "files", loaded(source, shown, asked), lambda path: path)
     if source == "digits":
         source = str(Path(__file__).parents[1] / "digits")
     if source.startswith("file://"):
@@ -120,23 +119,17 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
     if of_dataset is not None:
         _require_no_config(shown, asked)
         return DataSet(field, shown, "files", of_dataset, listing.uri_of)
-    card = None if listing.pattern else repo_config(listing, asked)
-    class_names = {} if listing.pattern else class_names_of(listing, asked)
-    if card is not None:
-        listing, asked = listing.inside(card.folder), "auto"
+    if is_repository(listing):
+        return _of_repository(field, listing, asked)
     images = listing.images
     by_format = [listing.named(form.ends) for form in FORMATS]  # Parquet is the first
     names = [n for n in by_format[0] if not images or PurePosixPath(n).name != _METADATA_FILE]
-    patterns = None if card is None else card.patterns
-    if patterns and not any(files_of(patterns, names).values()):  # it may name other files
-        names = next((n for n in by_format if any(files_of(patterns, n).values())), names)
     if not names and not images:
         names = next((each for each in by_format if each), [])
     if names:
-        of_files = _of_files(field, listing, names, card, asked)
-        return replace(of_files, class_names=class_names)
+        return _of_files(field, listing, names, asked)
     if images and listing.is_local and not listing.pattern:
-        return _of_images(field, listing, card, asked, config)
+        return _of_images(field, listing, asked, config)
     raise _nothing(listing)
 
 
@@ -156,40 +149,70 @@ def _nothing(listing: FileListing) -> DataError:
     return DataError(f"{listing.shown}: {problem}.{hint}")
 
 
-def _of_files(
-    field: str, listing: FileListing, names: Sequence[str], card: RepoConfig | None, asked: str
-) -> DataSet:
-    notes = _unread(listing, names, card)
+def _of_repository(field: str, listing: FileListing, asked: str) -> DataSet:
+    found = resolved(listing, asked)
+    splits: dict[str, Sequence[str]] = {}
+    folders: dict[str, Sequence[str]] = {}
     unusable: dict[str, str] = {}
-    if card is not None and card.patterns is not None:
-        found = files_of(card.patterns, names)
-        splits: Splits = {split: files for split, files in found.items() if files}
-        unusable = {split: _LOST for split in found if not found[split]}
-        rest = len(set(names).difference(*splits.values()))
-        if rest and not card.others:
-            notes.append(f"not used: {rest} file{'s' * (rest > 1)} that README.md does not list")
-    else:
-        splits, others = _by_name(listing, names, asked)
-        notes += [f"the config {name} is not used" for name in others]
+    for split, files in found.splits.items():
+        images = [name for name in files if is_image(name)]
+        folder = whole_folder(listing, images)
+        if named := [name for name in files if format_of(name)]:
+            splits[split] = named
+        elif folder and listing.is_local:
+            folders[split] = (folder,)
+        elif images:
+            unusable[split] = "its images are not all images of the class folders of a local folder"
+        else:
+            unusable[split] = f"only datasets reads its files: use {BY_NAME}FOLDER"
+    notes = [f"the config {name} is not used" for name in found.others]
+    used = listing.files if found.others else [n for files in splits.values() for n in files]
 
+    def check(split: str) -> None:
+        def wanted(missing: Sequence[str]) -> Sequence[str]:
+            found = {*resolved(listing, asked, missing).splits[split]}
+            return [name for name in missing if name in found]
+
+        if splits:
+            require_all_shards(splits[split], listing.shown, wanted)
+
+    kind: Kind = "files" if splits or not folders else "folder"
+    return DataSet(
+        field,
+        listing.shown,
+        kind,
+        splits or folders,
+        listing.uri_of,
+        unusable,
+        (*notes, *_unread(listing, used)),
+        found.class_names,
+        check,
+    )
+
+
+def _of_files(field: str, listing: FileListing, names: Sequence[str], asked: str) -> DataSet:
+    splits, others = _by_name(listing, names, asked)
+    notes = [f"the config {name} is not used" for name in others]
+    used = [*names] if others else [name for files in splits.values() for name in files]
+    notes += _unread(listing, used)
     if listing.images:
         folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
         notes.append(f"images in {first_names(folders)} are read only if a file references them")
 
     def check(split: str) -> None:
-        def is_wanted(name: str) -> bool:
-            of_card = not card or not card.patterns or is_of(card.patterns[split], name)
-            return of_card and (not listing.pattern or fits(name, listing.pattern))
+        def wanted(missing: Sequence[str]) -> Sequence[str]:
+            return [n for n in missing if not listing.pattern or fits(n, listing.pattern)]
 
-        require_all_shards(splits[split], listing.shown, is_wanted)
+        require_all_shards(splits[split], listing.shown, wanted)
 
-    shown, uri_of = listing.shown, listing.uri_of
-    return DataSet(field, shown, "files", splits, uri_of, unusable, tuple(notes), check=check)
+    return DataSet(
+        field, listing.shown, "files", splits, listing.uri_of, notes=tuple(notes), check=check
+    )
 
 
-def _unread(listing: FileListing, used: Sequence[str], card: RepoConfig | None) -> list[str]:
-    """Returns notes about unused configs, lists and data files, and about leftovers."""
-    notes = [f"the config {name} is not used" for name in card.others] if card else []
+def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
+    """Returns notes about unused lists and data files, and about leftovers."""
+    notes = []
     if unread := sorted({name for name in listing.files if format_of(name)} - {*used}):
         notes.append(f"not used: {first_names(unread)}; to use one, specify it explicitly")
     return notes + counted(listing.left_out, LEFT_OUT)
@@ -205,54 +228,25 @@ def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Sp
             f"{listing.shown} has several configs: {first_names([*configs])}. Name one with "
             "--data.config."
         )
-    if len(configs) == 1 and asked == "default":
-        return merged(configs), []
-    folders = configs
-    if len(configs) == 1:  # its folder may still be requested by name
-        folders = {
-            str(above): {} for name in names for above in PurePosixPath(name).parents if above.name
-        }
-    wanted = asked.casefold()
-    chosen = [
-        name for name in folders if wanted in (name.casefold(), PurePosixPath(name).name.casefold())
-    ]
-    if len(chosen) != 1:
-        has = (
-            f"only {first_names([*configs])}"
-            if len(configs) > 1
-            else "or any other: remove --data.config"
-        )
-        raise NoSuchConfigError(f"{listing.shown} has no config {quoted(asked)}, {has}.")
-    others = [name for name in configs if len(configs) > 1 and name != chosen[0]]
     if len(configs) == 1:
-        inside = [name for name in names if name.startswith(f"{chosen[0]}/")]
-        return merged(configs_of(inside, listing.shown)), others
-    return configs[chosen[0]], others
+        _require_no_config(listing.shown, asked)
+    wanted = asked.casefold()
+    chosen = [n for n in configs if wanted in (n.casefold(), PurePosixPath(n).name.casefold())]
+    if len(chosen) != 1:
+        raise NoSuchConfigError(
+            f"{listing.shown} has no config {quoted(asked)}, only {first_names([*configs])}."
+        )
+    return configs[chosen[0]], [name for name in configs if name != chosen[0]]
 
 
-def _of_images(
-    field: str, listing: FileListing, card: RepoConfig | None, asked: str, config: DataConfig
-) -> DataSet:
+def _of_images(field: str, listing: FileListing, asked: str, config: DataConfig) -> DataSet:
     others = [name for name in listing.files if not is_image(name) and not format_of(name)]
-    notes = [*counted(others, "not images"), *_unread(listing, (), card)]
+    notes = [*counted(others, "not images"), *_unread(listing, ())]
     if listing.left_out:
         notes[-1] += "; data.classes may name classes among them"
     unusable: dict[str, str] = {}
-    chosen = config.eval_split if field == "data.eval_source" else config.train_split
-    if card is not None and card.patterns is not None:
-        folders = {split: folder_of_patterns(each) for split, each in card.patterns.items()}
-        unusable = {
-            split: "README.md's data_files must be FOLDER/** for images in class folders"
-            for split, folder in folders.items()
-            if folder is None
-        }
-        splits = {split: folder for split, folder in folders.items() if folder is not None}
-        for split in [each for each, name in splits.items() if not isdir(listing.uri_of(name))]:
-            unusable[split] = _LOST
-            del splits[split]
-    elif chosen == WHOLE:
-        splits = {WHOLE: "."}
-    else:
+    splits = {WHOLE: "."}
+    if (config.eval_split if field == "data.eval_source" else config.train_split) != WHOLE:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
         splits, reasons = class_folder_splits(listing, asked, named)
         for split, why in reasons.items():

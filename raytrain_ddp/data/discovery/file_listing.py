@@ -7,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -63,20 +63,6 @@ class FileListing:
     @property
     def images(self) -> list[str]:
         return [name for name in self.files if is_image(name)]
-
-    def inside(self, folder: str) -> FileListing:
-        """The listing of a subfolder; "" is the root."""
-        if not folder:
-            return self
-        start = f"{folder}/"
-        return replace(
-            self,
-            files=tuple(name.removeprefix(start) for name in self.files if name.startswith(start)),
-            folders=tuple(n.removeprefix(start) for n in self.folders if n.startswith(start)),
-            uri_of=lambda name: self.uri_of(start + name),
-            content=lambda name: self.content(start + name),
-            size_of=lambda name: self.size_of(start + name),
-        )
 
 
 def counted(names: Sequence[str], why: str) -> list[str]:
@@ -186,10 +172,10 @@ def _root_and_pattern(path: Path) -> tuple[Path, str]:
 
 def _remedy(source: str) -> str:
     if _HUB_NAME.fullmatch(source):
-        return f" For the data set {source} on the Hugging Face Hub, use hf://datasets/{source}."
+        return f" For the data set {source} on the Hugging Face Hub, use hf:{source}."
     if Path(source).suffix:  # meant as a file
         return ""
-    return " Other choices: 'digits', 'torchvision:CIFAR10', hf://datasets/ORG/NAME."
+    return " Other choices: 'digits', 'torchvision:CIFAR10', hf:ORG/NAME."
 
 
 # ------------------------------------------------------------------ globs

@@ -1,14 +1,13 @@
-"""Detects splits from the names of files and folders as Hugging Face `datasets` does, ignoring
-case.
+"""Detects splits from keywords in the names of files and folders, ignoring case; no file is opened.
 
-Works on names alone: no file is opened.
-Source: https://huggingface.co/docs/hub/datasets-file-names-and-splits
+The keywords are those of Hugging Face `datasets`:
+https://huggingface.co/docs/hub/datasets-file-names-and-splits
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -33,8 +32,6 @@ _SHARD = re.compile(
     re.IGNORECASE,
 )
 _HIVE = re.compile(r"^(?:splits?|subsets?|set|partition|fold)=", re.IGNORECASE)
-_NAMED = re.compile(r"(?:^|/)splits?=", re.IGNORECASE)  # its value is a split, whatever it is
-_IN_DATA = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*", re.IGNORECASE)
 
 
 class NoSuchConfigError(DataError):
@@ -88,8 +85,9 @@ def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
     """Groups files by config and split, both taken from the names of files and folders.
 
     If several folders contain the same splits, each is a config ("." is the root); otherwise,
-    everything is the config "". Files without a keyword form a split named after the file or its
-    folder. If no file has a keyword, all files form the split "".
+    everything is the config "", and files without a keyword form splits named after the file or its
+    folder. If no file has a keyword, all files form the split "", but several sets of shards are
+    splits of these names.
 
     Args:
         names: paths below the root, sorted.
@@ -97,31 +95,38 @@ def configs_of(names: Sequence[str], shown: str) -> Mapping[str, Splits]:
     Raises:
         DataError: by their names, the files of a split belong to several data sets.
     """
-    in_data = {name: match["split"] for name in names if (match := _IN_DATA.fullmatch(name))}
-    if in_data:
-        lower = {split: split.lower() for split in in_data.values() if split.lower() in ROLE_OF}
-        labels = {name: lower.get(split, split) for name, split in in_data.items()}
-        return {"": _with_others(labels, names, ["data"])}
     found = {name: place for name in names if (place := _by_folder(name))}
     if not any(split.role == "train" for _, split in found.values()):
         found |= {n: place for n in names if n not in found and (place := _by_file(n))}
+    if not found:
+        sets = {name: _own_label(name, ()) for name in names}
+        is_one = len({*sets.values()}) < 2 or not all(
+            _SHARD.fullmatch(PurePosixPath(n).stem) for n in names
+        )
+        return {"": {"": names} if is_one else _grouped(names, sets)}
+    labels: dict[str, str] = {}
     configs = sorted({config for config, _ in found.values()})
-    labels = {}
     for config in configs:
         of_config = {n: split for n, (folder, split) in found.items() if folder == config}
         labels |= _labels(of_config, shown)
-    if len({(found[name][0], label) for name, label in labels.items()}) == len(
-        set(labels.values())
-    ):
-        return {"": _with_others(labels, names, configs)}
-    return {
-        config or ".": _with_others(
-            {name: label for name, label in labels.items() if found[name][0] == config},
-            [n for n in names if (found[n][0] == config if n in found else _is_below(n, config))],
-            [config],
-        )
-        for config in configs
-    }
+    keywords = {*labels.values()}
+    if len({(found[name][0], label) for name, label in labels.items()}) > len(keywords):
+        return {
+            config or ".": _grouped(
+                [n for n in names if n in found and found[n][0] == config], labels
+            )
+            for config in configs
+        }
+    others = {name: _own_label(name, configs) for name in names if name not in labels}
+    labels |= {name: label for name, label in others.items() if label not in keywords}
+    return {"": _grouped([name for name in names if name in labels], labels)}
+
+
+def _grouped(names: Sequence[str], labels: Mapping[str, str]) -> Splits:
+    splits: dict[str, list[str]] = {}
+    for name in names:
+        splits.setdefault(labels[name], []).append(name)
+    return splits
 
 
 def merged(configs: Mapping[str, Splits]) -> Splits:
@@ -166,95 +171,65 @@ def _labels(splits: Mapping[str, SplitName], shown: str) -> dict[str, str]:
     }
 
 
-def _with_others(labels: Mapping[str, str], names: Sequence[str], tops: Sequence[str]) -> Splits:
-    """Files by split, including files without a keyword."""
-    others = [name for name in names if name not in labels]
-    own = {name: _own_label(name, tops) for name in others}
-    are_splits = all(is_shard(name) or _NAMED.search(name) for name in others)
-    if not labels and (len(set(own.values())) < 2 or not are_splits):
-        return {"": others}
-    taken = set(labels.values())
-    splits: dict[str, list[str]] = {}
-    for name in names:
-        label = labels.get(name) or own[name]
-        splits.setdefault(name if name in own and label in taken else label, []).append(name)
-    return splits
-
-
-def _own_label(name: str, tops: Sequence[str]) -> str:
-    """The folder below the splits' folder, or else the name without its numbers; ``a`` for
-    ``split=a``."""
-    top = max((top for top in tops if top and name.startswith(f"{top}/")), key=len, default="")
-    rest = name[len(top) + 1 :] if top else name
-    folder, inside, _ = rest.partition("/")
-    stem = PurePosixPath(rest).stem
-    label = folder if inside else _stem(stem).rstrip("-._ 0123456789") or stem
-    return _NAMED.sub("", label)
-
-
-def _is_below(name: str, config: str) -> bool:
-    return not config or name.startswith(f"{config}/")
+def _own_label(name: str, tops: Iterable[str]) -> str:
+    """The folder below the splits' folder, or else the file's name without its numbers."""
+    top = max((top for top in tops if name.startswith(f"{top}/")), key=len, default="")
+    folder, inside, _ = name.removeprefix(f"{top}/").partition("/")
+    stem = PurePosixPath(folder).stem
+    return folder if inside else _stem(stem).rstrip("-._ 0123456789") or stem
 
 
 # ------------------------------------------------------------------ shards
 
 
-def is_shard(name: str) -> bool:
-    return _SHARD.fullmatch(PurePosixPath(name).stem) is not None
-
-
-def require_all_shards(names: Sequence[str], shown: str, is_wanted: Callable[[str], bool]) -> None:
-    """Raises a DataError if shards such as ``train-00000-of-00003`` are missing or duplicated.
+def require_all_shards(
+    names: Sequence[str], shown: str, wanted: Callable[[Sequence[str]], Sequence[str]]
+) -> None:
+    """Raises a DataError if shards such as ``train-00000-of-00003`` are missing, or if there are
+    shards of several versions.
 
     Args:
         shown: the data source, for the message.
-        is_wanted: whether a missing file of this name would have been read.
+        wanted: returns the names of missing files that would have been read.
     """
     groups: dict[tuple[str, str], list[tuple[str, re.Match[str]]]] = {}
     for name in names:
         path = PurePosixPath(name)
-        shard = _SHARD.fullmatch(path.stem)
-        if shard:
+        if shard := _SHARD.fullmatch(path.stem):
             groups.setdefault((str(path.parent), shard["stem"]), []).append((name, shard))
     for shards in groups.values():
-        _require_all(shards, shown, is_wanted)
+        files, found = [name for name, _ in shards], [shard for _, shard in shards]
+        total, numbers = int(found[0]["total"]), [int(shard["number"]) for shard in found]
+        first = 1 if total in numbers and 0 not in numbers else 0
+        if (
+            len({int(shard["total"]) for shard in found}) > 1
+            or len({*numbers}) < len(numbers)
+            or max(numbers) >= total + first
+        ):
+            raise DataError(
+                f"{shown}: {first_names(files)} are not one set of shards: remove files of other "
+                "versions, or specify a glob that matches one version."
+            )
+        rest = found[0]["rest"] if len({shard["rest"] for shard in found}) == 1 else ""
+        absent = [
+            _numbered(files[0], found[0], number, rest)
+            for number in range(first, total + first)
+            if number not in numbers
+        ]
+        missing = wanted(absent) if absent else ()
+        if missing:
+            raise DataError(
+                f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
+                "Download or copy them again."
+            )
 
 
-def _require_all(
-    shards: Sequence[tuple[str, re.Match[str]]], shown: str, is_wanted: Callable[[str], bool]
-) -> None:
-    totals = {int(shard["total"]): name for name, shard in shards}
-    if len(totals) > 1:
-        raise DataError(
-            f"{shown}: found shards with different totals ({', '.join(totals.values())}): "
-            "remove the shards of the older version, or specify a glob that matches one version."
-        )
-    of_number: dict[int, list[str]] = {}
-    for name, shard in shards:
-        of_number.setdefault(int(shard["number"]), []).append(name)
-    (total,) = totals
-    first = 1 if total in of_number and 0 not in of_number else 0
-    twice = [files for files in of_number.values() if len(files) > 1]
-    beyond = [files[0] for number, files in of_number.items() if number >= total + first]
-    if twice or beyond:
-        files = [name for files in twice for name in files] or beyond
-        wrong = "are the same shard" if twice else f"are not among the {total} shards"
-        raise DataError(f"{shown}: {first_names(files)} {wrong}: remove files of other versions.")
-    name, shard = shards[0]
-    rest = shard["rest"] if len({shard["rest"] for _, shard in shards}) == 1 else ""
+def _numbered(name: str, shard: re.Match[str], number: int, rest: str) -> str:
+    """The name of another shard of the same set."""
+    digits = f"{number:0{len(shard['number'])}d}"
+    stem = f"{shard['stem']}{shard['dash']}{digits}{shard['of']}{shard['total']}{rest}"
     path = PurePosixPath(name)
-    missing = []
-    for number in range(first, total + first):
-        if number not in of_number:
-            digits = f"{number:0{len(shard['number'])}d}"
-            stem = f"{shard['stem']}{shard['dash']}{digits}{shard['of']}{shard['total']}{rest}"
-            missing.append(str(path.with_name(stem + path.suffix)))
-    missing = [name for name in missing if is_wanted(name)]
-    if missing:
-        raise DataError(
-            f"{shown}: {len(missing)} of {total} shards are missing: {first_names(missing)}. "
-            "Download or copy them again."
-        )
+    return str(path.with_name(stem + path.suffix))
 
 
 def _stem(name: str) -> str:

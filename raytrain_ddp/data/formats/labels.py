@@ -87,19 +87,14 @@ def hugging_face_names(schema: Any, columns: Sequence[str], where: str) -> list[
 
 
 def names_in(feature: Any) -> list[str] | None:
-    """Returns the names in a feature of Hugging Face (JSON or YAML), if it is or has a
-    ClassLabel."""
+    """Returns the names in a feature of Hugging Face (JSON), if it is or has a ClassLabel."""
     if isinstance(feature, list):  # an older notation of a list
         feature = feature[0] if feature else None
     if not isinstance(feature, Mapping):
         return None
     names = feature.get("names")
     if names is None:
-        inner = ("feature", "dtype", "list", "sequence", "class_label")
-        return next(filter(None, (names_in(feature.get(key)) for key in inner)), None)
-    if isinstance(names, Mapping):  # {"0": "cat", ...}
-        named = {str(number): name for number, name in names.items()}
-        names = [named.get(str(number)) for number in range(len(names))]
+        return names_in(feature.get("feature"))
     return [*map(str, names)] if isinstance(names, list) and None not in names else None
 
 

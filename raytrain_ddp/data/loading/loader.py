@@ -4,20 +4,23 @@ Uses threads if the source may be shared: decoding releases the GIL, and no batc
 boundary. In a Ray actor with two CPUs, they load 1.4 times as many images as two forkserver
 processes (1.1 times next to a busy training loop), with half the memory and the first batch after
 0.2 s instead of 2.8 s (benchmarks/results/data.md). Otherwise, it uses processes: see
-loader_processes.py.
+loader_processes.py. What is made in this process then is made while nothing else draws random
+numbers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Literal, NamedTuple
+from functools import cached_property
+from itertools import islice
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from raytrain_ddp.data.loading.loader_threads import Gate, LoaderThreads, prefetched
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads, one_ahead, prefetched
 from raytrain_ddp.data.loading.nested import bytes_of, digest_of, pinned
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan, Shuffle, items_of_rank
@@ -27,6 +30,8 @@ from raytrain_ddp.failpoints import failpoint
 
 _WINDOW_BYTES = 64 * 2**20
 _MOST_BLOCKS = 16
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,12 @@ class Slot:
     digest: str = ""
 
 
-Pending = Callable[[], Batch]
-
-
 class _Task(NamedTuple):
     """A micro-batch to be loaded."""
 
-    step: int
-    slot: int
-    rows: Rows
-    batch: Pending | None  # None: there are no rows
+    draws: Draws
+    step: int = 0
+    slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,12 @@ class TrainLoader:
         """Yields this worker's slots of global steps start..stop-1. Close the iterator to end the
         threads or processes."""
         slots = items_of_rank(self.plan.slots, self.world_size, self.rank)
-        threads, gate = _workers_for(self.data, self.threads)
-        loaded = prefetched(
-            self._tasks(start, stop, slots, gate),
-            self._load,
-            threads,
-            lambda slot: bytes_of(slot.batch),
-            gate,
+        tasks = self._tasks(start, stop, slots)
+        start_processes(self.data, self.threads)
+        if self.data.started and (self.skip or self.plan.has_empty_slots):
+            self._filler  # noqa: B018  # a thread must not make it
+        loaded = _loaded(
+            self.data, tasks, self._load, self.threads, lambda slot: bytes_of(slot.batch)
         )
         try:
             for _ in range(start, stop):
@@ -116,13 +116,14 @@ class TrainLoader:
             DataError: there is no readable record among the first few thousand.
             TaskError: see `tried`.
         """
+        start_processes(self.data, self.threads)
         return self._any(tried, samples, epoch)
 
     def _any(self, make: Callable[..., Batch], samples: int | None, epoch: int = 0) -> Batch:
         wanted = min(samples or self.plan.micro_batch, len(self._first_rows))
         for start in range(0, len(self._first_rows) - wanted + 1, wanted):
             draws = Draws(self.seed, epoch, self._first_rows[start : start + wanted])
-            batch = make(self.data, draws, _workers_for(self.data, self.threads)[1])
+            batch = make(self.data, draws)
             found = self.data.checked_samples(batch, wanted, self.skip)
             if found:
                 return batch
@@ -135,11 +136,10 @@ class TrainLoader:
     @cached_property
     def _filler(self) -> Batch:
         """One sample, for a slot without samples: it gets weight 0."""
-        return self._any(lambda *of: _begun(*of)(), 1)
+        return self._any(_made_here, 1)
 
-    def _tasks(self, start: int, stop: int, slots: range, gate: Gate | None) -> Iterator[_Task]:
-        """The micro-batches in order; announces each one to the source when it is assigned, or
-        submits it to a process."""
+    def _tasks(self, start: int, stop: int, slots: range) -> Iterator[_Task]:
+        """The micro-batches in order; announces each one to the source when it is assigned."""
         epoch, order = -1, None
         places = ((step, slot) for step in range(start, stop) for slot in slots)  # lazily
         for step, slot in places:
@@ -149,8 +149,7 @@ class TrainLoader:
             of_order, repeats = self.plan.samples_of(step_of_epoch, slot)
             self._tell_ahead(order, of_order, slot)
             draws = Draws(self.seed, epoch, order.at(of_order), repeats)
-            begun = _begun(self.data, draws, gate) if len(draws.rows) else None
-            yield _Task(step, slot, draws.rows, begun)
+            yield _Task(draws, step, slot)
 
     def order(self, epoch: int, windows_kept: int = 64) -> EpochOrder:
         """The order of rows in an epoch."""
@@ -168,18 +167,17 @@ class TrainLoader:
             later = self.window * self.plan.rows // (2 * len(self.data.source.blocks))
             ahead(order.at(places[places + later < self.plan.lane(slot)[1]] + later))
 
-    def _load(self, task: _Task) -> Slot:
+    def _load(self, task: _Task, batch: Batch) -> Slot:
         failpoint("data.read", self.rank, task.step + 1)
-        batch: Batch = {} if task.batch is None else task.batch()
-        planned = len(task.rows)
+        planned = len(task.draws.rows)
         samples = self.data.checked_samples(batch, planned, self.skip) if planned else 0
-        digest = digest_of(task.rows.tobytes(), batch) if samples and self.digests else ""
+        digest = digest_of(task.draws.rows.tobytes(), batch) if samples and self.digests else ""
         batch = batch if samples else self._filler
         batch = pinned(batch) if self.pin else batch
         return Slot(task.step, task.slot, planned, samples, batch, digest)
 
 
-def tried(data: Data, draws: Draws, gate: Gate | None = None) -> Batch:
+def tried(data: Data, draws: Draws) -> Batch:
     """Makes a batch before training, while nothing else draws random numbers.
 
     Raises:
@@ -187,7 +185,7 @@ def tried(data: Data, draws: Draws, gate: Gate | None = None) -> Batch:
     """
     for _ in range(2):  # a library may draw once, such as before a retry
         before = global_state()
-        batch = _begun(data, draws, gate)()
+        batch = _measured(data, draws)
         moved = [name for name, state in global_state().items() if state != before[name]]
         if not (data.shared and moved):
             return batch
@@ -215,21 +213,20 @@ def eval_batches(
         pin: see TrainLoader.
     """
     ahead = _ahead_of(data)
-    threads, gate = _workers_for(data, threads)
 
-    def begun() -> Iterator[Pending]:
+    def tasks() -> Iterator[_Task]:
         for chunk in chunks:
             stop = min((chunk + 1) * batch_size, data.rows)
             rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
             if ahead is not None:
                 ahead(rows)
-            yield _begun(data, Draws(0, 0, rows), gate)
+            yield _Task(Draws(0, 0, rows))
 
-    def load(batch: Pending) -> Batch:
-        return pinned(batch()) if pin else batch()
+    def load(_: _Task, batch: Batch) -> Batch:
+        return pinned(batch) if pin else batch
 
     try:
-        yield from prefetched(begun(), load, threads, bytes_of, gate)
+        yield from _loaded(data, tasks(), load, threads, bytes_of)
     finally:
         data.rest()
 
@@ -241,29 +238,60 @@ def start_processes(data: Data, threads: LoaderThreads) -> None:
     Raises:
         TaskError: the data set cannot be copied.
     """
-    if _workers_for(data, threads)[1] is not None:
+    if threads.most and not data.shared:
         data.processes()
 
 
-def _workers_for(data: Data, threads: LoaderThreads) -> tuple[LoaderThreads, Gate | None]:
-    """How many threads or processes work, and their gate if they are processes. One, if the source
-    can only be read in order."""
+def _loaded(
+    data: Data,
+    tasks: Iterator[_Task],
+    load: Callable[[_Task, Batch], R],
+    threads: LoaderThreads,
+    size_bytes: Callable[[R], int],
+) -> Generator[R, None, None]:
+    """Yields load(task, its batch) in order. Within another iteration in processes, all batches are
+    made here."""
     if getattr(data.source, "in_order", False):
         threads = replace(threads, most=min(1, threads.most), begin=None)
-    in_processes = threads.most > 0 and not data.shared
-    return threads, Gate(threads) if in_processes else None
+    if data.shared or not threads.most or any(each.in_use for each in data.started):
+        made = lambda task: load(task, _made_here(data, task.draws))  # noqa: E731
+        threads = threads if data.shared else LoaderThreads(0)
+        yield from prefetched(tasks, made, threads, size_bytes)
+        return
+    sent: deque[_Task] = deque()
+
+    def draws() -> Iterator[Draws]:
+        for task in tasks:
+            sent.append(task)
+            yield task.draws
+
+    processes = data.processes()
+    processes.in_use = True
+    try:
+        if not processes.batch_bytes:
+            for task in islice(tasks, 1):  # while the fork server loads torch
+                yield load(task, _measured(data, task.draws))
+        batches = processes.batches(draws(), threads)
+        yield from one_ahead(load(sent.popleft(), batch) for batch in batches)
+    finally:
+        processes.in_use = False
 
 
-def _begun(data: Data, draws: Draws, gate: Gate | None) -> Pending:
-    """The pending batch, or a function that makes it in the calling thread."""
-    if gate is not None:
-        return data.processes().submit(draws, gate.active).result
-    return partial(data.batch if data.shared else partial(_made_here, data), draws)
+def _measured(data: Data, draws: Draws) -> Batch:
+    """The batch, made here; its size limits how many of them the processes make in advance."""
+    batch = _made_here(data, draws)
+    for processes in data.started:
+        processes.batch_bytes = max(processes.batch_bytes, bytes_of(batch))
+    return batch
 
 
 def _made_here(data: Data, draws: Draws) -> Batch:
-    """Runs as in a loader process: with one thread, and temporarily with the data's own
-    generators."""
+    """The batch; {} if it has no rows. If it is not made by threads, it is made as in a loader
+    process: with one thread, and temporarily with the data's own generators."""
+    if not len(draws.rows):
+        return {}
+    if data.shared:
+        return data.batch(draws)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

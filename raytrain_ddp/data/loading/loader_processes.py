@@ -1,88 +1,72 @@
-"""Loader processes: each has a copy of the data set, and makes batches from it.
+"""Loader processes: torch's DataLoader, below our order of samples and our seeds.
 
-A separate interpreter loads torch once and forks the loader processes. So nothing is forked from
-the training process (a Ray worker has threads, and forking it can deadlock), the user's `__main__`
-is not imported again, and each further process starts quickly and shares torch's memory. Linux
-kills the loader processes when that interpreter ends, and it ends with the training process.
+Python's fork server loads torch once and forks the processes, each with a copy of the data set. So
+nothing is forked from the training process (a Ray worker has threads, and forking it can deadlock),
+and each further process starts quickly. The user's `__main__` is not imported again.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
+import io
+import mmap
+import multiprocessing
 import os
-import socket
-import subprocess
+import pickle
+import signal
 import sys
 import threading
+import traceback
 import weakref
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from itertools import count
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
 from raytrain_ddp import user_code
-from raytrain_ddp.data.loading import shared_memory
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import (
     LoaderDied,
-    PreflightError,
+    RaytrainError,
     RemoteTraceback,
     TaskError,
     first_line,
+    first_names,
     signal_name,
 )
+from raytrain_ddp.signals import STOP_SIGNALS
 
-_BOOT = (
-    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
-    "from raytrain_ddp.data.loading.loader_worker import serve; serve(int(sys.argv[1]))"
-)
 _PRELOADED = ("torchvision", "torchvision.transforms.v2", "PIL.Image")  # if installed
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_END_S = 10.0  # longer than loader_worker.END_S
-
-
-class Reply:
-    """The result of an item, possibly not available yet."""
-
-    def __init__(self, process: _Process, item: Any) -> None:
-        self.item = item
-        self.outcome: tuple[bool, Any, str] | None = None  # good, value or exception, traceback
-        self._process = process
-
-    def result(self) -> Any:
-        """Waits for the result.
-
-        Raises:
-            LoaderDied: the process has died.
-            Exception: the exception raised there, with a `RemoteTraceback` as its cause.
-        """
-        while self.outcome is None:
-            self._process.receive()
-        good, value, text = self.outcome
-        if not good:
-            raise value from (RemoteTraceback(text) if text else None)
-        return value
+_ALIGNMENT = 64
+_MOST_NAMED = 64  # rows
+_DEATH_S = 1.0  # until the fork server has told of one
+_hidden = threading.Lock()
+_place = 0  # of this loader process
 
 
 class LoaderProcesses:
-    """Processes that apply `work` to items, each in the order of its own items; started on first
-    use.
-
-    Args:
-        work: copied now by pickle (by value if defined in a script or notebook).
-        describe: describes an item for messages.
+    """Processes that make batches of copies of `data`, which is copied now by pickle (by value if
+    defined in a script or notebook). They start with the first iteration.
 
     Raises:
-        TaskError: `work` cannot be copied.
-        PreflightError: this process has too many open files.
+        TaskError: the data cannot be copied.
     """
 
-    def __init__(self, work: Callable[[Any], Any], describe: Callable[[Any], str]) -> None:
-        with shared_memory.enough_files:
-            self._server = _server()
+    def __init__(self, data: Data) -> None:
+        _start_fork_server()
         try:
-            self._work = shared_memory.pack((user_code.received(), work))
-        except PreflightError:
-            raise
+            self._copy = cloudpickle.dumps((user_code.received(), data))
         except Exception as error:
             raise TaskError(
                 "the data set and collate cannot be copied to loader processes: "
@@ -91,134 +75,278 @@ class LoaderProcesses:
                 "with --data.workers 0; or, if it draws no random numbers, let threads share it: "
                 "MapSource(dataset, shared=True)."
             ) from error
-        self._describe = describe
-        self._processes: list[_Process] = []
-        self._lock = threading.Lock()
-        self.close = weakref.finalize(self, _end_processes, self._processes, self._work)
-        """Ends the processes; a busy process first finishes its item."""
+        self.in_use = False
+        """Set by who iterates: there is one iteration at a time."""
+        self.batch_bytes = 0
+        """Of the largest batch that was made in this process."""
+        self._context = _Context()
+        self._draws: Iterator[Draws] = iter(())
+        self._sent: dict[int, Draws] = {}
+        self._loader: DataLoader[Any] | None = None
+        _all.add(self)
 
-    def submit(self, item: Any, among: int) -> Reply:
-        """Gives the item to the least busy of the first `among` processes; does not block.
+    def batches(
+        self, draws: Iterator[Draws], threads: LoaderThreads
+    ) -> Generator[Batch, None, None]:
+        """The batch of each of `draws`, in order; {} if it has no rows. `draws` is read in advance.
 
         Raises:
-            PreflightError: this process has too many open files.
+            LoaderDied: a process has died.
+            Exception: the exception raised there, with a `RemoteTraceback` as its cause.
         """
-        with self._lock:
-            if len(self._processes) < among:
-                started = _Process(self._server, self._work, self._describe)
-                self._processes.append(started)
-            least = min(self._processes[:among], key=lambda process: len(process.pending))
-            return least.submit(item)
+        self._draws = draws
+        results = iter(self._started(threads) if self._loader is None else self._loader)
+        for number in count():
+            if (result := self._next(results)) is None:
+                return
+            self._sent.pop(number)
+            good, value, text = result
+            if not good:
+                raise value from (RemoteTraceback(text) if text else None)
+            yield value
 
+    def close(self) -> None:
+        """Ends the processes; a busy one may finish its batch. They can be started again."""
+        self._loader = None  # the last reference, unless an iteration was left
+        for process in self._context.made:
+            if process.is_alive():
+                process.kill()
 
-def _end_processes(processes: list[_Process], work: int) -> None:
-    for process in processes:
-        process.channel.close()
-    processes.clear()
-    os.close(work)
+    def _started(self, threads: LoaderThreads) -> DataLoader[Any]:
+        self._context, self._maker = _Context(), _Maker(self._copy, threads.most)
+        fitting = threads.ahead_bytes // max(1, threads.most * self.batch_bytes)
+        self._loader = DataLoader(
+            self._maker,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self,
+            num_workers=threads.most,
+            collate_fn=_unchanged,
+            worker_init_fn=_begin,
+            multiprocessing_context=self._context,
+            generator=torch.Generator(),  # the global one is that of dropout
+            prefetch_factor=max(1, min(threads.ahead, fitting)),
+            persistent_workers=True,
+        )
+        return self._loader
 
+    def __iter__(self) -> Iterator[tuple[int, Draws]]:
+        """The sampler of the DataLoader."""
+        self._sent.clear()
+        for number, draws in enumerate(self._draws):
+            self._sent[number] = draws
+            yield number, draws
 
-class _Process:
-    """One loader process, as seen by the training process."""
-
-    def __init__(self, server: _Server, work: int, describe: Callable[[Any], str]) -> None:
-        self.pending: deque[Reply] = deque()
-        with shared_memory.enough_files:
-            self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._number = server.fork(theirs.fileno(), work)
-        self._server, self._describe = server, describe
-
-    def submit(self, item: Any) -> Reply:
-        with suppress(ConnectionError):  # the process is dead; `receive` will notice
-            shared_memory.send(self.channel, item)
-        reply = Reply(self, item)
-        self.pending.append(reply)
-        return reply
-
-    def receive(self) -> None:
-        """Waits for the oldest reply."""
+    def _next(self, results: Iterator[Any]) -> Any:
         try:
-            outcome = shared_memory.receive(self.channel)
-        except EOFError:
-            outcome = (False, self._death(), "")
-        except Exception as error:  # its message is lost; the next one belongs to another item
-            outcome = (False, error, "")
-        self.pending.popleft().outcome = outcome
+            return next(results, None)
+        except Exception as error:
+            connection.wait([each.sentinel for each in self._context.made], _DEATH_S)
+            for place, process in enumerate(self._context.made):
+                if process.exitcode is not None:
+                    raise self._death(place, process.exitcode) from error
+            raise
 
-    def _death(self) -> LoaderDied:
-        how = self._server.status_of(self._number)
+    def _death(self, place: int, code: int) -> LoaderDied:
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        draws = self._sent.get(int(self._maker.at_work[place]))
+        rows = [] if draws is None else [*dict.fromkeys(map(str, draws.rows.tolist()))]
+        what = f"loaded rows {first_names(rows, _MOST_NAMED)}" if rows else "started"
+        self.close()
         return LoaderDied(
-            f"a loader process {how} while it loaded {self._describe(self.pending[0].item)}. "
-            "If the system ran out of memory (see its log), use fewer loader processes with "
-            "--data.workers, or lower --data.prefetch-mib."
+            f"a loader process {how} while it {what}. If the system ran out of memory (see its "
+            "log), use fewer loader processes with --data.workers, or lower --data.prefetch-mib."
         )
 
 
-# ------------------------------------------------------------------ the interpreter that forks
+_all: weakref.WeakSet[LoaderProcesses] = weakref.WeakSet()
 
 
-class _Server:
-    """The interpreter that forks the loader processes, as seen by the training process."""
+@atexit.register
+def _close_all() -> None:
+    """Before multiprocessing waits for its processes, which do not end by its SIGTERM."""
+    for each in [*_all]:
+        each.close()
+
+
+# ------------------------------------------------------------------ how they start
+
+
+def _start_fork_server() -> None:
+    """Starts it unless it runs; it loads torch meanwhile. No signal ends it: those to the process
+    group are meant for the training process."""
+    loaded = [name for name in _PRELOADED if name in sys.modules]
+    forkserver.set_forkserver_preload([__name__, *loaded])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited
+    try:
+        resource_tracker.ensure_running()  # unblocks some
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Process(ForkServerProcess):
+    def start(self) -> None:
+        """Hides `__main__`, which would be imported again: a script may have no guard, and that of
+        a Ray worker loads Ray."""
+        with _hidden:
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")
+            try:
+                super().start()
+            finally:
+                sys.modules["__main__"] = main
+
+    def terminate(self) -> None:
+        self.kill()  # it ignores SIGTERM
+
+
+class _Context(ForkServerContext):
+    """Keeps the processes that it makes."""
 
     def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        paths = json.dumps([*map(str, sys.path)])
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), paths],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # it must not receive signals to the process group
-                env={**os.environ, **_ONE_THREAD},
-            )
-            preloaded = [name for name in _PRELOADED if name in sys.modules]
-            self._channel.send(json.dumps(preloaded).encode())
-        self.owner = os.getpid()
-        self._forked, self._lock = 0, threading.Lock()
-        weakref.finalize(self, _end_server, self._channel, self._process)
+        super().__init__()
+        self.made: list[_Process] = []
 
-    def fork(self, channel: int, work: int) -> int:
-        """The number of the new process, which serves `channel`."""
-        self._forked += 1
-        order = {"fork": self._forked}
-        with suppress(OSError):  # it has ended, and so does the other end of `channel`
-            socket.send_fds(self._channel, [json.dumps(order).encode()], [channel, work])
-        return self._forked
+    def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]  # noqa: N802
+        self.made.append(_Process(*args, **options))
+        return self.made[-1]
 
-    def status_of(self, number: int) -> str:
-        """How an ended process ended, for messages."""
+
+# ------------------------------------------------------------------ in a loader process
+
+
+def _begin(place: int) -> None:
+    global _place  # noqa: PLW0603
+    _place = place
+    # Otherwise, default_collate makes shared tensors in /dev/shm, which takes more CPU time.
+    torch.utils.data._utils.worker._worker_info = None
+    for number in STOP_SIGNALS:  # meant for the training process; SIG_IGN would be inherited
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """The DataLoader's watchdog would wait for the fork server, which waits for this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+class _Maker:
+    """The data set of the DataLoader: the results of draws, and exceptions."""
+
+    def __init__(self, copy: bytes, workers: int) -> None:
+        self._copy = copy
+        self._data: Data | None = None
+        self.at_work = torch.full((workers,), -1).share_memory_()
+        """The number of the draws that each process works on."""
+
+    def __getitem__(self, item: tuple[int, Draws]) -> _Packed:
+        number, draws = item
+        self.at_work[_place] = number
         try:
-            with self._lock:
-                self._channel.send(json.dumps({"status": number}).encode())
-                answer = self._channel.recv(64)
-        except OSError:
-            answer = b""
-        status = json.loads(answer or "null")
-        if status is None:
-            return "exited, or the process it was forked from did,"
-        if status < 0:
-            return f"was killed by {signal_name(-status)}"
-        return f"exited with status {status}"
+            batch = self._opened().batch(draws) if len(draws.rows) else {}
+            return _Packed((True, batch, ""))
+        except Exception as error:
+            return _Packed(_raised(error))
+
+    def _opened(self) -> Data:
+        if self._data is None:
+            try:
+                _, self._data = pickle.loads(self._copy)  # the first part registers its modules
+            except Exception as error:
+                raise TaskError(
+                    "the data set and collate cannot be unpickled in a loader process: "
+                    f"{type(error).__name__}: {first_line(error)}. Define them in a module that "
+                    "can be imported there, or load in the training process with --data.workers 0."
+                ) from error
+            self._copy = b""
+        return self._data
 
 
-_running: weakref.ref[_Server] | None = None
+def _unchanged(value: Any) -> Any:
+    return value
 
 
-def _server() -> _Server:
-    """The server of this process; it ends with the last `LoaderProcesses` that uses it."""
-    global _running  # noqa: PLW0603
-    server = _running() if _running is not None else None
-    if server is None or server.owner != os.getpid():  # this process is a fork of its owner
-        server = _Server()
-        _running = weakref.ref(server)
-    return server
-
-
-def _end_server(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    channel.close()
+def _raised(error: Exception) -> tuple[bool, Exception, str]:
+    """The exception, or a picklable one with the same message; and its traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[2])
+    mine = [n for n, frame in enumerate(frames) if frame.filename.startswith(package)]
+    users = frames[mine[-1] + 1 :] or frames
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
+    text = "".join(lines + traceback.format_exception_only(type(error), error))
     try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+        error = cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return False, error, "" if isinstance(error, RaytrainError) else text
+
+
+# ------------------------------------------------------------------ transfer of batches
+
+
+class _Packed:
+    """A value in a memory file: pickled, by value for what is defined in a script, with tensors and
+    arrays apart. Where it is received, it is the value; changes to that are visible only there.
+
+    The file has no name, and needs no /dev/shm, which has 64 MB in many containers. Writing to it
+    takes less CPU time than the page faults of shared tensors.
+    """
+
+    def __init__(self, value: Any) -> None:
+        stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        try:
+            _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        except Exception as error:
+            message = f"a batch cannot be sent to the training process: {first_line(error)}."
+            raise TaskError(message) from None
+        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        self._spans, place = list[tuple[int, int]](), 0
+        self._file = open(os.memfd_create("raytrain_ddp"), "wb")  # noqa: SIM115
+        for part in parts:
+            self._file.seek(place)
+            self._file.write(part)
+            self._spans.append((place, place + part.nbytes))
+            place = -(-(place + part.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self._file.truncate(place)  # flushes it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._file as file:
+            return _unpacked, (DupFd(file.fileno()), self._spans)
+
+
+def _unpacked(file: Any, spans: list[tuple[int, int]]) -> Any:
+    number = file.detach()
+    try:
+        memory = memoryview(mmap.mmap(number, 0, mmap.MAP_PRIVATE))
+    finally:
+        os.close(number)
+    first, *others = (memory[start:stop] for start, stop in spans)
+    return pickle.loads(first, buffers=others)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, value: Any) -> Any:
+        """A tensor's bytes in the order of memory, without the rest of its storage."""
+        if not _is_plain(value):
+            return super().reducer_override(value)
+        if not (value.is_contiguous() or value.is_contiguous(memory_format=torch.channels_last)):
+            value = value.clone()  # keeps the order
+        content: Any = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy()
+        buffer = pickle.PickleBuffer(content)
+        return _tensor, (buffer, value.dtype, tuple(value.shape), value.stride())
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
+        return False
+    has_more = value.is_quantized or value.is_nested or value.is_conj() or value.is_neg()
+    return not has_more and value.numel() > 0
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, stride)

@@ -1,10 +1,10 @@
-"""Runs work in advance in threads or processes, and yields the results in order."""
+"""Runs work in advance in threads, and yields the results in order."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Semaphore
@@ -23,7 +23,8 @@ class LoaderThreads:
 
     Args:
         most: the maximum number; 0: none, the consumer does the work.
-        begin: the initial number; another one starts whenever the consumer has to wait. None: all.
+        begin: the initial number of threads; another one starts whenever the consumer has to wait.
+            None: all. (All processes start at once.)
         ahead: maximum number of prepared results per thread or process.
         ahead_bytes: maximum size of all prepared results, except one per thread or process.
     """
@@ -39,19 +40,12 @@ def prefetched(
     work: Callable[[T], R],
     threads: LoaderThreads,
     size_bytes: Callable[[R], int] = lambda _: 1,
-    gate: Gate | None = None,
 ) -> Generator[R, None, None]:
-    """Yields work(item) in order; an exception of `work` is raised in its position.
-
-    Args:
-        gate: limits the number of items started in processes; then a single thread is
-            enough for `work`, which only waits for them.
-    """
+    """Yields work(item) in order; an exception of `work` is raised in its position."""
     if threads.most == 0:
         yield from map(work, items)
         return
-    most = threads.most if gate is None else 1
-    gate = gate or Gate(threads)
+    gate = Gate(threads)
     pending: deque[Future[R]] = deque()
 
     def gated(item: T) -> R:
@@ -60,7 +54,7 @@ def prefetched(
                 raise CancelledError
             return work(item)
 
-    with ThreadPoolExecutor(most, "loader", _one_torch_thread) as pool:
+    with ThreadPoolExecutor(threads.most, "loader", _one_torch_thread) as pool:
         try:
             for item in items:
                 pending.append(pool.submit(gated, item))
@@ -109,6 +103,15 @@ class Gate:
                 self.semaphore.release()
             self._waited, self._since = 0.0, now
         return result
+
+
+def one_ahead(results: Iterator[R]) -> Generator[R, None, None]:
+    """Yields the results; a thread takes the next one meanwhile."""
+    with ThreadPoolExecutor(1, "loader") as pool:
+        coming = pool.submit(next, results, None)
+        while (result := coming.result()) is not None:
+            coming = pool.submit(next, results, None)
+            yield result
 
 
 def _one_torch_thread() -> None:

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Draws, Rows
-from raytrain_ddp.errors import DataError, first_names
+from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
-
-_MOST_NAMED = 64  # rows
 
 Batch = Any
 """Any nest of tensors in mappings, lists, tuples, named tuples and dataclasses; strings, numbers
@@ -87,9 +85,10 @@ class Data:
     source: Source
     collate: Callable[[Any, Draws], Batch] | Callable[[Any], Batch] = default_collate
     count: Callable[[Batch], int] | None = None
-    _processes: list[LoaderProcesses] = field(
+    started: list[LoaderProcesses] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
+    """None, or the one of `processes`."""
 
     @property
     def rows(self) -> int:
@@ -146,22 +145,21 @@ class Data:
         return samples
 
     def processes(self) -> LoaderProcesses:
-        """The loader processes, started by the first call, with copies of the data made at that
-        time.
+        """The loader processes, with copies of the data made by the first call.
 
         Raises:
             TaskError: the data cannot be copied.
         """
         from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 
-        if not self._processes:
-            self._processes.append(LoaderProcesses(self.batch, _described))
-        return self._processes[0]
+        if not self.started:
+            self.started.append(LoaderProcesses(self))
+        return self.started[0]
 
     def close(self) -> None:
         """Ends the processes, and the source's read-ahead."""
-        while self._processes:
-            self._processes.pop().close()
+        for each in self.started:
+            each.close()
         self.rest()
 
     def rest(self) -> None:
@@ -169,11 +167,6 @@ class Data:
         close = getattr(self.source, "close", None)
         if close is not None:
             close()
-
-
-def _described(draws: Draws) -> str:
-    rows = [*dict.fromkeys(draws.rows.tolist())]
-    return f"rows {first_names([*map(str, rows)], _MOST_NAMED)}"
 
 
 def require_count(name: str, value: Any) -> int:

@@ -77,6 +77,11 @@ class Plan:
         counts = (self.count(self.steps_per_epoch - 1, slot) for slot in range(self.slots))
         return min(count for count in counts if count)
 
+    @property
+    def has_empty_slots(self) -> bool:
+        """Whether a slot of the last step of an epoch has no samples."""
+        return not all(self.count(self.steps_per_epoch - 1, slot) for slot in range(self.slots))
+
     def lane(self, slot: int) -> tuple[int, int]:
         """Places [start, stop) of the epoch order that `slot` reads in the whole epoch."""
         if self.spread:

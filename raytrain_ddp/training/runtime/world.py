@@ -65,6 +65,11 @@ def choose_device(name: str, may_use_gpu: bool = True) -> torch.device:
     return torch.device(name)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether it is a GPU with bf16 in hardware: Ampere and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 

@@ -125,14 +125,14 @@ def plan_of(config: TrainConfig, data: Data) -> Plan:
     """How an epoch of the training data is divided."""
     limit = config.overfit_batches or config.limit_train_batches
     repeats, spread = config.augment.repeats, config.augment.spread_repeats
-    return Plan(data.rows, config.slots, config.slot_size, repeats, limit, spread)
+    return Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
 
 
 def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
     """As `plan_of`; raises ConfigError if a slot is empty that ddp.sync_batchnorm needs."""
     plan = plan_of(config, data)
     last, synced = plan.steps_per_epoch - 1, config.ddp.sync_batchnorm and workers > 1
-    if synced and not all(plan.count(last, slot) for slot in range(plan.slots)):
+    if synced and plan.has_empty_slots:
         raise ConfigError(
             f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
             f"epoch, which has {plan.samples(last)}: change batch_size or the data."

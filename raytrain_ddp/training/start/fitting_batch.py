@@ -1,0 +1,107 @@
+"""``fit --find-micro-batch``: the largest micro-batch that fits the memory of a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from raytrain_ddp.config.automatic import settled
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.tasks.task_check import train_data_of
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.optimizer.several_optimizers import turns_of
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
+from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
+from raytrain_ddp.training.runtime.world import World, device_name, has_bf16, set_up
+from raytrain_ddp.training.start.initial_model import initial_model
+from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
+from raytrain_ddp.training.steps.warm_up import Forward
+
+_MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
+
+
+def find_micro_batch(config: TrainConfig, workers: int) -> int:
+    """The largest size that gives each of `workers` a slot and fits the first GPU of this machine.
+
+    Raises:
+        PreflightError: there is no GPU. ConfigError: no size fits its memory.
+    """
+    if not torch.cuda.is_available():
+        raise PreflightError(
+            "--find-micro-batch: this machine has no GPU. On CPUs, memory is not the limit."
+        )
+    world = World(0, workers, 0, torch.device("cuda", 0), 1)
+    config = settled(config, has_bf16(world.device))
+    torch.cuda.set_per_process_memory_fraction(_MEMORY * config.scaling.gpus_per_worker)
+    try:
+        size = largest_that_fits(config, world, config.micro_batches(workers))
+    except torch.OutOfMemoryError:  # not even the model
+        size = 0
+    if not size:
+        raise ConfigError(
+            f"--find-micro-batch: no size fits the memory of {device_name(world.device)}: use a "
+            "smaller model, smaller images, or --compute.precision bf16."
+        )
+    return size
+
+
+def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -> int:
+    """The first of the sizes, from large to small, whose passes fit this worker's memory; 0: none.
+
+    Tries them with the task's own model, data and optimizer, which are thrown away. Does not
+    compile: that needs no more memory, and would do so for each size.
+    """
+    if not sizes:
+        return 0
+    tried = replace(config, compute=replace(config.compute, compile=False))
+    set_up(world, tried.compute)
+    alone = replace(world, rank=0, size=1)
+    task = load_task(replace(tried, micro_batch=sizes[0]))
+    data = train_data_of(task, tried.seed)
+    with closing(data):
+        model = initial_model(tried, task, alone)
+        optimizer = optimizer_of(task, model, tried)
+        names = turns_of(task, optimizer, range(1))(0)
+        loader = train_loader(tried, data, plan_of(tried, data), alone)
+        loader = replace(loader, threads=LoaderThreads(0), pin=False)
+
+        def passes(size: int) -> None:
+            batch = loader.any_batch(size, tried.data.grow_epochs)
+            kept = _kept(tried, model, world, size)
+            for _ in range(2):  # the second has the state of the optimizer
+                for name in names:
+                    Forward(tried, task, model, model, world, name)(batch)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            del kept
+
+        with naming_nondeterministic(model):
+            return next((size for size in sizes if _fits(passes, size)), 0)
+
+
+def _fits(passes: Callable[[int], None], size: int) -> bool:
+    try:
+        passes(size)
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without a GPU
+    return True
+
+
+def _kept(config: TrainConfig, model: nn.Module, world: World, size: int) -> list[torch.Tensor]:
+    """Memory that the run takes besides, each as large as the gradients: the buckets of DDP; the
+    average of the weights; compressed gradients; with exact the partial sums of slots."""
+    slots = -(-config.batch_size // size // max(1, world.size))
+    copies = (world.size > 1) + (config.ema.decay > 0) + (config.ddp.compression != "none")
+    copies += slots.bit_length() if config.exact else 0
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [torch.empty_like(parameter) for parameter in trained for _ in range(copies)]
