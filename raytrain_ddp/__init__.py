@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
     from raytrain_ddp.tools.inference.loaded_model import load as load
+    from raytrain_ddp.tools.report.write import plot as plot
+    from raytrain_ddp.tools.report.write import report as report
 
 _HOMES = {
     "ArraySource": "data.array_source",
@@ -62,6 +64,8 @@ _HOMES = {
     "fit": "driver.fit_driver",
     "fit_locally": "driver.fit_driver",
     "load": "tools.inference.loaded_model",
+    "plot": "tools.report.write",
+    "report": "tools.report.write",
 }
 _HOMES |= dict.fromkeys(
     (

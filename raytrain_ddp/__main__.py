@@ -12,6 +12,7 @@ from typing import Any
 from raytrain_ddp.command_line import run_command
 from raytrain_ddp.command_line.commands import program
 from raytrain_ddp.command_line.completion import SHELLS, complete, script
+from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.library_imports import protect
 
@@ -24,11 +25,10 @@ COMMANDS = {
     "sweep": "Train with many configs, and find the best",
     "convert": "Convert images to Parquet shards",
     "doctor": "Check a cluster before a run, or a run in progress",
-    "report": "Write a report of runs to an HTML file",
-    "watch": "Show all runs of a storage in a browser, live",
+    "report": "Write a report of runs, or a page of all, to an HTML file",
     "chaos": "Kill processes of a run, and compare the result",
 }
-_TOOLS = {"predict", "export", "convert", "doctor", "report", "sweep", "watch", "chaos"}
+_TOOLS = {"predict", "export", "convert", "doctor", "report", "sweep", "chaos"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +51,11 @@ def main(argv: Sequence[str]) -> int:
         print("".join(f"{line}\n" for line in complete(rest, COMMANDS, _command)), end="")
         return 0
     if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS) or f" The commands: {', '.join(COMMANDS)}."
+        hint = (
+            withdrawn(name)
+            or did_you_mean(name, COMMANDS)
+            or f" The commands: {', '.join(COMMANDS)}."
+        )
         raise ConfigError(f"there is no command {name!r}.{hint}")
     status: int = _module(name).main(rest)
     return status

@@ -113,7 +113,7 @@ ROWS = [
     Row("doctor --run nothing", 2, "nothing"),
     Row("doctor --jsno", 2, "--json", light=True),
     Row("chaos --kils 3", 2, "--kills", light=True),
-    Row("watch --port x", 2, "port", light=True),
+    Row("report nothing --device cpu --no-predict", 2, "--device"),
     # 3: where it runs.
     Row("--scaling.num-workers 64 --batch-size 1024", 3, "64 --scaling.num-workers", light=True),
     Row("--scaling.num-workers 1 --scaling.use-gpu True", 3, "scaling.use_gpu", light=True),

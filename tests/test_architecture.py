@@ -17,7 +17,7 @@ import raytrain_ddp
 PACKAGE = Path(raytrain_ddp.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 COMMANDS = {
-    *("fit", "evaluate", "predict", "export", "run", "convert", "doctor", "report", "watch"),
+    *("fit", "evaluate", "predict", "export", "run", "convert", "doctor", "report"),
     *("chaos", "sweep"),
 }
 
@@ -34,14 +34,12 @@ RANKS = [
     {"tools"},
     {"inference"},
     {"result"},
-    {"display"},
+    {"display", "command_line"},
+    {"report"},
     {"ray_backend"},
     {"driver"},
     {"launcher"},
-    {"command_line"},
-    {"sweep"},  # the report shows it
-    COMMANDS - {"watch", "sweep"},
-    {"watch"},  # shows the pages of the report
+    COMMANDS - {"report"},
     {"__main__"},
 ]
 
@@ -83,22 +81,16 @@ def imports(path: Path) -> list[str]:
     return names
 
 
-TURN_BACK = {
-    # What users call on a result, after the training.
-    "result.py": {"display", "report"},
-}
-
-
 def test_imports_follow_the_ranks():
     assert "torch" in {name.partition(".")[0] for path in FILES for name in imports(path)}
     wrong = []
     for path in FILES:
         if path == PACKAGE / "__init__.py" or "recipes" in path.parts:
             continue  # offers names from everywhere; holds data
-        mine, turned = part_of(path), TURN_BACK.get(name_of(path), set())
+        mine = part_of(path)
         names = [name.split(".")[1:] for name in imports(path) if name.startswith("raytrain_ddp.")]
         ours = {part_named(*name) for name in names}
-        for theirs in ours - {mine} - turned:
+        for theirs in ours - {mine}:
             if rank_of(theirs) >= rank_of(mine):
                 wrong.append(f"{name_of(path)} imports {theirs}")
     assert not wrong
@@ -169,15 +161,11 @@ def test_commands_load_neither_torch_nor_ray_before_they_need_them():
         return set(json.loads(out))
 
     assert not loaded_after("from raytrain_ddp import TrainConfig; TrainConfig()") & heavy
-    packages = ("predict", "export", "convert", "doctor", "report", "watch", "chaos", "sweep")
+    packages = ("predict", "export", "convert", "doctor", "report", "chaos", "sweep")
     light = ("fit", "evaluate", "run", *(f"tools.{name}.__main__" for name in (*packages, "spot")))
-    light += (
-        "driver.fit_driver",
-        "driver.preflight",
-        "ray_backend.worker",
-        "data.order.epoch_order",
-    )
-    parts = ("doctor.examine", "report.write", "watch.http_server", "sweep.run_sweep")
+    light += ("driver.fit_driver", "driver.preflight", "ray_backend.worker")
+    light += ("data.order.epoch_order",)
+    parts = ("doctor.examine", "report.write", "sweep.run_sweep")
     light += tuple(f"tools.{name}" for name in parts)
     modules = ", ".join(f"raytrain_ddp.{name}" for name in light)
     assert not loaded_after(f"import {modules}") & {"torch", "ray"}

@@ -46,7 +46,7 @@ PARSERS: dict[str, Callable[[Sequence[str]], Any]] = {
     "spot": spot.parser().parse_args,
     **{
         name: generate._command(name).parse
-        for name in ("evaluate", "predict", "export", "convert", "report", "watch")
+        for name in ("evaluate", "predict", "export", "convert", "report")
     },
 }
 

@@ -21,7 +21,7 @@ from raytrain_ddp.errors import ConfigError
 
 COMMANDS = {
     *("fit", "run", "evaluate", "predict", "export", "convert", "sweep", "report", "doctor"),
-    *("chaos", "watch"),
+    "chaos",
 }
 FILES = sorted(Path(__file__).parent.glob("refused_*.py"))
 ROWS: list[Row] = [row for file in FILES for row in import_module(file.stem).ROWS]

@@ -36,16 +36,6 @@ def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConf
     return _settled(config, {name: v for name, v in values.items() if v not in (None, "auto")})
 
 
-def unsettle(config: TrainConfig) -> TrainConfig:
-    """The config before its values were chosen: those fields say auto again."""
-    values: dict[str, Any] = {
-        name.rpartition(".")[2]: "auto" for name in config.settled if name in AUTO_FIELDS
-    }
-    return dataclasses.replace(
-        config, compute=dataclasses.replace(config.compute, **values), settled=()
-    )
-
-
 def settled_note(before: TrainConfig, after: TrainConfig) -> str:
     """What was chosen for GPUs; "" if nothing was."""
     if before.settled == after.settled:

@@ -8,7 +8,6 @@ from collections.abc import Container, Iterator
 from itertools import chain
 from typing import Any
 
-from raytrain_ddp.config.automatic import unsettle
 from raytrain_ddp.config.effects import idle
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
@@ -26,15 +25,6 @@ def command(config: TrainConfig, base: str | None = None) -> str:
     words = [base] if base else []
     words += _flags(config, load(base) if base else TrainConfig(), idle(config))
     return shlex.join([*FIT.split(), *words])
-
-
-def command_of_run(config: TrainConfig) -> str:
-    """As `command`, of the config that a run has stored, without what the run has chosen or found:
-    the fields that said auto, and class names in their default order."""
-    classes = config.data.classes
-    found = classes is not None and [*classes] == sorted(classes)
-    data = dataclasses.replace(config.data, classes=None if found else classes)
-    return command(unsettle(dataclasses.replace(config, data=data)))
 
 
 def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -> Iterator[str]:

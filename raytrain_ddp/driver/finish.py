@@ -34,7 +34,7 @@ from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult
 from raytrain_ddp.tools.display.bottleneck import split_of
-from raytrain_ddp.tools.display.curves_png import draw_curves
+from raytrain_ddp.tools.report.curves import draw_curves
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1

@@ -38,8 +38,8 @@ from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
-from raytrain_ddp.tools.display.curves_png import load_matplotlib
 from raytrain_ddp.tools.display.progress_display import Display
+from raytrain_ddp.tools.report.curves import load_matplotlib
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from raytrain_ddp.events import LogRecord, Slowest, Train
 from raytrain_ddp.tools.display.formatting import format_share
@@ -14,39 +13,27 @@ _OVER_S = 30.0  # of training; less fluctuates, more reacts slowly
 _SLOWER = 1.25  # times the median rank, to be named
 
 
-class _Cause(NamedTuple):
-    """A bottleneck that is named if its share of the time is at least `least`."""
-
-    phase: str
-    least: float
-    activity: str
-    remedy: str
-
-
-_CAUSES = (
-    _Cause(
-        "data",
+_CAUSES = {  # of a share of at least: (share, activity, remedy)
+    "data": (
         0.10,
         "waits for data",
         "more scaling.cpus_per_worker, smaller images (convert), less augmentation",
     ),
-    _Cause(
-        "copy",
+    "copy": (
         0.10,
         "waits for copies of batches to the GPU",
         "images as uint8, smaller images, or a larger data.prefetch",
     ),
-    _Cause(
-        "communication",
+    "communication": (
         0.20,
         "waits for all-reduces",
         "a larger batch, ddp.compression, or a faster network (doctor measures it)",
     ),
-    _Cause("optimizer", 0.25, "updates weights", "a larger batch for fewer updates"),
-    _Cause("checkpoint", 0.05, "is blocked by checkpoints", "a larger checkpoint.every_s"),
-    _Cause("evaluation", 0.40, "evaluates", "a larger eval.every_epochs"),
-    _Cause("other", 0.20, "spends time between steps", "a larger micro_batch"),
-)
+    "optimizer": (0.25, "updates weights", "a larger batch for fewer updates"),
+    "checkpoint": (0.05, "is blocked by checkpoints", "a larger checkpoint.every_s"),
+    "evaluation": (0.40, "evaluates", "a larger eval.every_epochs"),
+    "other": (0.20, "spends time between steps", "a larger micro_batch"),
+}
 
 
 class StepSplit:
@@ -118,18 +105,19 @@ class StepSplit:
         shares, slow = self.shares(), self.slowest()
         if not shares:
             return ""
-        found = [cause for cause in _CAUSES if shares.get(cause.phase, 0.0) >= cause.least]
-        if not found:
+        over = {phase: shares.get(phase, 0.0) - least for phase, (least, *_) in _CAUSES.items()}
+        worst = max(over, key=over.__getitem__)
+        if over[worst] < 0:
             return f"computes {format_share(shares.get('compute', 0.0))} of the time"
-        worst = max(found, key=lambda cause: shares[cause.phase] - cause.least)
-        share = format_share(shares[worst.phase])
-        if worst.phase == "communication" and slow is not None:
+        _, activity, remedy = _CAUSES[worst]
+        share = format_share(shares[worst])
+        if worst == "communication" and slow is not None:
             rank, phase, ratio = slow
             return (
                 f"waits for rank {rank} {share} of the time: its {phase} takes {ratio:.1f} x as "
                 "long as on the others"
             )
-        return f"{worst.activity} {share} of the time: {worst.remedy}"
+        return f"{activity} {share} of the time: {remedy}"
 
 
 def split_of(records: Iterable[LogRecord]) -> StepSplit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,14 +16,18 @@ class ReportArgs:
     """Write a report of runs to one HTML file: curves, times, failures, mistakes, and config.
 
     The file is self-contained, so it can be mailed. Runs that are in progress or have failed can be
-    reported, too. Several runs are shown side by side. A sweep has a page of its own.
+    reported, too. Several runs are shown side by side. A storage has a page of all its runs, and a
+    sweep one of its trials.
     """
 
-    runs: tuple[str, ...] = field(default=(), metadata=positional("RUN"))
-    """Folders or URIs of runs, or of one sweep, or their names below runs/."""
+    runs: tuple[str, ...] = field(default=("runs",), metadata=positional("RUN"))
+    """Folders or URIs of runs, or their names below runs/; or of one sweep, or of one storage."""
     out: str | None = None
     """Output file, which ends in .html. Default: report.html in the folder of a single local run,
-    else in the current folder."""
+    sweep or storage, else in the current folder."""
+    every: int = 0
+    """Write the file again every so many seconds, until Ctrl-C, and let an open page reload
+    itself. Without predictions. 0: once."""
     predict: bool = True
     """For a single run: evaluate its best checkpoint, and show the results by class and the worst
     mistakes. Takes at most a minute, and requires access to the data."""
@@ -32,23 +38,33 @@ class ReportArgs:
     """Open the report in a browser."""
 
 
-COMMAND = Command("report", ReportArgs, "RUN ... [--FLAG VALUE ...]")
+COMMAND = Command("report", ReportArgs, "[RUN ...] [--FLAG VALUE ...]")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
+    """Returns the exit status; with --every, is ended by Ctrl-C."""
     args = COMMAND.parse(argv)
-    from raytrain_ddp.errors import ConfigError
+    from raytrain_ddp.errors import ConfigError, RaytrainError
     from raytrain_ddp.tools.report.write import write_report
 
-    if not args.runs:
-        raise ConfigError("give a run: its folder, its URI, or its name below runs/.")
-    path = write_report(args.runs, args.out, args.predict, args.device)
-    print(path)
+    if args.every < 0:
+        raise ConfigError(f"every = {args.every}: must be 0 or more seconds.")
+    predict = args.predict and not args.every
+    path = write_report(args.runs, args.out, predict, args.device, args.every)
+    print(path, flush=True)
     if args.open:
         import webbrowser
 
         webbrowser.open(path.resolve().as_uri())
+    try:
+        while args.every:
+            time.sleep(args.every)
+            try:
+                write_report(args.runs, args.out, False, "auto", args.every)
+            except RaytrainError as error:  # a storage that does not answer now
+                print(f"note: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        write_report(args.runs, args.out, False)  # a page that does not reload
     return 0
 
 

@@ -28,10 +28,9 @@ from raytrain_ddp.tools.display.formatting import (
     plural,
 )
 from raytrain_ddp.tools.report.run_files import RunFiles
-from raytrain_ddp.tools.report.timeline import Timeline, timeline_of
-from raytrain_ddp.tools.sweep.sweep_state import STOP_NOTE
 
 Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
+State = Literal["running", "finished", "interrupted", "failed", "gone"]
 
 
 @dataclass(frozen=True)
@@ -50,59 +49,63 @@ class RunHistory:
     """A run as text.
 
     Args:
-        state: "running", "finished", "interrupted", "failed", or "gone": ended without an event.
+        state: "gone": it ended without an event.
         summary: the state in a sentence.
         cause: the failure in a line; "" unless failed.
     """
 
     files: RunFiles
-    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    state: State
     summary: str
     cause: str
-    timeline: Timeline
     happenings: Sequence[HistoryEntry]
 
     @property
     def limit(self) -> str:
         """The main bottleneck; "" if unknown."""
-        return split_of(timed(self.files)).limit()
+        return split_of(self.timed).limit()
 
     @property
-    def unit(self) -> str:
-        return next((attempt.plan.unit for attempt in self.timeline.attempts if attempt.plan), "")
+    def timed(self) -> list[Train]:
+        """The training records with timing."""
+        return [r for r in self.files.train if r.timing.split_s]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Of all starts."""
+        return [event for event, _, _ in self.files.events if isinstance(event, Plan)]
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds of training in all starts, without work that a later start repeated."""
+        return self.files.train[-1].seconds_total if self.files.train else 0.0
 
     @property
     def speed(self) -> str:
         """``1437 images/s``: of all workers, the median of the newest start; "" before the first
         record of the log."""
-        start = self.timeline.attempts[-1].start_step if self.timeline.attempts else 0
+        plan = [Plan(), *self.plans][-1]
+        start = plan.start_step
         newest = [r for r in self.files.train if r.step > start] or self.files.train
         speed = median(r.samples_per_s for r in newest) if newest else math.nan
-        return "" if math.isnan(speed) else f"{format_count(speed)} {self.unit or 'samples'}/s"
-
-
-def timed(files: RunFiles) -> list[Train]:
-    """The records with timing."""
-    return [r for r in files.train if r.timing.split_s]
+        return "" if math.isnan(speed) else f"{format_count(speed)} {plan.unit}/s"
 
 
 def history_of(files: RunFiles) -> RunHistory:
+    """Raises nothing, whatever the files contain."""
     ends = [each for each in files.events if isinstance(each.event, Plan | End)]
     end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
     running = files.owner is not None
     if files.owner is not None and end is not None:  # "2026-11-20 18:05:31 UTC", with a T and a Z
         running = files.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]
-    timeline = timeline_of(files, running)
     cause = ""
-    state: Literal["running", "finished", "interrupted", "failed", "gone"]
+    state: State = "gone"
     if running:
         state = "running"
     elif end is None:
         state = "finished" if files.manifest and files.manifest.finished else "gone"
-    elif end.status == 0:
-        state = "finished"
-    elif end.status > 128:
-        state = "interrupted"
+    elif end.status == 0 or end.status > 128:
+        state = "finished" if end.status == 0 else "interrupted"
     else:
         state = "failed"
         cause = error_summary(end.message) or f"exit status {end.status}"
@@ -110,22 +113,21 @@ def history_of(files: RunFiles) -> RunHistory:
             cause += f" (rank {end.rank}"
             cause += f" on {end.node}" if end.node else ""
             cause += f", step {end.step})" if end.step else ")"
-    summary = _summary(files, state, timeline, end)
-    return RunHistory(files, state, summary, cause, timeline, list(_happenings(files)))
+    summary = _summary(files, state, end)
+    return RunHistory(files, state, summary, cause, list(_happenings(files)))
 
 
-def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -> str:
-    step = (end.step if end else None) or files.last_step
-    total = files.total_steps
+def _summary(files: RunFiles, state: State, end: End | None) -> str:
+    step, total = (end.step if end else None) or files.last_step, files.total_steps
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
     if state == "running":
-        return _still(files, at, total, timeline)
+        left_s = _left_s(files)
+        left = f", about {format_seconds(left_s)} left" if math.isfinite(left_s) else ""
+        return f"Running: {at}{left}." if files.train else "Running: the first step is not done."
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        by, why = f"Interrupted by {_signal(end.status)}", _why_a_sweep_stopped(files)
-        resume = "; the same command resumes it."
-        return f"Stopped by the sweep at {at}: {why}." if why else f"{by} at {at}{resume}"
+        return f"Interrupted by {_signal(end.status)} at {at}; the same command resumes it."
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -136,26 +138,13 @@ def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -
     )
 
 
-def _why_a_sweep_stopped(files: RunFiles) -> str:
-    """The order that ended the newest start; "" if there was none."""
-    for event, _, _ in reversed(files.events):
-        if isinstance(event, Note) and event.text.startswith(STOP_NOTE):
-            return event.text.removeprefix(STOP_NOTE)
-        if isinstance(event, Plan):
-            break
-    return ""
-
-
-def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
-    if not files.train or not timeline.attempts:
-        return "Running: the first step is not done yet."
-    attempt = timeline.attempts[-1]
-    done = files.last_step - attempt.start_step
-    left = (total or 0) - files.last_step
-    if done <= 0 or left <= 0:
-        return f"Running: {at}."
-    left_s = left * (attempt.ended - attempt.began) / done
-    return f"Running: {at}, about {format_seconds(left_s)} left."
+def _left_s(files: RunFiles) -> float:
+    """Seconds that the newest start still needs; nan if unknown."""
+    starts = [event.start_step for event, _, _ in files.events if isinstance(event, Plan)]
+    last = files.train[-1] if files.train else None
+    if last is None or not starts or last.step <= starts[-1]:
+        return math.nan
+    return (files.total_steps - last.step) * last.seconds / (last.step - starts[-1])
 
 
 def _signal(status: int) -> str:
@@ -165,15 +154,14 @@ def _signal(status: int) -> str:
 
 def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
     before: Plan | None = None
-    lost_at: float | None = None
-    stopped = by_sweep = False
+    lost_at = math.nan
+    stopped = False
     reached = 0
     for event, _, wall in files.events:
         match event:
             case Plan():
-                yield _start(event, before, wall, lost_at, reached, stopped)
-                before, lost_at, stopped, by_sweep = event, None, False, False
-                reached = event.start_step
+                yield _start(event, before, wall, wall - lost_at, reached, stopped)
+                before, lost_at, stopped, reached = event, math.nan, False, event.start_step
             case Failed():
                 who = "The workers" if event.rank is None else f"Rank {event.rank}"
                 reached, lost_at = max(reached, event.step or 0), wall
@@ -187,15 +175,14 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
                 text = f"The checkpoint of step {event.step} could not be written"
                 yield HistoryEntry(wall, event.step, "trouble", text, event.message)
             case Note():
-                by_sweep = by_sweep or event.text.startswith(STOP_NOTE)
                 yield HistoryEntry(wall, None, "note", event.text)
             case End():
                 stopped = True
-                yield _end(event, wall, by_sweep)
+                yield _end(event, wall)
 
 
 def _start(
-    plan: Plan, before: Plan | None, wall: float, lost_at: float | None, reached: int, stopped: bool
+    plan: Plan, before: Plan | None, wall: float, lost_s: float, reached: int, stopped: bool
 ) -> HistoryEntry:
     step, workers = plan.start_step, plural(plan.world_size, "worker")
     on = f"{workers} on {plan.device}"
@@ -203,34 +190,32 @@ def _start(
         resumed = f"; resumed from {plan.resumed_from}" if plan.resumed_from else ""
         return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
     resized = before.world_size != plan.world_size
-    text = f"Resumed from step {step} with {on}"
-    if resized:
-        text += f" (before: {before.world_size})"
-    again = reached - step
-    if again > 0:
-        text += f"; {plural(again, 'step')} repeated"
-    if plan.replaced is not None:  # the step in progress was not done
-        new = f"continuing with {workers}"
+    if plan.replaced is None:
+        text = f"Resumed from step {step} with {on}"
+        text += f" (before: {before.world_size})" if resized else ""
+        text += f"; {plural(reached - step, 'step')} repeated" if reached > step else ""
+    else:  # the step in progress was not done
+        new = f"Continuing with {workers}"
         if plan.replaced:
-            new = f"{format_ranks(plan.replaced)} replaced"
+            new = f"{format_ranks(plan.replaced).capitalize()} replaced"
         if plan.world_size > before.world_size:
-            new = f"grew from {before.world_size} to {workers}, nothing repeated"
-        text = f"{new[0].upper()}{new[1:]}; the others kept their state of step {step}"
-    if lost_at is not None:
-        text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
-    is_new = lost_at is None and plan.replaced is None
-    detail = "a new start of the command" if is_new else ""
-    if not stopped and is_new:
-        detail += "; the previous one disappeared"
+            new = f"Grew from {before.world_size} to {workers}, nothing repeated"
+        text = f"{new}; the others kept their state of step {step}"
+    detail = ""
+    if math.isfinite(lost_s):
+        text += f"; {format_seconds(max(0.0, lost_s))} without training"
+    elif plan.replaced is None:
+        detail = "a new start of the command"
+        detail += "" if stopped else "; the previous one disappeared"
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
-def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
-    status, step = event.status, event.step
-    if status == 0:
-        return HistoryEntry(wall, step, "end", "Finished")
-    if status > 128:
-        text = "Stopped by the sweep" if by_sweep else f"Interrupted by {_signal(status)}"
-        return HistoryEntry(wall, step, "trouble", text)
+def _end(event: End, wall: float) -> HistoryEntry:
+    if event.status == 0:
+        return HistoryEntry(wall, event.step, "end", "Finished")
+    if event.status > 128:
+        text = f"Interrupted by {_signal(event.status)}"
+        return HistoryEntry(wall, event.step, "trouble", text)
     first, _, rest = event.message.partition("\n")
-    return HistoryEntry(wall, step, "failure", f"Ended with status {status}: {first}", rest)
+    text = f"Ended with status {event.status}: {first}"
+    return HistoryEntry(wall, event.step, "failure", text, rest)

@@ -1,18 +1,16 @@
-"""Assembles the report as one self-contained HTML file."""
+"""What the pages of a run, of several runs, and of a storage show."""
 
 from __future__ import annotations
 
+import json
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from html import escape
-from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 from raytrain_ddp.checkpoint.manifest import package_version
-from raytrain_ddp.tools.display.axes import Panel
-from raytrain_ddp.tools.display.curves import RunCurves, color, curve_panels
+from raytrain_ddp.events import CheckpointFailed, Failed
 from raytrain_ddp.tools.display.formatting import (
     format_bytes,
     format_count,
@@ -21,266 +19,175 @@ from raytrain_ddp.tools.display.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.tools.report import step_phases, tables
-from raytrain_ddp.tools.report.history import RunHistory, timed
-from raytrain_ddp.tools.report.rank_panels import own_work, rank_panels, rank_splits
-from raytrain_ddp.tools.report.svg_panel import panel_html
-from raytrain_ddp.tools.report.time_panels import axis_of, step_marks, time_panels, total_split
+from raytrain_ddp.tools.report.charts import COLORS, Chart, drawn
+from raytrain_ddp.tools.report.curves import RunCurves, curves
+from raytrain_ddp.tools.report.history import RunHistory
+from raytrain_ddp.tools.report.time_charts import marks_of, step_time, time_charts
 
-_HERE = Path(__file__).parent
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-_LEAST_TOLD = 0.005  # the smallest share of the time to be shown
-_MOST_BARS, _FEW_BARS = 16, 10
+_MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL = 200, 50, 6000
 
+Part = Mapping[str, Any]
+"""A part of a page, by the key that it has:
 
-def sections_of_run(history: RunHistory, predictions: str) -> str:
-    """All that the page of a single run shows, as HTML.
-
-    Args:
-        predictions: HTML; "" if there are none.
-    """
-    x = axis_of([history])
-    over_time = [*time_panels([history], x), *rank_panels(history, x)]
-    parts = [
-        _head(history),
-        _what_went_wrong(history),
-        _cards(history),
-        section("Curves", figures(curve_panels([history.files], step_marks(history)))),
-        section("Evaluated beside the run", _followed(history)),
-        section("Speed", figures(over_time, one=True) + _phases(history)),
-        section("Ranks", _rank_bars(history)),
-        section("What happened", tables.happenings(history) if history.happenings else ""),
-        section("Metrics in full", tables.full_metrics(history)),
-        section("Predictions", predictions),
-        section("Checkpoints", tables.checkpoints(history)),
-        section("Config", tables.config(history.files)),
-        section("Environment", tables.environment_table(history)),
-    ]
-    return "".join(parts)
+- ``note``, ``wrong``: text. ``cards``: (name, value, what is said besides) of each.
+- ``rows`` of a table, of texts and `Cell`; with its ``head``, and optionally ``css``, ``title``.
+- ``charts``: `charts.Drawn` of each. ``gallery``: `predictions.Mistake` of each.
+- ``fold``: a line that opens ``parts``.
+"""
+Sections = Sequence[tuple[str, Sequence[Part]]]  # (title, parts); without parts, it is left out
 
 
-def sections_of_runs(histories: Sequence[RunHistory]) -> str:
-    """All that the page of several runs shows, as HTML."""
-    names = [history.files.name for history in histories]
-    parts = [
-        f"<header><h1>{escape(' · '.join(names))}</h1></header>",
-        section("Side by side", _side_by_side(histories)),
-        section("Where their configs differ", tables.config_differences(histories)),
-        section("Curves", figures(curve_panels([history.files for history in histories]))),
-        section(
-            "Speed", figures(time_panels(histories, axis_of(histories))) + _run_bars(histories)
-        ),
-    ]
-    for history in histories:
-        inner = _what_went_wrong(history) + tables.happenings(history)
-        parts.append(section(f"What happened: {history.files.name}", inner))
-    return "".join(parts)
-
-
-def page_of_runs(body: str, histories: Sequence[RunHistory]) -> str:
-    """The whole page of runs."""
-    names = ", ".join(history.files.name for history in histories)
-    places = [history.files.place.address for history in histories]
-    return whole_page(names, body, places, any(h.state == "running" for h in histories))
-
-
-def whole_page(title: str, body: str, places: Sequence[str], live: bool) -> str:
-    """The page around its sections: head, style and footer.
+class Cell(NamedTuple):
+    """A cell of a table.
 
     Args:
-        places: what the command was given.
-        live: the runs continue.
+        css: classes. title: for the pointer.
+        small: what is said besides. more: long text that is folded away.
+        share: of its width or strength that is colored, 0 to 1.
+        run: number of a run, for a box that shows or hides its curves.
     """
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    again = " A run was still in progress: run the command again to update this." if live else ""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title>"
-        f"<style>{(_HERE / 'style.css').read_text(encoding='utf-8')}</style></head><body>"
-        f"{body}<footer>{made}, raytrain_ddp {escape(package_version())}: "
-        f"<code>raytrain report {escape(shlex.join(places))}</code>.{again}</footer>"
-        f"<script>{(_HERE / 'hover.js').read_text(encoding='utf-8')}</script></body></html>\n"
-    )
+
+    text: str
+    css: str = ""
+    small: str = ""
+    more: str = ""
+    title: str = ""
+    share: float = 0.0
+    run: int = -1
 
 
-def section(title: str, inner: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inner}</section>" if inner else ""
+def page(title: str, badge: str, text: str, sections: Sections, command: str, every_s: int) -> str:
+    """A whole page, as HTML.
+
+    Args:
+        badge: state of the run; "" without.
+        command: what wrote it.
+        every_s: seconds after which it reloads itself; 0: never.
+    """
+    from jinja2 import Environment, PackageLoader
+
+    loader = PackageLoader(__package__, "")
+    template = Environment(loader=loader, autoescape=True).get_template("page.html.j2")
+    about = {"title": title, "badge": badge, "text": text, "command": command, "every_s": every_s}
+    made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC, raytrain_ddp {package_version()}"
+    return template.render(about, sections=sections, colors=COLORS, made=made)
 
 
-def figures(panels: Sequence[Panel], one: bool = False) -> str:
-    """Next to each other, or below each other with a common time axis."""
-    inner = "".join(map(panel_html, panels))
-    css = " one" if one else " odd" if len(panels) % 2 else ""
-    return f'<div class="panels{css}">{inner}</div>' if inner else ""
+def sections_of_run(history: RunHistory, predicted: Sequence[Part]) -> Sections:
+    """All that is shown of a single run."""
+    files = history.files
+    followed = [RunCurves(files.name, [], files.followed)] if files.followed else []
+    return [
+        ("", [{"wrong": history.cause}, {"cards": _cards(history)}]),
+        ("Curves", charts_of(curves([files], marks_of(history)))),
+        ("Evaluated beside the run", charts_of(curves(followed)) if followed else []),
+        ("Speed", charts_of(time_charts(history))),
+        ("What happened", _happenings(history)),
+        ("Predictions", predicted),
+        ("Checkpoints", _checkpoints(history)),
+        ("Config", _config(history)),
+        ("Environment", _environment(history)),
+    ]
 
 
-def _followed(history: RunHistory) -> str:
-    """Returns the curves of `evaluate --follow` as HTML; "" if there are none."""
-    found = history.files.followed
-    return figures(curve_panels([RunCurves(history.files.name, [], found)])) if found else ""
+def charts_of(charts: Sequence[Chart]) -> list[Part]:
+    return [{"charts": [drawn(chart) for chart in charts]}]
 
 
-def _head(history: RunHistory) -> str:
-    badge = f'<span class="badge {history.state}">{history.state}</span>'
-    name, summary = escape(history.files.name), escape(history.summary)
-    return f"<header><h1>{name}{badge}</h1><p>{summary}</p></header>"
-
-
-def _cards(history: RunHistory) -> str:
-    files, line = history.files, history.timeline
-    cards: list[tuple[str, str, str]] = []  # name, value, what is said besides
-    best, monitor = files.best, files.monitor
-    if best and monitor in best.metrics:
-        value = format_metric(monitor, best.metrics[monitor])
-        last = files.evals[-1].metrics.get(monitor, math.nan)
-        besides = f"at step {format_count(best.step)}; last {format_metric(monitor, last)}"
-        cards.append((f"Best {monitor}", value, besides))
-    if line.attempts:
-        days = format_seconds(line.attempts[-1].ended - line.attempts[0].began)
-        starts = len(line.attempts)
-        besides = f"in {starts} starts over {days}" if starts > 1 else "one start"
-        cards.append(("Time at work", format_seconds(line.worked_s), besides))
-    if history.speed:
-        steps = [r.timing.step_s for r in timed(files)]
-        besides = f"{step_phases.step_time(median(steps))} a step" if steps else ""
-        cards.append(("Speed", history.speed, besides))
-    sizes = [str(attempt.world_size) for attempt in line.attempts if attempt.world_size]
-    if sizes:
-        grown = list(dict.fromkeys(sizes))
-        cards.append(("Workers", sizes[-1], f"so far {', '.join(grown)}" if grown[1:] else ""))
-    if line.attempts[1:]:
-        failures = sum(attempt.failed for attempt in line.attempts)
-        failed = f"after {plural(failures, 'failure')} of workers" if failures else ""
-        cards.append(("Restarts", str(len(line.attempts) - 1), failed))
-    newest = [r.timing for r in timed(files)[-50:]]
-    mfu = [t.mfu for t in newest if t.mfu is not None]
-    flops = [t.flops_per_s for t in newest if t.flops_per_s is not None]
-    if flops:
-        each = _flops(median(flops))
-        if mfu:
-            cards.append(("MFU", format_share(median(mfu)), f"{each} a worker"))
-        else:
-            cards.append(("Arithmetic", each, "a worker"))
-    memory = max((r.timing.peak_memory_bytes for r in timed(files)), default=0)
-    if memory:
+def _cards(history: RunHistory) -> list[tuple[str, str, str]]:
+    files, plans, records = history.files, history.plans, history.timed
+    cards = []
+    if files.best:
+        values = [e.metrics.get(files.monitor, math.nan) for e in (files.best, files.evals[-1])]
+        best, last = (format_metric(files.monitor, value) for value in values)
+        cards.append((f"Best {files.monitor}", best, f"at step {files.best.step}; last {last}"))
+    if plans:
+        walls = [wall for _, _, wall in files.events if math.isfinite(wall)] or [0.0]
+        besides = f"{plural(len(plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
+        cards.append(("Time at work", format_seconds(history.worked_s), besides))
+        sizes = [*dict.fromkeys(str(plan.world_size) for plan in plans)]
+        failures = plural(sum(isinstance(e, Failed) for e, _, _ in files.events), "failure")
+        cards.append(("Workers", " → ".join(sizes), f"{failures} of workers"))
+    if records:
+        step = step_time(median(r.timing.step_s for r in records))
+        cards.append(("Speed", history.speed, f"{step} a step"))
+        memory = max(r.timing.peak_memory_bytes for r in records)
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
-    limit = history.limit
-    if limit:
-        cards.append(("What limits it", limit[0].upper() + limit[1:] + ".", ""))
-    return tables.cards(cards)
+    mfu = [r.timing.mfu for r in records[-50:] if r.timing.mfu is not None]
+    if mfu:
+        cards.append(("MFU", format_share(median(mfu)), "of a worker"))
+    return [*cards, ("What limits it", history.limit, "")] if history.limit else cards
 
 
-def _flops(per_s: float) -> str:
-    unit, step = next(((u, s) for u, s in (("T", 1e12), ("G", 1e9)) if per_s >= s), ("M", 1e6))
-    return f"{per_s / step:.3g} {unit}FLOP/s"
-
-
-def _what_went_wrong(history: RunHistory) -> str:
-    if history.state != "failed":
-        return ""
-    cause = history.cause[0].upper() + history.cause[1:]
-    return f'<div class="wrong-box"><b>What went wrong</b><br>{escape(cause)}</div>'
-
-
-def _phases(history: RunHistory) -> str:
-    """The time of all steps by phase, as a table."""
-    seconds = total_split(history)
-    shares = step_phases.shares(seconds)
-    steps = max(1, history.files.last_step)
-    rows = [
-        (
-            f'<span class="key"><i class="{step_phases.css(name)}"></i></span>'
-            f"{escape(step_phases.PHASES.get(name, name))}",
-            format_share(share),
-            step_phases.step_time(seconds[name] / steps),
-            format_seconds(seconds[name]),
-        )
-        for name, share in sorted(shares.items(), key=lambda item: -item[1])
-    ]
-    if not rows:
-        return ""
-    return tables.table(("over the whole run", ">share", ">a step", ">in all"), rows)
-
-
-def _rank_bars(history: RunHistory) -> str:
-    """A bar for each rank: its time per step in the newest start."""
-    ranks = rank_splits(history)
-    longest = max((sum(rank.values()) for rank in ranks), default=0.0)
-    if longest <= 0:
-        return ""
-    bars = [_bar(f"rank {n}", rank, sum(rank.values()) / longest) for n, rank in enumerate(ranks)]
-    note = "<p class=note>Each rank's median step in the newest start. A fast rank "
-    note += "waits in the all-reduce for the slow ones.</p>"
-    if len(ranks) <= _MOST_BARS:
-        return f'{note}<div class="stacks">{"".join(bars)}</div>{_legend(ranks)}'
-    slowest_first = sorted(range(len(ranks)), key=lambda rank: -own_work(ranks[rank]))
-    first = "".join(bars[rank] for rank in slowest_first[:_FEW_BARS])
-    return (
-        f"{note}<p class=note>The {_FEW_BARS} with the most own work:</p>"
-        f'<div class="stacks">{first}</div>{_legend(ranks)}<details><summary>all {len(ranks)} ranks'
-        f'</summary><div class="stacks">{"".join(bars)}</div></details>'
-    )
-
-
-def _run_bars(histories: Sequence[RunHistory]) -> str:
-    """A bar for each run: where its time went."""
-    splits = [total_split(history) for history in histories]
-    bars = [
-        _bar(history.files.name, {n: s / max(1, history.files.last_step) for n, s in split.items()})
-        for history, split in zip(histories, splits, strict=True)
-        if split
-    ]
-    if not bars:
-        return ""
-    return f'<h3>Where the time goes</h3><div class="stacks">{"".join(bars)}</div>{_legend(splits)}'
-
-
-def _bar(name: str, split: Mapping[str, float], width: float = 1.0) -> str:
-    parts = []
-    for phase, share in step_phases.shares(split).items():
-        title = f"{step_phases.PHASES.get(phase, phase)}: {format_share(share)}"
-        title += f", {step_phases.step_time(split[phase])} a step"
-        style = f"width:{100 * share * width:.2f}%"
-        css = step_phases.css(phase)
-        parts.append(f'<i class="{css}" style="{style}" title="{escape(title, quote=True)}"></i>')
-    whole = f"{step_phases.step_time(sum(split.values()))} a step"
-    return (
-        f"<span>{escape(name)}</span>"
-        f'<div class="stack">{"".join(parts)}</div><span class="dim">{whole}</span>'
-    )
-
-
-def _legend(splits: Sequence[Mapping[str, float]]) -> str:
-    shares = [step_phases.shares(split).items() for split in splits]
-    names = step_phases.ordered({n for each in shares for n, share in each if share > _LEAST_TOLD})
-    keys = (
-        f'<span class="key"><i class="{step_phases.css(name)}"></i>'
-        f"{escape(step_phases.PHASES.get(name, name))}</span>"
-        for name in names
-    )
-    return f"<p>{''.join(keys)}</p>"
-
-
-def _side_by_side(histories: Sequence[RunHistory]) -> str:
+def _happenings(history: RunHistory) -> list[Part]:
+    """What happened, in chronological order."""
+    entries = list(history.happenings)
+    if len(entries) > _MOST_HAPPENINGS:  # notes are dropped first, then entries in the middle
+        entries = [one for one in entries if one.kind != "note"]
+        entries = entries if len(entries) <= _MOST_HAPPENINGS else [*entries[:50], *entries[-150:]]
     rows = []
-    for number, history in enumerate(histories):
-        line = history.timeline
-        total = f" of {history.files.total_steps}" if history.files.total_steps else ""
-        rows.append(
-            (
-                f'<span class="key"><i class="{color(number)}"></i></span>'
-                f"{escape(history.files.name)}",
-                f'<span class="{history.state}">{history.state}</span>',
-                escape(history.files.best_summary or "-"),
-                f"{history.files.last_step}{total}",
-                format_seconds(line.worked_s) if line.attempts else "-",
-                escape(history.speed or "-"),
-                str(line.attempts[-1].world_size or "-") if line.attempts else "-",
-                str(max(0, len(line.attempts) - 1)),
-                escape(history.limit or "-"),
-            )
-        )
-    head = ("run", "state", "best", ">steps", ">time at work", ">speed", ">workers", ">restarts")
-    return tables.table((*head, "what limits it"), rows, "runs")
+    for one in entries:
+        moment = datetime.fromtimestamp(one.wall, timezone.utc) if math.isfinite(one.wall) else None
+        detail = one.detail.strip()
+        is_long = "\n" in detail or len(detail) > 120
+        small, more = ("", detail[-_MOST_DETAIL:]) if is_long else (detail, "")
+        what = Cell(one.text, f"dot {one.kind}", small, more)
+        step = "" if one.step is None else str(one.step)
+        rows.append((f"{moment:%m-%d %H:%M:%S}" if moment else "?", step, what))
+    left_out = len(history.happenings) - len(entries)
+    note = f"{left_out} entries are omitted." if left_out else ""
+    return [
+        {"head": ("when (UTC)", "step", "what"), "rows": rows, "css": "happenings"},
+        {"note": note},
+    ]
+
+
+def _checkpoints(history: RunHistory) -> list[Part]:
+    """The existing checkpoints, newest first."""
+    rows = []
+    for name, manifest in history.files.kept[:_MOST_CHECKPOINTS]:
+        best = history.files.best
+        star = "★ best" if best and name.step == best.step else ""
+        size = f"{manifest.size_bytes / 2**20:.1f} MiB" if manifest else "cannot be read"
+        metrics = manifest.metrics.items() if manifest else ()
+        text = ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in metrics)
+        rows.append((Cell(str(name), small=star), size, text))
+    failed = sum(isinstance(e, CheckpointFailed) for e, _, _ in history.files.events)
+    note = f"{failed} more could not be written." if failed else ""
+    return [{"head": ("there now", "size", "metrics"), "rows": rows}, {"note": note}]
+
+
+def _config(history: RunHistory) -> list[Part]:
+    """First the fields that differ from the defaults, then all."""
+    settings = history.files.settings()
+    if not history.files.config:
+        return [{"note": "There is no config.toml, or it cannot be read."}]
+    rows = [(Cell(name, "code"), *map(value_cell, pair)) for name, pair in settings.items()]
+    changed = [row for row in rows if row[1].text != row[2].text]
+    head = ("field", "value", "default")
+    every: Part = {"fold": f"all {len(rows)} fields", "parts": [{"head": head, "rows": rows}]}
+    return [{"head": ("differs from its default", *head[1:]), "rows": changed}, every]
+
+
+def _environment(history: RunHistory) -> list[Part]:
+    """Where it ran, on which devices, and with which versions, as far as recorded."""
+    files, found = history.files, {"folder": str(history.files.place)}
+    for plan in history.plans[-1:]:
+        found["workers"] = f"{plan.world_size} x {plan.device}, on {', '.join({*plan.hosts})}"
+        found["versions"] = ", ".join(f"{name} {text}" for name, text in plan.versions.items())
+        samples = f"{format_count(plan.train_samples)} {plan.unit} to train on"
+        found["data"] = f"{samples}, {format_count(plan.eval_samples)} to evaluate on"
+        found["parameters"] = f"{plan.parameters:,}"
+    if files.manifest:
+        found["raytrain_ddp"] = files.manifest.written_by
+        found["data fingerprint"] = files.manifest.data_fingerprint[:64]
+    found["driven now by"] = str(files.owner or "")
+    return [
+        {"head": (), "rows": [(Cell(name, "dim"), text) for name, text in found.items() if text]}
+    ]
+
+
+def value_cell(thing: Any) -> Cell:
+    """A config value as in TOML."""
+    text = "not set" if thing is None else json.dumps(thing, ensure_ascii=False, default=str)
+    return Cell(text, "code")

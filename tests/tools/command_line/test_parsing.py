@@ -249,7 +249,7 @@ def test_aliases_refer_to_existing_flags_and_shadow_none():
         ("evaluate", [""], "RUN"),
         ("export", ["r", "--out", ""], "--out"),
         ("convert", ["a", ""], "DST"),
-        ("watch", ["--host", ""], "--host"),
+        ("report", ["--device", ""], "--device"),
         ("run", ["--log-dir", "", "x.py"], "--log-dir"),
         ("run", ["--address", "", "x.py"], "--address"),
     ],

@@ -1,0 +1,174 @@
+"""The charts of a run: a PNG for any log, and what it shows; readability needs human eyes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from event_records import event
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from raytrain_ddp.events import Eval, Train
+from raytrain_ddp.tools.report import curves
+from raytrain_ddp.tools.report.charts import Chart, drawn, smoothed
+from raytrain_ddp.tools.report.curves import RunCurves
+
+
+def records(total: int = 276, per_epoch: int = 23, monitor: str = "top1") -> list[Any]:
+    made: list[dict[str, Any]] = []
+    for step in range(1, total + 1):
+        known = {"step": step, "epoch": (step - 1) // per_epoch, "seconds": 1.0}
+        if step % 5 == 0:
+            loss, lr = 2.3 * math.exp(-8 * step / total) + 0.01, 0.1 * (1 - step / total)
+            made.append({"kind": "train", "loss": loss, "lr": lr, **known})
+        if step % per_epoch == 0:
+            top1 = 0.98 - abs(step - 0.7 * total) / total  # the best is not the last
+            metrics = {"loss": 1.5 - top1, "top1": top1, "top5": 1.0, "rmse": 40.0}
+            fields = {"metrics": metrics, "best": step <= 0.7 * total, "monitor": monitor}
+            made.append({"kind": "eval", **known, **fields})
+    return [event(each) for each in made]
+
+
+def run_of(made: list[Any], name: str = "digits") -> RunCurves:
+    train = [each for each in made if isinstance(each, Train)]
+    return RunCurves(name, train, [each for each in made if isinstance(each, Eval)])
+
+
+def figure(made: list[Any]) -> Figure:
+    return curves.figure_of(made, "digits")
+
+
+def values(axes: Axes, label: str) -> list[tuple[float, float]]:
+    (line,) = (line for line in axes.get_lines() if line.get_label() == label)
+    return [*map(tuple, np.array(line.get_data()).T.tolist())]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 66])
+def test_any_number_of_records_gives_an_image(count: int, tmp_path: Path):
+    out = io.BytesIO()
+    curves.draw_curves(records()[:count], out, "digits")
+    assert out.getvalue().startswith(b"\x89PNG")
+    assert struct.unpack(">I", out.getvalue()[16:20]) == (1200,)
+    curves.draw_curves(records()[:count], str(tmp_path / "curves.png"), "digits")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_charts_show_the_records():
+    made = records()
+    loss, accuracy, error, rate = figure(made).axes
+    titles = [axes.get_title(loc="left") for axes in (loss, accuracy, error, rate)]
+    assert titles == ["Loss", "Accuracy (evaluation)", "rmse (evaluation)", "Learning rate"]
+    train = [each for each in made if isinstance(each, Train)]
+    assert values(rate, "learning rate") == [(each.step, each.lr) for each in train]
+    tested = [(each.step, each.metrics["loss"]) for each in made if isinstance(each, Eval)]
+    assert values(loss, "evaluation") == tested
+    assert loss.get_yscale() == "log"  # from 2.3 to 0.01
+    assert len(values(accuracy, "top5")) == 12
+    assert values(accuracy, "best: step 184") == [(184, pytest.approx(0.9467, abs=1e-4))]
+
+
+def test_a_monitored_loss_is_marked_on_the_loss():
+    loss, accuracy, *_ = figure(records(monitor="loss")).axes
+    assert values(loss, "best: step 184")
+    assert not [line for line in accuracy.get_lines() if line.get_marker() == "*"]
+
+
+@pytest.mark.parametrize("kind", [Train, Eval])
+def test_records_of_a_single_kind_can_be_drawn(kind: type):
+    assert figure([each for each in records() if isinstance(each, kind)]).axes
+
+
+def test_a_diverged_run_is_drawn_and_its_steps_are_marked():
+    train = [each for each in records() if isinstance(each, Train)]
+    lost = [
+        event({"kind": "train", "step": each.step, "loss": math.inf if each.step % 2 else math.nan})
+        for each in train
+        if each.step > 260
+    ]
+    loss = figure([each for each in train if each.step <= 260] + lost).axes[0]
+    assert [x for x, _ in values(loss, "not finite (3)")] == [265, 270, 275]
+
+
+def test_unusual_names_and_values_are_drawn():
+    made = [
+        event({"kind": "eval", "step": n, "metrics": {"$_$": n, "{a}_\\b": 1e308, "t": 5e-324}})
+        for n in range(9)
+    ]
+    made += [event({"kind": "train", "step": n, "loss": 10.0 ** (308 - n)}) for n in range(300)]
+    assert "$_$ (evaluation)" in [axes.get_title(loc="left") for axes in figure(made).axes]
+
+
+def test_a_chart_in_a_page_follows_the_theme_and_tells_values_by_run():
+    runs = [run_of(records(), "one"), run_of(records(138), "<script>")]
+    loss = drawn(curves.curves(runs)[0])
+    assert "var(--c0)" in loss.svg
+    assert "#0072b2" not in loss.svg
+    assert loss.keys == [("one", "c0", "run0"), ("<script>", "c1", "run1")]
+    assert 'class="run1"' in loss.svg
+    assert "<" not in loss.texts
+    told = json.loads(loss.texts)
+    assert all(0 <= x <= 1 for x, _ in told)
+    at_100 = next(dict(texts) for _, texts in told if texts[0][1].startswith("step 100,"))
+    assert at_100[""] == "step 100, epoch 4"
+    assert at_100["run0"].startswith("one 0.")
+    assert at_100["run1"].startswith("<script> 0.")
+    assert {"run1"} & {key for key, _ in told[-1][1]} == set()  # it has ended before
+
+
+def test_a_long_log_makes_a_small_chart_that_keeps_its_outliers():
+    steps = np.arange(100_000.0)
+    noise = np.random.default_rng(0).normal(0, 0.01, steps.size)
+    noise[12345] = 5.0
+
+    def paint(axes: Axes) -> list[Any]:
+        axes.plot(steps, noise)
+        axes.set_ylim(-1, 5)
+        return []
+
+    svg = drawn(Chart("long", paint)).svg
+    assert len(svg) < 100_000
+    line = max(re.findall(r'd="([^"]*)"', svg), key=len)
+    heights = [float(y) for y in re.findall(r"L \S+ (\S+)", line)]
+    assert min(heights) == pytest.approx(12.2, abs=1)  # the top of the axes
+
+
+def test_smoothing_reduces_noise_and_leaves_out_what_is_not_finite():
+    assert smoothed(np.full(9, 2.0), 3).tolist() == [2.0] * 9
+    assert smoothed(np.arange(5.0), 1).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    noisy = smoothed(np.array([0.0, 1.0] * 50), 8)[8:-8]
+    assert noisy.max() - noisy.min() < 0.1
+    assert smoothed(np.array([]), 3).tolist() == []
+    gaps = smoothed(np.array([1.0, math.nan, 3.0, math.inf, 5.0]), 1)
+    assert np.isnan(gaps).tolist() == [False, True, False, True, False]
+    assert gaps[[0, 2, 4]].tolist() == [1.0, 3.0, 5.0]
+
+
+def test_matplotlib_is_imported_lazily_and_pyplot_never():
+    script = (
+        "import io, sys, raytrain_ddp.tools.report.curves as curves\n"
+        "assert not {'matplotlib', 'torch', 'ray'} & {*sys.modules}\n"
+        "curves.draw_curves([], io.BytesIO(), '')\n"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_the_users_matplotlib_settings_are_ignored_and_unchanged():
+    import matplotlib
+
+    plain, styled = io.BytesIO(), io.BytesIO()
+    curves.draw_curves(records(), plain, "digits")
+    with matplotlib.rc_context({"lines.linewidth": 9.0, "axes.facecolor": "black"}):
+        curves.draw_curves(records(), styled, "digits")
+        assert matplotlib.rcParams["lines.linewidth"] == 9.0
+    assert plain.getvalue() == styled.getvalue()
