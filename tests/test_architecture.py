@@ -39,8 +39,7 @@ RANKS = [
     {"driver"},
     {"launcher"},
     {"command_line"},
-    {"sweep"},  # the report shows it
-    COMMANDS - {"watch", "sweep"},
+    COMMANDS - {"watch"},
     {"watch"},  # shows the pages of the report
     {"__main__"},
 ]

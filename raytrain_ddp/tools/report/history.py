@@ -17,6 +17,7 @@ from raytrain_ddp.events import (
     Note,
     Plan,
     Preempted,
+    SweepStop,
     Train,
 )
 from raytrain_ddp.tools.display.bottleneck import split_of
@@ -29,7 +30,6 @@ from raytrain_ddp.tools.display.formatting import (
 )
 from raytrain_ddp.tools.report.run_files import RunFiles
 from raytrain_ddp.tools.report.timeline import Timeline, timeline_of
-from raytrain_ddp.tools.sweep.sweep_state import STOP_NOTE
 
 Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
 
@@ -123,9 +123,9 @@ def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        by, why = f"Interrupted by {_signal(end.status)}", _why_a_sweep_stopped(files)
+        by = f"Interrupted by {_signal(end.status)}"
         resume = "; the same command resumes it."
-        return f"Stopped by the sweep at {at}: {why}." if why else f"{by} at {at}{resume}"
+        return f"Stopped by the sweep at {at}." if _is_by_sweep(files) else f"{by} at {at}{resume}"
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -136,14 +136,10 @@ def _summary(files: RunFiles, state: str, timeline: Timeline, end: End | None) -
     )
 
 
-def _why_a_sweep_stopped(files: RunFiles) -> str:
-    """The order that ended the newest start; "" if there was none."""
-    for event, _, _ in reversed(files.events):
-        if isinstance(event, Note) and event.text.startswith(STOP_NOTE):
-            return event.text.removeprefix(STOP_NOTE)
-        if isinstance(event, Plan):
-            break
-    return ""
+def _is_by_sweep(files: RunFiles) -> bool:
+    """Whether a sweep ended the newest start."""
+    ends = (event for event, _, _ in reversed(files.events) if isinstance(event, Plan | SweepStop))
+    return isinstance(next(ends, None), SweepStop)
 
 
 def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
@@ -186,8 +182,9 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
             case CheckpointFailed():
                 text = f"The checkpoint of step {event.step} could not be written"
                 yield HistoryEntry(wall, event.step, "trouble", text, event.message)
+            case SweepStop():
+                by_sweep = True
             case Note():
-                by_sweep = by_sweep or event.text.startswith(STOP_NOTE)
                 yield HistoryEntry(wall, None, "note", event.text)
             case End():
                 stopped = True

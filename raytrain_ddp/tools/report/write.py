@@ -13,13 +13,12 @@ from raytrain_ddp.tools.report.history import history_of
 from raytrain_ddp.tools.report.page import page_of_runs, sections_of_run, sections_of_runs
 from raytrain_ddp.tools.report.predictions import predictions
 from raytrain_ddp.tools.report.run_files import RunFiles, read_run
-from raytrain_ddp.tools.report.sweep_page import one_sweep, sweep_at
 
 REPORT_FILE = "report.html"
 
 
 def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
-    """Writes the report of one run or sweep, or of several runs side by side; returns where it is.
+    """Writes the report of one run, or of several runs side by side; returns where it is.
     The arguments are the command's.
 
     Raises:
@@ -28,19 +27,6 @@ def write_report(places: Sequence[str], out: str | None, predict: bool, device: 
     """
     if out is not None:
         _require_page(expanded(out))  # before minutes of predictions
-    sweeps = [sweep_at(place) for place in places]
-    if sweeps[0] is not None and len(sweeps) == 1:
-        if device != "auto":
-            raise ConfigError("--device has no effect on the report of a sweep: remove it.")
-        folder, sweep = sweeps[0]
-        path = expanded(out) if out is not None else _below(folder)
-        _write(path, one_sweep(folder, sweep))
-        return path
-    for place, found in zip(places, sweeps, strict=True):
-        if found is not None:
-            raise ConfigError(
-                f"{place} is a sweep: it has a report of its own, without other runs."
-            )
     if device != "auto":
         if not predict or len(places) > 1:
             raise ConfigError(

@@ -36,7 +36,6 @@ from raytrain_ddp.tools.report import predictions
 from raytrain_ddp.tools.report.history import history_of
 from raytrain_ddp.tools.report.predictions import Predictor
 from raytrain_ddp.tools.report.run_files import read_run
-from raytrain_ddp.tools.sweep.sweep_state import STOP_NOTE
 from raytrain_ddp.tools.watch.http_server import WatchServer
 from raytrain_ddp.tools.watch.live_log import LiveLog, picked
 from raytrain_ddp.tools.watch.watched_runs import WatchedRun, WatchedRuns, can_stop, stop_run
@@ -366,10 +365,10 @@ def test_trials_of_sweeps_in_a_storage_are_listed_as_runs(site: Site, place: Pat
 
 
 def test_a_trial_stopped_by_its_sweep_does_not_mention_a_signal(site: Site, place: Path):
-    note = {"kind": "note", "time": "2026-11-20T20:04:00Z", "text": f"{STOP_NOTE}rung 3"}
-    append(place / "done", plan(), note, end(143, step=30), file="events.jsonl")
+    stop = {"kind": "sweep_stop", "time": "2026-11-20T20:04:00Z"}
+    append(place / "done", plan(), stop, end(143, step=30), file="events.jsonl")
     page = site.page("/run/done")
-    assert "Stopped by the sweep at step 30 of 100: rung 3." in page
+    assert "Stopped by the sweep at step 30 of 100." in page
     assert "SIGTERM" not in page
     append(place / "done", plan(start_step=30), end(143, step=40), file="events.jsonl")
     assert "Interrupted by SIGTERM at step 40 of 100" in site.page("/run/done")
