@@ -259,7 +259,7 @@ class Note:
 
 @dataclass(frozen=True)
 class SweepStop:
-    """The sweep of this run stops it, with a checkpoint: its scheduler, or a signal to the sweep."""
+    """The sweep of this run stops it, with a checkpoint."""
 
     kind: ClassVar[str] = "sweep_stop"
 

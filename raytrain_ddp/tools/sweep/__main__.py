@@ -8,9 +8,11 @@ from typing import Literal
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.errors import ConfigError
 
+MAX_TRIALS = 10_000
 # Of a run on several workers; a trial is one process.
 _OF_WORKERS = {"num_workers", "backend", "placement", "max_failures", "replace_workers"}
 _OF_WORKERS |= {"max_preemptions", "resize_s", "start_timeout_s", "check_every_steps"}
@@ -76,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.dry_run:
         return run_sweep(args, given)
     for trial in prepared(args, given).trials:
-        print(trial.name, "", ", ".join(f"{name}={value}" for name, value in trial.values.items()))
+        print(trial.name, "", ", ".join(f"{n}={as_text(v)}" for n, v in trial.values.items()))
     if args.search == "optuna":
         print("the results of the first trials decide the others")
     return 0
@@ -87,6 +89,8 @@ def parse(argv: Sequence[str]) -> SweepArgs:
     args, given = parse_with_recipe(argv, COMMAND), given_flags(argv)
     config, varied = args.config, {word.partition("=")[0].replace("-", "_") for word in args.space}
     require_least(args, trials=1, seeds=1, first_rung=1, factor=2, parallel=0)
+    if (args.trials or 1) * args.seeds > MAX_TRIALS:
+        raise ConfigError(f"--trials times --seeds must be {MAX_TRIALS:,} or less.")
     if sum(word.partition("=")[0] == "--space" for word in argv) > 1:
         raise ConfigError("--space is given twice: list all fields after one --space.")
     rungs, asha = {"first_rung", "factor"} & given, args.scheduler == "asha"

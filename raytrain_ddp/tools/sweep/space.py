@@ -20,7 +20,7 @@ from raytrain_ddp.errors import ConfigError, did_you_mean
 Value = str | int | float | bool | None
 Point = Mapping[str, Value]
 
-MAX_TRIALS = 10_000
+_MAX_POINTS = 10_000
 _TABLES = ("task_options", "model.args")  # whose entries can vary
 _FIXED = {"name", "storage", "settled", "seed", "scaling", "log", "checkpoint"}
 
@@ -106,8 +106,7 @@ def with_point(config: TrainConfig, point: Point) -> TrainConfig:
         below = tree
         for section in sections:
             below = below[section]
-        is_entry = table_of(field) != field
-        below[last] = as_text(value) if is_entry and value is not None else value
+        below[last] = value if table_of(field) == field else as_text(value)
     return from_dict(tree)
 
 
@@ -120,8 +119,8 @@ def grid(space: Sequence[Dimension]) -> list[Point]:
     for each in space:
         if not each.choices:
             raise ConfigError(f"--search grid: {each.field} has a range: list its values.")
-    if (size := math.prod(each.size for each in space)) > MAX_TRIALS:
-        raise ConfigError(f"--search grid: {size:,} combinations, more than {MAX_TRIALS:,}.")
+    if (size := math.prod(each.size for each in space)) > _MAX_POINTS:
+        raise ConfigError(f"--search grid: {size:,} combinations, more than {_MAX_POINTS:,}.")
     fields = [each.field for each in space]
     return [dict(zip(fields, v, strict=True)) for v in product(*(each.choices for each in space))]
 

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.tools.display.formatting import format_metric, format_seconds, plural
-from raytrain_ddp.tools.sweep.space import Value
 from raytrain_ddp.tools.sweep.trials import OVER, Sweep, Trial
 
 _BEST, _RUNNING = 5, 8  # rows
@@ -84,7 +84,7 @@ class SweepDisplay:
 
     def _shown(self, trial: Trial) -> str:
         """The best value of a trial, and its point."""
-        point = "  ".join(f"{name} {value_text(value)}" for name, value in trial.values.items())
+        point = "  ".join(f"{name} {as_text(value)}" for name, value in trial.values.items())
         return f"{self._sweep.metric} {self._value(trial)}  {point}".strip()
 
     def _value(self, trial: Trial) -> str:
@@ -104,14 +104,7 @@ class SweepDisplay:
         best = [trial for trial in sweep.ranked() if trial.is_over][:_BEST]
         running = [trial for trial in sweep.trials if trial.state == "running"][:_RUNNING]
         for trial in [*best, *running]:
-            values = [value_text(trial.values[name]) for name in sweep.fields]
-            cells = [trial.name, trial.state, f"{trial.epochs:g}", self._value(trial), *values]
+            values = [as_text(trial.values[name]) for name in sweep.fields]
+            cells = [trial.name, trial.state, str(trial.epochs), self._value(trial), *values]
             table.add_row(*cells, style=_COLORS.get(trial.state, ""))
         return table
-
-
-def value_text(value: Value) -> str:
-    """A value as it would be typed."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,12 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
-from raytrain_ddp.checkpoint.run_folder import read_events, read_log, run_storage
+from raytrain_ddp.checkpoint.run_folder import read_log, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError
-from raytrain_ddp.events import Eval, LogRecord, Plan, SweepStop
-from raytrain_ddp.messages import Event
+from raytrain_ddp.events import Eval, LogRecord, SweepStop
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -67,19 +66,14 @@ class TrialSession(LocalSession):
     def __init__(self, tell: Tell, stop: threading.Event, known: Any, *args: Any) -> None:
         super().__init__(*args)
         self._to_sweep, self._stop, self._best_of = tell, stop, args[2]
-        self._known, self._steps_per_epoch = {each["step"] for each in known}, 1
+        self._known = {each["step"] for each in known}
 
     def stop_on_signals(self) -> None: ...
-
-    def tell(self, event: Event) -> None:
-        if isinstance(event, Plan):
-            self._steps_per_epoch = event.steps_per_epoch
-        super().tell(event)
 
     def log(self, record: LogRecord) -> None:
         super().log(record)
         if isinstance(record, Eval) and record.step not in self._known:
-            self._to_sweep(_evaluated(record, self._steps_per_epoch, self._best_of.goal))
+            self._to_sweep(_evaluated(record, self._best_of.goal))
 
     def requests(self) -> Requests:
         if self._stop.is_set() and not self._signal:
@@ -93,20 +87,13 @@ class TrialSession(LocalSession):
 
 def _known(config: TrainConfig) -> list[dict[str, Any]]:
     """The evaluations that a run has committed. Raises OSError."""
-    run = run_storage(config)
-    plans = [each.event for each in read_events(run) if isinstance(each.event, Plan)]
-    evals = [record for record in read_log(run) if isinstance(record, Eval)] if plans else []
+    evals = [record for record in read_log(run_storage(config)) if isinstance(record, Eval)]
     goal = load_task(config).goal if evals else ""
-    return [_evaluated(record, plans[-1].steps_per_epoch, goal) for record in evals]
+    return [_evaluated(record, goal) for record in evals]
 
 
-def _evaluated(record: Eval, steps_per_epoch: int, mode: str) -> dict[str, Any]:
+def _evaluated(record: Eval, mode: str) -> dict[str, Any]:
     value = record.metrics.get(record.monitor, math.nan)
-    return {
-        "step": record.step,
-        "epochs": record.step / steps_per_epoch,
-        "score": value if mode == "max" else -value,
-        "value": value,
-        "metric": record.monitor,
-        "mode": mode,
-    }
+    score = value if mode == "max" else -value
+    known = {"step": record.step, "epochs": record.epoch + 1, "metric": record.monitor}
+    return {**known, "mode": mode, "value": value, "score": score}

@@ -32,14 +32,14 @@ class Trial:
         values: of the fields that vary.
         value: the best evaluation so far; None if there is none that is finite.
         state: waiting, running, or one of OVER; "stopped" by the scheduler.
-        epochs: how far it has been evaluated. message: why it failed.
+        epochs: in which it was evaluated last, from 1. message: why it failed.
     """
 
     name: str
     values: dict[str, Value]
     value: float | None = None
     state: str = "waiting"
-    epochs: float = 0.0
+    epochs: int = 0
     message: str = ""
 
     @property

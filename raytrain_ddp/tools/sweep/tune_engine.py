@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 
 TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the runs have their own logs
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # its state is not used
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # see Interrupted
 }
 _STARTS = 3  # of a trial whose process dies, or whose code raises
 _BEAT_S = 0.5  # a process can be stopped at least this often
@@ -82,7 +80,7 @@ class TrialRun(tune.Trainable):  # type: ignore[misc]
         self._begin(config)
 
     def _begin(self, config: Mapping[str, Any]) -> None:
-        self._last: dict[str, Any] = {"score": _WORST, "epochs": 0.0, "state": "running"}
+        self._last: dict[str, Any] = {"score": _WORST, "epochs": 0, "state": "running"}
         self._said: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
         self._go, self._stop, self._waits = threading.Semaphore(0), threading.Event(), False
         trial = Trial(self.trial_name, _values(config, self._order.space))

@@ -29,7 +29,8 @@ from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import RaytrainError, RunLockedError, TaskError, status_of
 from raytrain_ddp.events import Plan, SweepStop
 from raytrain_ddp.tools.display.progress_display import Display
-from raytrain_ddp.tools.sweep.__main__ import main
+from raytrain_ddp.tools.sweep.__main__ import main, parse
+from raytrain_ddp.tools.sweep.run_sweep import prepared
 from raytrain_ddp.tools.sweep.space import parse_space
 from raytrain_ddp.tools.sweep.sweep_display import SweepDisplay
 from raytrain_ddp.tools.sweep.trial_session import train_trial
@@ -61,6 +62,7 @@ REFUSED = [  # words, exit status, what the error names
     (f"--space {LR} --augment.magnitude 5", 2, "augment.magnitude"),
     ("--space optim.name=sgd,adamw --trials 3", 2, "--trials 3 2"),
     (f"--space {LR} --trials 0", 2, "--trials 0"),
+    (f"--space {LR} --trials 1001 --seeds 10", 2, "--trials --seeds 10,000"),
     (f"--space {LR} --parallel -1", 2, "--parallel -1"),
     (f"--space {LR} --search grid", 2, "optim.lr"),
     ("--space optim.lr=1,2 --search grid --trials 2", 2, "--trials"),
@@ -174,15 +176,9 @@ def test_the_display_fits_the_terminal_and_ends_with_the_best(
 
 def test_a_sweep_whose_trials_all_failed_has_their_status(tmp_path: Path):
     words = ["digits", "--space", "optim.nesterov=true,false", "--name", "s"]
-    file = tmp_path / "runs" / "s" / "sweep.json"
-    file.parent.mkdir(parents=True)
-    file.write_text("not yet")
-    file.unlink()
-    with Lease.take(open_storage(str(file.parent))), pytest.raises(RunLockedError):
+    (tmp_path / "runs" / "s").mkdir(parents=True)
+    with Lease.take(open_storage("runs/s")), pytest.raises(RunLockedError):
         main(words)
-    from raytrain_ddp.tools.sweep.__main__ import parse
-    from raytrain_ddp.tools.sweep.run_sweep import prepared
-
     sweep = prepared(parse(words), [])
     for trial in sweep.trials:
         trial.state, trial.message = "failed", "no luck\nin detail"
@@ -285,7 +281,6 @@ def test_a_killed_sweep_continues_without_losing_or_repeating_a_trial(search: st
     assert "the same command again" in out
     out = run(tmp_path, words, lambda t: False, 0)
     assert "status 0" in out
-    assert "6 of 6" in out or "(6 of 6)" in out
     after = trials_in(file)
     assert [trial["name"] for trial in after] == [f"trial-{n:04}" for n in range(6)]
     assert over(after) == 6
