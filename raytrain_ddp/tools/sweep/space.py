@@ -107,7 +107,7 @@ def with_point(config: TrainConfig, point: Point) -> TrainConfig:
         for section in sections:
             below = below[section]
         below[last] = value if table_of(field) == field else as_text(value)
-    return from_dict(tree)
+    return from_dict(tree, "the space")
 
 
 def grid(space: Sequence[Dimension]) -> list[Point]:
@@ -151,8 +151,8 @@ def _dimension(word: str) -> Dimension:
     if len(ends) == 2 and all(type(end) in (int, float) for end in ends):
         low, high = map(float, ends)
         if low >= high or (log and low <= 0):
-            rule = "from a number above 0 to a larger one" if log else "to a larger number"
-            raise ConfigError(f"--space {word}: the range must be {rule}.")
+            rule = " and begin above 0" if log else ""
+            raise ConfigError(f"--space {word}: the range must end at a larger number{rule}.")
         section: Any = value_of(TrainConfig(), owner) if owner else TrainConfig()
         kind = section.kinds()[last] if table_of(field) == field else int
         whole = {*map(type, ends)} == {int} and float not in {kind, *get_args(kind)}

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -77,10 +77,10 @@ class SweepDisplay:
             self._console.print(Text.assemble((f"  {title:<13}", "dim"), text), soft_wrap=True)
 
     def _counts(self) -> str:
-        """``17 done, 6 stopped, 0 failed, 2 running of 40``"""
-        states = (*OVER, "running")
-        counts = ", ".join(f"{self._sweep.count(state)} {state}" for state in states)
-        return f"{counts} of {self._sweep.total}"
+        """``17 done, 6 stopped, 2 running of 40``"""
+        counts = {state: self._sweep.count(state) for state in (*OVER, "running")}
+        shown = ", ".join(f"{n} {state}" for state, n in counts.items() if n or state == "done")
+        return f"{shown} of {self._sweep.total}"
 
     def _shown(self, trial: Trial) -> str:
         """The best value of a trial, and its point."""
@@ -90,7 +90,7 @@ class SweepDisplay:
     def _value(self, trial: Trial) -> str:
         return "-" if trial.value is None else format_metric(self._sweep.metric, trial.value)
 
-    def _table(self) -> Table:
+    def _table(self) -> Group:
         """The best trials, those that run, and the time left."""
         sweep, spent_s = self._sweep, time.monotonic() - self._began
         title = f"{self._counts()}  {format_seconds(spent_s)}"
@@ -100,11 +100,11 @@ class SweepDisplay:
         elif not sweep.count("running"):
             title = f"{self._phase}  {format_seconds(spent_s)}"
         names = ("trial", "state", "epochs", sweep.metric, *sweep.fields)
-        table = Table(*names, title=title, title_justify="left", box=None)
+        table = Table(*names, box=None)
         best = [trial for trial in sweep.ranked() if trial.is_over][:_BEST]
         running = [trial for trial in sweep.trials if trial.state == "running"][:_RUNNING]
         for trial in [*best, *running]:
             values = [as_text(trial.values[name]) for name in sweep.fields]
             cells = [trial.name, trial.state, str(trial.epochs), self._value(trial), *values]
             table.add_row(*cells, style=_COLORS.get(trial.state, ""))
-        return table
+        return Group(Text(title), table)
