@@ -258,6 +258,13 @@ class Note:
 
 
 @dataclass(frozen=True)
+class SweepStop:
+    """The sweep of this run stops it, with a checkpoint."""
+
+    kind: ClassVar[str] = "sweep_stop"
+
+
+@dataclass(frozen=True)
 class Ranks:
     """Seconds of a step by phase, for each rank; reported for up to MOST ranks."""
 
@@ -301,5 +308,5 @@ class End:
 LogRecord = Train | Eval | Audit
 LOG_RECORDS = (Train, Eval, Audit)
 Trouble = CheckpointFailed | Failed | Preempted | Straggler
-StoredEvent = Plan | Checkpoint | Interval | Note | Ranks | End | Trouble
-STORED_EVENTS = (Plan, Checkpoint, Interval, Note, Ranks, End, *get_args(Trouble))
+StoredEvent = Plan | Checkpoint | Interval | Note | SweepStop | Ranks | End | Trouble
+STORED_EVENTS = (Plan, Checkpoint, Interval, Note, SweepStop, Ranks, End, *get_args(Trouble))

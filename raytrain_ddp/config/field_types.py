@@ -124,7 +124,7 @@ def described(kind: Any) -> str:
     return f"{name}, in a file a table [{kind.section}]"
 
 
-def as_text(value: str | bool | int | float) -> str:
+def as_text(value: str | bool | int | float | None) -> str:
     """As the value is written on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 

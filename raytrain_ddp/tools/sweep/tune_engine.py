@@ -1,289 +1,264 @@
-"""Ray Tune places the trials of a sweep; the only file of this package that imports Ray.
+"""Ray Tune runs the trials of a sweep; the only file of this package that imports Ray.
 
-Tune starts a trial's process where its resources are free, keeps it for the next trial, and says
-when it died. Which trial starts, and which one stops, the conductor decides; so the state of Tune
-is not needed to continue a sweep.
+Tune places a trial where its resources are free, keeps its process for the next one, and starts
+another when it died. Its own state stays in a temporary folder: a sweep continues with sweep.json
+and the evaluations in its runs. Tuner.restore would lose the scheduler's state, unpickle files of
+the storage, and allow neither more trials nor other resources.
 """
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import signal
+import queue
 import socket
 import tempfile
 import threading
-import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import tune
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
-from ray.tune.search import Searcher
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.tune.schedulers import ASHAScheduler
 
 from raytrain_ddp.checkpoint.lease import holder, is_seen
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config.recipe import from_dict, to_dict
-from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.preflight import answered
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend.cluster import import_paths
-from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
-from raytrain_ddp.signals import handling, heeded
-from raytrain_ddp.tools.sweep.conductor import Conductor, Ended, Evaluation
-from raytrain_ddp.tools.sweep.trial_session import StopOrder, Ties, train_trial
-from raytrain_ddp.uri import without_secrets
+from raytrain_ddp.tools.sweep.space import Dimension
+from raytrain_ddp.tools.sweep.trial_session import train_trial
+from raytrain_ddp.tools.sweep.trials import Sweep, Trial, trial_config
 
-SETTINGS = {
+if TYPE_CHECKING:
+    from raytrain_ddp.ray_backend.placement import Layout
+    from raytrain_ddp.tools.sweep.__main__ import SweepArgs
+
+TUNE_SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the runs have their own logs
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # Ctrl-C stops the trials with checkpoints
-    "TUNE_GLOBAL_CHECKPOINT_S": "3600",  # its experiment state is not used
-    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # see Interrupted
 }
-_POLL_S = 0.1
-_ANSWER_S = 10.0
+_STARTS = 3  # of a trial whose process dies, or whose code raises
+_BEAT_S = 0.5  # a process can be stopped at least this often
+_WORST = -1e30  # a score that is finite: Tune computes percentiles
 
 
-class StopRequests:
-    """An actor that trials ask whether they are to stop; an answer comes when they are."""
-
-    def __init__(self) -> None:
-        self._orders: dict[tuple[int, int], asyncio.Future[StopOrder]] = {}
-        self._all: StopOrder | None = None
-
-    async def wait(self, trial: int, start: int) -> StopOrder:
-        """Returns once this start of the trial is to stop."""
-        return await self._order(trial, start)
-
-    async def given(self, trial: int, start: int) -> StopOrder | None:
-        """The order to stop this start of the trial, if there is one by now."""
-        future = self._order(trial, start)
-        return future.result() if future.done() else None
-
-    async def stop(self, trial: int, start: int, order: StopOrder) -> None:
-        future = self._order(trial, start)
-        if not future.done():
-            future.set_result(order)
-
-    async def stop_all(self, order: StopOrder) -> None:
-        """All trials are to stop, also those that have not asked yet."""
-        self._all = order
-        for trial, start in self._orders:
-            await self.stop(trial, start, order)
-
-    def _order(self, trial: int, start: int) -> asyncio.Future[StopOrder]:
-        future = self._orders.get((trial, start))
-        if future is None:
-            future = self._orders[trial, start] = asyncio.get_running_loop().create_future()
-            if self._all is not None:
-                future.set_result(self._all)
-        return future
-
-
-def run_trials(conductor: Conductor, resources: Mapping[str, float], parallel: int) -> None:
-    """Runs the trials of a sweep on the Ray that this process is connected to, until nothing is
-    left, or a signal stops it; `conductor.stopping` is its number then.
-
-    Args:
-        resources: of a trial, as Ray names them.
-        parallel: trials at the same time, at most.
-
-    Raises:
-        KeyboardInterrupt: a second signal; the trials end without another checkpoint.
-        RaytrainError: what the conductor raised, such as a storage that fails.
-    """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    lasting = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 10_000}
-    stops = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(StopRequests).remote()
-    raised: list[BaseException] = []
-    folder = tempfile.mkdtemp(prefix="raytrain-sweep-")
-
-    def work() -> None:
-        try:
-            with applied_settings(SETTINGS):
-                _tuner(conductor, stops, resources, parallel, folder, raised).fit()
-        except BaseException as error:
-            raised.append(error)
-
-    signals: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        if number != signal.SIGHUP or not signals:  # a closed terminal sends it twice
-            signals.append(number)
-
-    thread = threading.Thread(target=work, name="ray-tune", daemon=True)
-    try:
-        with handling(heeded(), note):
-            thread.start()
-            while thread.is_alive():
-                if len(signals) > 1:
-                    raise KeyboardInterrupt(signals[-1])
-                if signals and not conductor.stopping:
-                    conductor.stopping = signals[0]
-                    stops.stop_all.remote(StopOrder(signals[0], "Ctrl-C, or a signal"))
-                time.sleep(_POLL_S)
-    finally:
-        with suppress(Exception):  # Ray may be lost
-            ray.kill(stops)
-        shutil.rmtree(folder, ignore_errors=True)
-    for error in raised[:1]:
-        if isinstance(error, RaytrainError):
-            raise error
-        raise RetriesExhausted(
-            f"Ray Tune ended with {type(error).__name__}: {first_line(error)}: "
-            "run the same command again to continue."
-        ) from error
-
-
-def _tuner(
-    conductor: Conductor,
-    stops: Any,
-    resources: Mapping[str, float],
-    parallel: int,
-    folder: str,
-    raised: list[BaseException],
-) -> tune.Tuner:
-    here = Here(str(Path.cwd()), import_paths(conductor.base), holder(conductor.folder))
-
-    def train(order: dict[str, Any]) -> None:
-        _train(stops, order, here)
-
-    amounts = {name.lower(): amount for name, amount in resources.items()}
-    return tune.Tuner(
-        tune.with_resources(train, amounts),
-        tune_config=tune.TuneConfig(
-            search_alg=_Points(conductor, parallel, raised),
-            scheduler=_Results(conductor, stops, raised),
-            num_samples=-1,
-            reuse_actors=True,  # torch is loaded once
-        ),
-        run_config=tune.RunConfig(storage_path=folder, name="tune", verbose=0),
-    )
+class Interrupted(Exception):
+    """A signal stops the sweep."""
 
 
 @dataclass(frozen=True)
-class Here:
-    """What a process on any node needs to train as one that this process started.
+class Order:
+    """What a process on any node needs to train trials.
 
     Args:
-        folder: the current one. import_paths: of the user's task and model.
-        lease: the token in the lease of the sweep; "" if there is none.
+        base: the recipe; `name` and `storage` are those of the sweep, whose lease is `lease`.
+        folder: the current one. paths: from which the user's task and model are imported.
+        over: the trials that ended in an earlier start; they are only reported again.
     """
 
-    folder: str
-    import_paths: Sequence[str]
+    base: TrainConfig
+    space: Sequence[Dimension]
     lease: str
+    folder: str
+    paths: Sequence[str]
+    over: frozenset[str]
 
-    def missing(self, storage: str) -> str:
-        """Enters the folder; why this node cannot train a trial, or ""."""
-        enter_folder(self.folder, self.import_paths)
-        if self.lease and not is_seen(open_storage(storage), self.lease):
-            shown = without_secrets(storage)
-            return (
-                f"node {socket.gethostname()} does not see the folder of the sweep ({shown}). "
-                "Several nodes need a shared folder or a URI."
-            )
-        return ""
+
+class TrialRun(tune.Trainable):  # type: ignore[misc]
+    """A trial, as Ray Tune knows it: the run trains in a thread, which waits after each evaluation
+    for Tune's decision. When Tune stops it, it commits a checkpoint."""
+
+    def setup(self, config: dict[str, Any], order: Order) -> None:
+        _end_with_raylet()
+        enter_folder(order.folder, order.paths)
+        self._order = order
+        self._begin(config)
+
+    def _begin(self, config: Mapping[str, Any]) -> None:
+        self._last: dict[str, Any] = {"score": _WORST, "epochs": 0, "state": "running"}
+        self._said: queue.Queue[dict[str, Any] | BaseException] = queue.Queue()
+        self._go, self._stop, self._waits = threading.Semaphore(0), threading.Event(), False
+        trial = Trial(self.trial_name, _values(config, self._order.space))
+        self._thread = threading.Thread(target=self._train, args=(trial,), name="run", daemon=True)
+        self._thread.start()
+
+    def _train(self, trial: Trial) -> None:
+        def tell(evaluated: dict[str, Any]) -> None:
+            self._said.put(evaluated)
+            self._go.acquire()
+
+        order = self._order
+        try:
+            config = trial_config(order.base, trial)
+            is_local, folder = "://" not in config.storage, open_storage(config.storage)
+            if is_local and not is_seen(folder, order.lease):
+                raise PreflightError(f"{socket.gethostname()} does not see {folder}")
+            self._said.put(train_trial(config, tell, self._stop, trial.name in order.over))
+        except BaseException as error:
+            self._said.put(error)
+
+    def step(self) -> dict[str, Any]:
+        if self._waits:
+            self._go.release()
+        self._waits = False
+        with suppress(queue.Empty):
+            said = self._said.get(timeout=_BEAT_S)
+            if isinstance(said, BaseException):
+                raise said
+            self._waits = "score" in said
+            if self._waits and not said["score"] >= self._last["score"]:  # nan, or worse
+                said = {"epochs": said["epochs"]}
+            self._last |= said
+        return dict(self._last)
+
+    def cleanup(self) -> None:
+        self._stop.set()
+        self._go.release()
+        self._thread.join()
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.cleanup()
+        self._begin(new_config)
+        return True
+
+
+class Follower(tune.Callback):  # type: ignore[misc]
+    """Writes what Tune says into sweep.json, and shows it.
+
+    Args:
+        names: of the trials that Tune makes first; the others are new.
+    """
+
+    def __init__(self, sweep: Sweep, names: list[str], display: Any, signals: list[int]) -> None:
+        self._sweep, self._names, self._display, self._signals = sweep, names, display, signals
+        self._is_saved = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # Tune wants to pickle it, for a restoration
+
+    def __deepcopy__(self, _: object) -> Follower:
+        return self
+
+    def name(self, trial: Any) -> str:
+        """Called for each trial of Tune, in their order."""
+        if self._names:
+            return self._names.pop(0)
+        self._is_saved = False
+        return self._sweep.add(_values(trial.config, self._sweep.space)).name
+
+    def on_trial_result(self, **of: Any) -> None:
+        result = of["result"]
+        if "value" in result:
+            self._sweep.metric, self._sweep.mode = result["metric"], result["mode"]
+        names = ("value", "epochs", "message", "state")
+        self._set(of["trial"], {name: result[name] for name in names if name in result})
+
+    def on_trial_complete(self, **of: Any) -> None:
+        self._set(of["trial"], {"state": "stopped"})
+
+    def on_trial_error(self, **of: Any) -> None:
+        last = str(of["trial"].get_error() or "its process died").strip().splitlines()[-1]
+        self._set(of["trial"], {"message": f"{_STARTS} times: {last}", "state": "failed"})
+
+    def on_step_end(self, **_: Any) -> None:
+        """Called at least ten times a second, outside of what Tune catches."""
+        if not self._is_saved:
+            answered(self._sweep.base, self._sweep.save)
+            self._is_saved = True
+        if self._signals:
+            raise Interrupted
+
+    def _set(self, trial: Any, fields: Mapping[str, Any]) -> None:
+        own = self._sweep.named(str(trial))
+        if not own.is_over and vars(own) != {**vars(own), **fields}:
+            vars(own).update(fields)
+            self._is_saved = False
+            if own.is_over:
+                self._display.ended(own)
+
+
+def run_trials(
+    args: SweepArgs, sweep: Sweep, layout: Layout, parallel: int, display: Any, signals: list[int]
+) -> None:
+    """Runs the trials that are missing on the Ray that this process is connected to, until none is
+    left, or `signals` has one. A trial has the resources of a worker of `layout`."""
+    # The scheduler hears again of trials that are over: they are what others are compared with.
+    is_told = {t.name: args.scheduler == "asha" and t.value is not None for t in sweep.trials}
+    begun = [trial for trial in sweep.trials if not trial.is_over or is_told[trial.name]]
+    over = frozenset(trial.name for trial in begun if trial.is_over)
+    here = (holder(sweep.folder), str(Path.cwd()), import_paths(sweep.base))
+    order = Order(sweep.base, sweep.space, *here, over)
+    follower = Follower(sweep, [trial.name for trial in begun], display, signals)
+    space: Any = {"values": tune.grid_search([trial.values for trial in begun])}
+    search: dict[str, Any] = {}
+    if args.search == "optuna":
+        number = len(begun) + sweep.total - len(sweep.trials)
+        space, search = {}, {"search_alg": _optuna(sweep, begun), "num_samples": number}
+    scheduler = ASHAScheduler(
+        time_attr="epochs",
+        grace_period=args.first_rung,
+        max_t=max(args.first_rung, sweep.base.epochs - 1),  # at the end, a trial is not stopped
+        reduction_factor=args.factor,
+        stop_last_trials=False,
+    )
+    amounts = {name.lower(): amount for name, amount in layout.per_worker.items()}
+    with tempfile.TemporaryDirectory(prefix="raytrain-sweep-") as folder, suppress(Interrupted):
+        tune.Tuner(
+            tune.with_resources(tune.with_parameters(TrialRun, order=order), amounts),
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric="score",
+                mode="max",
+                scheduler=scheduler if args.scheduler == "asha" else None,
+                max_concurrent_trials=parallel,
+                reuse_actors=True,  # torch is loaded once
+                trial_name_creator=follower.name,
+                **search,
+            ),
+            run_config=tune.RunConfig(
+                storage_path=folder,
+                name="tune",
+                verbose=0,
+                callbacks=[follower],
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                failure_config=tune.FailureConfig(max_failures=_STARTS - 1),
+            ),
+        ).fit()
+
+
+def _values(config: Mapping[str, Any], space: Sequence[Dimension]) -> dict[str, Any]:
+    """The values of a trial by Tune's config of it."""
+    given = config["values"]
+    return {**given, **{each.field: each.tidy(given[each.field]) for each in space}}
+
+
+def _optuna(sweep: Sweep, begun: Sequence[Trial]) -> Any:
+    """Tune's search by Optuna: first the points of `begun` again, then new ones, by the results of
+    these and of the other trials so far."""
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    params = {t.name: {f"values/{name}": v for name, v in t.values.items()} for t in sweep.trials}
+    seed = zlib.crc32(f"raytrain sweep {sweep.base.seed} {len(sweep.trials)}".encode())
+    search = OptunaSearch(
+        space={f"values/{each.field}": each.distribution() for each in sweep.space},
+        metric="score",
+        mode="max",
+        sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+        points_to_evaluate=[params[trial.name] for trial in begun] or None,
+    )
+    for trial in sweep.trials:
+        if trial not in begun and trial.value is not None:
+            search.add_evaluated_point(params[trial.name], sweep.score(trial))
+    return search
 
 
 @cache
-def _bind_to_raylet() -> None:
+def _end_with_raylet() -> None:
     end_with_raylet()  # once in a process, which trains several trials
-
-
-def _train(stops: Any, order: Mapping[str, Any], here: Here) -> None:
-    """Trains a trial, in a process of Ray Tune."""
-    _bind_to_raylet()
-    missing = here.missing(order["config"]["storage"])
-    if missing:
-        tune.report({"said": Ended("lost", missing)})
-        raise RuntimeError(missing)
-    number, start = order["trial"], order["start"]
-    stop = stops.wait.remote(number, start)
-
-    def asked() -> StopOrder | None:
-        ready, _ = ray.wait([stop], timeout=0)
-        return ray.get(ready[0]) if ready else None
-
-    def tell(evaluation: Any) -> StopOrder | None:
-        tune.report({"said": evaluation})  # returns when the conductor has decided
-        # Not left to `asked`, which may know only a step later: a copy would start from there.
-        order: StopOrder | None = ray.get(stops.given.remote(number, start))
-        return order
-
-    end = train_trial(from_dict(order["config"]), Ties(tell, asked))
-    tune.report({"said": end})
-    if end.status in ("failed", "lost"):
-        # Tune ends this process: what went wrong in it may also spoil the next trial.
-        raise RuntimeError(end.message)
-
-
-class _Stateless:
-    """Is pickled without its fields, as Ray Tune wants to: a sweep is not continued from that."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-
-class _Points(_Stateless, Searcher):  # type: ignore[misc]
-    """Gives Ray Tune the next trial whenever there is one."""
-
-    def __init__(self, conductor: Conductor, parallel: int, raised: list[BaseException]) -> None:
-        super().__init__()
-        self._conductor, self._parallel, self._raised = conductor, parallel, raised
-
-    def suggest(self, trial_id: str) -> Any:
-        if self._raised or self._conductor.is_over:
-            return Searcher.FINISHED
-        try:
-            trial = self._conductor.next(self._parallel)
-            if trial is None:
-                return Searcher.FINISHED if self._conductor.is_over else None
-            config = to_dict(self._conductor.config_of(trial))
-            return {"trial": trial.number, "start": trial.starts, "config": config}
-        except BaseException as error:
-            self._raised.append(error)
-            return Searcher.FINISHED
-
-    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None: ...
-
-    def save(self, checkpoint_path: str) -> None: ...
-
-    def restore(self, checkpoint_path: str) -> None: ...
-
-
-class _Results(_Stateless, FIFOScheduler):  # type: ignore[misc]
-    """Passes on what the trials say, and their deaths."""
-
-    def __init__(self, conductor: Conductor, stops: Any, raised: list[BaseException]) -> None:
-        super().__init__()
-        self._conductor, self._stops, self._raised = conductor, stops, raised
-
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
-        number, start = trial.config["trial"], trial.config["start"]
-        try:
-            match result.get("said"):
-                case Ended() as end:
-                    self._conductor.ended(number, end)
-                case Evaluation() as evaluation:
-                    why = self._conductor.evaluated(number, evaluation)
-                    if why:
-                        order = StopOrder(signal.SIGTERM, why)
-                        ray.get(self._stops.stop.remote(number, start, order), timeout=_ANSWER_S)
-        except BaseException as error:
-            self._raised.append(error)
-            return str(TrialScheduler.STOP)
-        return str(TrialScheduler.CONTINUE)
-
-    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
-        try:
-            lines = str(trial.get_error() or "").split("\n")
-            why = next((line for line in lines[::-1] if line.strip()), "its process died")
-            self._conductor.ended(trial.config["trial"], Ended("lost", why.strip()))
-        except BaseException as error:
-            self._raised.append(error)
