@@ -2,5 +2,5 @@
 
 LEAVING = {
     *("test_several_optimizers.py", "test_settling.py", "test_loader_processes.py"),
-    *("test_hf_layouts.py", "test_tracebacks.py"),
+    *("test_hf_layouts.py"),
 }
