@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
-from raytrain_ddp.ray_backend.placement import Layout, local_resources, missing_resources
-from raytrain_ddp.ray_backend.placement import workers_that_fit as places
+from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no large objects in the embedded Ray
@@ -24,21 +23,42 @@ NodeResources = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class GroupedLayout(Layout):
-    """A layout whose workers are placed in groups of `each`; a group is on one node.
+class GroupedLayout:
+    """What is requested from Ray: `count` workers, in groups of `each` on one node.
 
     Args:
+        per_worker: the resources of one.
         apart: whether each group has a node of its own.
     """
 
-    each: int = 1
+    count: int
+    each: int
+    per_worker: Mapping[str, float]
     apart: bool = False
+
+    @property
+    def said(self) -> str:
+        """``2 workers``"""
+        return f"{self.count} worker{'s' if self.count > 1 else ''}"
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """The bundles to request from Ray, one per group."""
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
-        return [dict(one) for _ in range(self.least // self.each)]
+        return [one] * (self.count // self.each)
+
+    def groups_on(self, node: Mapping[str, float]) -> int:
+        """The number of groups that fit on a node with these resources."""
+        shares = (node.get(name, 0) / amount for name, amount in self.per_worker.items())
+        groups = int(min(shares) + 1e-9) // self.each
+        return min(1, groups) if self.apart else groups
+
+    def lacks(self, nodes: NodeResources) -> str:
+        """``""``, or a short description of the resources missing on these nodes."""
+        want, have = self.count // self.each, sum(map(self.groups_on, nodes))
+        share = ", ".join(f"{amount:g} {name}" for name, amount in self.bundles[0].items())
+        kind = "nodes" if self.apart else "places"
+        return "" if have >= want else f"{kind} with {share}: want {want}, have {have}"
 
 
 def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
@@ -48,92 +68,58 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
         ConfigError: the number of workers is not given.
         PreflightError: there are no GPUs, and their number is not given.
     """
-    if flags.by_node:
-        return _as_torchrun(flags, nodes)
-    usable = [n for n in nodes if n.get("CPU", 0) and (n.get("GPU", 0) or not flags.use_gpu)]
-    if flags.use_gpu and not usable and flags.num_workers is None:
-        raise _no_gpu("--use-gpu")
-    count = flags.num_workers
+    asked, gpus = flags.nproc_per_node or "1", float(flags.gpus_per_worker or 1)
+    with_gpus = [node for node in nodes if node.get("GPU", 0) >= gpus]
+    counts_gpus = asked == "gpu" or (asked == "auto" and bool(with_gpus))
+    use_gpu = flags.use_gpu or flags.gpus_per_worker is not None or counts_gpus
+    usable = with_gpus if use_gpu else [node for node in nodes if node.get("CPU", 0)]
+    if use_gpu and not usable and (counts_gpus or flags.num_workers is None):
+        raise PreflightError(
+            "no GPU found. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or, on an autoscaling "
+            "cluster, request workers with --num-workers."
+        )
+    if not flags.by_node:
+        count = flags.num_workers or sum(int(node["GPU"] // gpus) for node in usable if use_gpu)
+        if not count:
+            raise ConfigError(
+                "how many processes? --num-workers N before the script, or --use-gpu: one per GPU."
+            )
+        return GroupedLayout(count, 1, _resources(flags.cpus_per_worker or 1, gpus * use_gpu))
+    least, most = flags.node_range or (1, max(1, len(usable)))
+    taken = sorted(usable, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))[-most:]
+    smallest = {name: min((n.get(name, 0) for n in taken), default=1) for name in ("CPU", "GPU")}
     if flags.per == "node":
-        least, most = flags.nodes if flags.nnodes else (1, max(1, len(usable)))
-        count = count or max(least, min(most, len(usable)))
-        taken = sorted(usable, key=lambda n: (n.get("GPU", 0), n["CPU"]))[-count:]
-        cpus = flags.cpus_per_worker or min((n["CPU"] for n in taken), default=1)
-        gpus = flags.gpus_per_worker or min((n.get("GPU", 0) for n in taken), default=1)
+        each, cpus, gpus = 1, smallest["CPU"], flags.gpus_per_worker or smallest["GPU"]
     else:
-        cpus, gpus = flags.cpus_per_worker or 1, flags.gpus_per_worker or 1
-        if count is None and not flags.use_gpu:
-            raise ConfigError("how many processes? --num-workers N, or --use-gpu: one per GPU.")
-        count = count or int(sum(n["GPU"] // gpus for n in usable))
-    per_worker = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if flags.use_gpu else {})
-    return GroupedLayout(count, count, flags.use_gpu, per_worker, "", 1, flags.per == "node")
+        counted = smallest["GPU"] // gpus if counts_gpus else smallest["CPU"]
+        each = int(asked) if asked.isdecimal() else max(1, int(counted))
+        roomy = [node for node in nodes if node.get("GPU", 0) >= each * gpus]
+        if asked != "cpu" and len(roomy) >= least:
+            use_gpu, usable = True, roomy
+        share = min(1.0, max((node.get("CPU", 0) for node in usable), default=1.0) / each)
+        cpus = max(LEAST_OF_RESOURCE, math.floor(share * 1000) / 1000)
+    per_worker = _resources(flags.cpus_per_worker or cpus, gpus * use_gpu)
+    one = GroupedLayout(each, each, per_worker, apart=True)
+    groups = max(least, min(most, sum(map(one.groups_on, usable))))
+    return replace(one, count=each * groups)
 
 
-def _as_torchrun(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
-    """The number of workers on each node by --nproc-per-node and --nnodes, as in torchrun."""
-    asked, (least, most) = flags.nproc_per_node or "1", flags.nodes
-    per_gpu = flags.gpus_per_worker or 1
-    with_gpus = [node for node in nodes if node.get("GPU", 0) >= per_gpu]
-    if asked == "gpu" and not with_gpus:
-        raise _no_gpu("--nproc-per-node gpu")
-    count_gpus = asked == "gpu" or (asked == "auto" and bool(with_gpus))
-    usable = with_gpus if count_gpus else [node for node in nodes if node.get("CPU", 0)]
-    taken = sorted(usable, key=lambda n: (n.get("GPU", 0), n.get("CPU", 0)))[-most:]
-    if count_gpus:
-        each = int(min(node["GPU"] for node in taken) // per_gpu)
-    elif asked.isdecimal():
-        each = int(asked)
-    else:
-        each = max(1, int(min((node["CPU"] for node in taken), default=1)))
-    roomy = [node for node in nodes if node.get("GPU", 0) >= each * per_gpu]
-    use_gpu = flags.use_gpu or count_gpus or (asked != "cpu" and len(roomy) >= least)
-    fit = [node for node in (roomy if use_gpu else usable) if node.get("CPU", 0)]
-    shared = min(1.0, max((node["CPU"] for node in fit), default=1.0) / each)
-    cpus = flags.cpus_per_worker or max(LEAST_OF_RESOURCE, math.floor(shared * 1000) / 1000)
-    per_worker = {"CPU": float(cpus)} | ({"GPU": float(per_gpu)} if use_gpu else {})
-    one = GroupedLayout(each, each, use_gpu, per_worker, "", each, True)
-    count = each * max(least, min(most, sum(places(one, [node]) >= each for node in fit)))
-    return replace(one, least=count, most=count)
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
-def _no_gpu(flag: str) -> PreflightError:
+def capacity_error(layout: GroupedLayout, nodes: NodeResources, where: str) -> PreflightError:
+    """The error for workers that do not fit on these nodes, or not beside other jobs."""
+    lacks = layout.lacks(nodes) or "other jobs use the resources (ray status)"
+    verb = "does" if layout.count == 1 else "do"
     return PreflightError(
-        f"{flag}: no GPU found. Check nvidia-smi and CUDA_VISIBLE_DEVICES, or, on an "
-        "autoscaling cluster, request workers with --num-workers."
+        f"{layout.said} {verb} not fit on {where}: {lacks}. Ask for fewer or smaller ones, or pass "
+        "the --address of a larger Ray cluster."
     )
 
 
-def missing_capacity(layout: GroupedLayout, nodes: NodeResources) -> str:
-    """``""``, or a short description of the resources missing on these nodes."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.items():
-            total[name] = total.get(name, 0) + amount
-    lines = missing_resources(layout, total)
-    if lines:
-        return "; ".join(line.strip() for line in lines.splitlines())
-    want, share = len(layout.bundles), dict(layout.bundles[0])
-    fit = [places(layout, [node]) // layout.each for node in nodes]
-    have = sum(map(bool, fit)) if layout.apart else sum(fit)
-    if have < want:
-        return f"{'nodes' if layout.apart else 'places'} with {share}: want {want}, have {have}"
-    return ""
-
-
-def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
-    """The error for workers that do not fit."""
-    remedy = "Use fewer with --num-workers, or smaller ones with --cpus-per-worker."
-    if re.search(r"GPU: want [^;]*, have 0(?![\d.])", lacks):
-        remedy = "Remove --use-gpu, or pass the --address of a Ray cluster with GPUs."
-    elif isinstance(layout, GroupedLayout) and layout.apart:
-        larger = "the --address of a larger Ray cluster"
-        remedy = f"Lower --nnodes or --nproc-per-node, or pass {larger}."
-    verb = "does" if layout.said.startswith("1 ") else "do"
-    return PreflightError(f"{layout.said} {verb} not fit on {where}: {lacks}. {remedy}")
-
-
 @contextmanager
-def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
+def connected(flags: RunFlags) -> Iterator[None]:
     """Connects to Ray, or starts an embedded one with the needed resources and stops it afterward.
 
     Raises:
@@ -145,13 +131,12 @@ def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
     if not address and not is_connected():
         have = local_resources()
         layout = layout_for(flags, [have])
-        lacks = missing_capacity(layout, [have])
-        if lacks:
-            raise capacity_error(layout, lacks, "this machine")
-        needed = layout.least_needed()
+        if layout.lacks([have]):
+            raise capacity_error(layout, [have], "this machine")
+        cpus = math.ceil(layout.count * layout.per_worker["CPU"])
         options = {
             "include_dashboard": False,
-            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray prestarts a process for each
+            "num_cpus": max(1, cpus),  # Ray prestarts a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

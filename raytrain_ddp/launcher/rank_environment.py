@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -37,7 +37,11 @@ _OF_A_LAUNCHER = re.compile(
 
 @dataclass(frozen=True)
 class Placement:
-    """A place assigned by Ray: `number` of the bundle, its location, and its GPUs."""
+    """A place that Ray has assigned: `number` of the worker, its location, and its GPUs.
+
+    Args:
+        environment: the variables of Ray's processes there; `python` is their interpreter.
+    """
 
     number: int
     node: str
@@ -45,9 +49,11 @@ class Placement:
     host: str
     gpus: Sequence[str] = ()
     node_has_gpus: bool = False
+    python: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself, also as a key
 class Worker:
     """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
     node."""
@@ -66,10 +72,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class RankedGroup:
-    """All workers of an attempt, and their rendezvous address."""
+    """All workers of an attempt, and the port that rank 0 listens on."""
 
     workers: Sequence[Worker]
-    master_addr: str
     master_port: int
     run_id: str
     attempt: int = 0
@@ -79,14 +84,33 @@ class RankedGroup:
         """The first worker of each node."""
         return [worker for worker in self.workers if worker.local_rank == 0]
 
+    @property
+    def master_addr(self) -> str:
+        """The address of rank 0: loopback on a single node, which needs no network."""
+        return "127.0.0.1" if len(self.nodes) == 1 else self.workers[0].seat.ip
+
+    def placeholders(self, worker: Worker) -> dict[str, str]:
+        """What ``{rank}`` and the like stand for in the arguments of one worker."""
+        address = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return {
+            "rank": str(worker.rank),
+            "local_rank": str(worker.local_rank),
+            "world_size": str(len(self.workers)),
+            "node_rank": str(worker.node_rank),
+            "master_addr": self.master_addr,
+            "master_port": str(self.master_port),
+            "init_method": f"tcp://{address}:{self.master_port}",
+        }
+
 
 def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worker]:
-    """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU."""
-    nodes = sorted({(s.node != first_node, _address(s.ip), s.node) for s in seats})
+    """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU, 10
+    after 9."""
+    nodes = sorted({(s.node != first_node, len(s.ip), s.ip, s.node) for s in seats})
     workers: list[Worker] = []
-    for node_rank, (_, _, node) in enumerate(nodes):
+    for node_rank, (*_, node) in enumerate(nodes):
         here = [seat for seat in seats if seat.node == node]
-        here.sort(key=lambda s: ([_natural(gpu) for gpu in s.gpus], s.number))
+        here.sort(key=lambda s: ([(len(gpu), gpu) for gpu in s.gpus], s.number))
         gpus = [gpu for seat in here for gpu in seat.gpus]
         workers += [
             Worker(seat, len(workers) + i, i, node_rank, len(here), gpus)
@@ -95,99 +119,60 @@ def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worke
     return workers
 
 
-def rendezvous_address(workers: Sequence[Worker]) -> str:
-    """The address rank 0 listens on: loopback on a single node, which needs no network."""
-    one_node = len({worker.seat.node for worker in workers}) == 1
-    return "127.0.0.1" if one_node else workers[0].seat.ip
-
-
-def placeholder_values(group: RankedGroup, worker: Worker) -> dict[str, str]:
-    """The placeholders' values for one worker."""
-    address = f"[{group.master_addr}]" if ":" in group.master_addr else group.master_addr
-    return {
-        "rank": str(worker.rank),
-        "local_rank": str(worker.local_rank),
-        "world_size": str(len(group.workers)),
-        "node_rank": str(worker.node_rank),
-        "master_addr": group.master_addr,
-        "master_port": str(group.master_port),
-        "init_method": f"tcp://{address}:{group.master_port}",
-    }
-
-
 def base_environment(
     driver: Mapping[str, str],
     node: Mapping[str, str],
-    local: bool,
-    export: Sequence[str] = (),
+    is_local: bool,
     moved: Callable[[str], str] = str,
 ) -> dict[str, str]:
     """A script's environment before the launcher's own variables are added.
 
-    On the driver's machine (`local`) it is the driver's environment, as under torchrun, with the
-    network settings of the node's, i.e. those of `ray start`. On another machine it is the node's,
-    plus those of the driver's variables that are not set there and not specific to its machine
+    On the driver's machine it is the driver's environment, as under torchrun, with the network
+    settings of the node's, i.e. those of `ray start`. On another machine it is the node's, plus
+    those of the driver's variables that are not set there and not specific to its machine
     (WANDB_API_KEY, PYTHONHASHSEED ...); PYTHONPATH combines both.
 
     Args:
-        export: names of variables that always get the driver's value.
         moved: maps an entry of the driver's PYTHONPATH to its path there.
     """
     own = {k: v for k, v in driver.items() if not k.startswith("RAY_")}
     there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
-    if local:
+    if is_local:
         own = {k: v for k, v in there.items() if _OF_THE_NETWORK.fullmatch(k)} | own
     else:
         own = {k: v for k, v in own.items() if not _OF_THE_MACHINE.fullmatch(k)} | there
         paths = [moved(each) for each in driver.get("PYTHONPATH", "").split(":") if each]
         paths += [each for each in there.get("PYTHONPATH", "").split(":") if each]
-        if paths:
-            own["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
-        first = ("OMP_NUM_THREADS", *export)
-        own |= {name: driver[name] for name in first if name in driver}
+        own |= {"PYTHONPATH": ":".join(dict.fromkeys(paths))} if paths else {}
+        own |= {k: v for k, v in driver.items() if k == "OMP_NUM_THREADS"}
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
-def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
-    """The driver's variables that do not reach the ranks, or only with a different value."""
-    names = {name for name in driver if name.startswith("RAY_") or _OF_A_LAUNCHER.fullmatch(name)}
-    if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
-        names |= driver.keys() & {"CUDA_VISIBLE_DEVICES"}
-    return sorted(names)
-
-
 def rank_variables(
-    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str], error_file: str
+    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str]
 ) -> dict[str, str]:
     """All variables of one worker: those of torchrun (torch.distributed.elastic's local agent), or
     those of srun and the surrounding sbatch script."""
-    env = dict(base)
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **base}
     if "OMP_NUM_THREADS" not in env:
         if flags.cpus_per_worker is not None and flags.cpus_per_worker >= 1:
             env["OMP_NUM_THREADS"] = str(int(flags.cpus_per_worker))
         elif worker.local_world_size > 1:
             env["OMP_NUM_THREADS"] = "1"
-    if flags.virtual_local_rank and worker.seat.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.seat.gpus)
-    elif worker.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
-    elif worker.seat.node_has_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # they belong to others; --use-gpu reserves some
-    rendezvous = {
+    visible = worker.seat.gpus if flags.virtual_local_rank else worker.gpus
+    if visible or worker.seat.node_has_gpus:  # "": those of others; --use-gpu reserves some
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    env |= {
         "WORLD_SIZE": str(len(group.workers)),
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
     }
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if flags.env == "slurm":
-        return env | rendezvous | _slurm(group, worker, env)
-    return (
-        env | rendezvous | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
+    return env | (
+        _slurm(group, worker, env) if flags.env == "slurm" else _torchrun(flags, group, worker)
     )
 
 
 def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:
-    size = str(len(group.workers))
     return {
         "RANK": str(worker.rank),
         "LOCAL_RANK": "0" if flags.virtual_local_rank else str(worker.local_rank),
@@ -196,13 +181,14 @@ def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, 
         "ROLE_NAME": flags.role,
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_WORLD_SIZE": str(len(group.nodes)),
-        "ROLE_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": str(len(group.workers)),
         "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(flags.max_restarts),
         "TORCHELASTIC_RUN_ID": flags.rdzv_id or group.run_id,
         # torchrun's agent serves the store; here rank 0 itself does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": flags.signals_to_handle,
+        "TORCHELASTIC_ERROR_FILE": "error.json",  # the agent adds the folder
     }
 
 
@@ -212,49 +198,31 @@ def _slurm(group: RankedGroup, worker: Worker, env: Mapping[str, str]) -> dict[s
     Nodes are named by their addresses, which need no resolving, and are listed with commas, which
     is a valid hostlist that a simple ``split(",")`` can parse, too.
     """
-    nodes = ",".join(first.seat.ip for first in group.nodes)
     counts = [first.local_world_size for first in group.nodes]
     here = [w.rank for w in group.workers if w.node_rank == worker.node_rank]
-    size, count = str(len(group.workers)), str(len(counts))
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or str(int(group.run_id[:7], 16))
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_JOBID": job,
-        "SLURM_JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
-        "SLURM_PROCID": str(worker.rank),
-        "SLURM_LOCALID": str(worker.local_rank),
-        "SLURM_NODEID": str(worker.node_rank),
-        "SLURM_NTASKS": size,
-        "SLURM_NPROCS": size,
-        "SLURM_NNODES": count,
-        "SLURM_JOB_NUM_NODES": count,
-        "SLURM_STEP_NUM_NODES": count,
-        "SLURM_STEP_NUM_TASKS": size,
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEPID": "0",
-        "SLURM_NODELIST": nodes,
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_STEP_NODELIST": nodes,
-        "SLURM_NTASKS_PER_NODE": str(max(counts)),
-        "SLURM_TASKS_PER_NODE": _counted(counts),
-        "SLURM_STEP_TASKS_PER_NODE": _counted(counts),
-        "SLURM_GTIDS": ",".join(map(str, here)),
-        "SLURM_LAUNCH_NODE_IPADDR": group.master_addr,
-        "SLURM_RESTART_COUNT": str(group.attempt),
-        "SLURMD_NODENAME": worker.seat.ip,
-        **({"SLURM_GPUS_ON_NODE": str(len(worker.gpus))} if worker.gpus else {}),
+    values = {
+        "JOB_ID JOBID": job,
+        "JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
+        "PROCID": str(worker.rank),
+        "LOCALID": str(worker.local_rank),
+        "NODEID": str(worker.node_rank),
+        "NTASKS NPROCS STEP_NUM_TASKS": str(len(group.workers)),
+        "NNODES JOB_NUM_NODES STEP_NUM_NODES": str(len(counts)),
+        "STEP_ID STEPID": "0",
+        "NODELIST JOB_NODELIST STEP_NODELIST": ",".join(w.seat.ip for w in group.nodes),
+        "NTASKS_PER_NODE": str(max(counts)),
+        "TASKS_PER_NODE STEP_TASKS_PER_NODE": _counted(counts),
+        "GTIDS": ",".join(map(str, here)),
+        "LAUNCH_NODE_IPADDR": group.master_addr,
+        "RESTART_COUNT": str(group.attempt),
+        **({"GPUS_ON_NODE": str(len(worker.gpus))} if worker.gpus else {}),
     }
+    named = {f"SLURM_{name}": value for names, value in values.items() for name in names.split()}
+    return {**named, "SLURMD_NODENAME": worker.seat.ip}
 
 
 def _counted(counts: Sequence[int]) -> str:
     """``2(x3),1`` for [2, 2, 2, 1], as Slurm writes it."""
     runs = [(count, len([*same])) for count, same in groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
-
-
-def _natural(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdigit() else (1 << 30, text)
-
-
-def _address(ip: str) -> tuple[tuple[int, str], ...]:
-    return tuple(_natural(part) for part in re.split(r"[.:]", ip))

@@ -20,8 +20,8 @@ from raytrain_ddp.config.validation import (
 )
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-_STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
-_TOO_MANY = 100_000  # processes or nodes: a slip, and their list would fill the memory
+_STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]"
+_RANKS = r"all|none|\s*\d{1,5}\s*(,\s*\d{1,5}\s*)*"
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,16 @@ class RunFlags:
     cpus_per_worker: float | None = None
     """CPUs to reserve per worker. Also sets its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
     gpus_per_worker: int | None = None
-    """GPUs to reserve per worker, with --use-gpu. Default: 1, or all of the node with --per
-    node."""
+    """GPUs to reserve per worker, as with --use-gpu. Default: 1, or with --per node all."""
     per: Literal["worker", "node"] = "worker"
-    """Start one process per worker or per node. node is for scripts that spawn the other processes
-    themselves."""
+    """Start one process per worker, or per node for scripts that spawn the others themselves."""
     max_restarts: int = 0
     """Restarts of all workers after one has failed."""
     env: Literal["torchrun", "slurm"] = "torchrun"
-    """Environment variables for the script. torchrun: RANK, LOCAL_RANK and so on; slurm:
-    SLURM_PROCID, SLURM_LOCALID and so on."""
+    """Variables for the script: RANK, LOCAL_RANK and so on, or SLURM_PROCID and so on."""
     legacy_local_rank: bool = False
-    """Pass --local_rank=N to the script, as torch.distributed.launch did. A script whose text has
-    only the spelling --local-rank gets --local-rank=N, as since torch 2.0."""
+    """Pass --local_rank=N to the script, as torch.distributed.launch did. For --local-rank, write
+    --local-rank {local_rank} after the script."""
     no_python: bool = False
     """Run the program itself; it is not a Python script."""
     show: str = "all"
@@ -78,8 +75,7 @@ class RunFlags:
     """As in torchrun (-r): streams that are written to files only. 1: stdout, 2: stderr, 3: both;
     or by local rank, such as 0:1,1:3."""
     tee: str = "0"
-    """As in torchrun (-t): streams that are written to files and shown, in the form of --redirects.
-    Use --show to select ranks."""
+    """As in torchrun (-t): streams that are written to files and shown, as in --redirects."""
     local_ranks_filter: str = ""
     """As in torchrun: show only these local ranks, such as 0,1."""
     log_line_prefix_template: str = field(default="[rank ${rank}] ", metadata=MAY_BE_EMPTY)
@@ -88,8 +84,7 @@ class RunFlags:
     role: str = field(default="default", metadata=MAY_BE_EMPTY)
     """As in torchrun: value of ROLE_NAME."""
     rdzv_id: str | None = None
-    """As in torchrun: value of TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default:
-    random."""
+    """As in torchrun: TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default: random."""
     master_port: int | None = None
     """As in torchrun: port that rank 0 listens on. Default: a free port."""
     virtual_local_rank: bool = False
@@ -100,73 +95,46 @@ class RunFlags:
     """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C
     kills all ranks immediately."""
     wait_s: float = 60.0
-    """Seconds to wait while a running cluster lacks resources, at the start and after a node is
-    lost."""
+    """Seconds to wait while a running cluster lacks resources, also after a node is lost."""
     ship: Literal["auto", "always", "never"] = "auto"
-    """Copy the current folder to other machines. auto: to those that do not have the same *.py
-    files in that place, or whose other files of the same names differ."""
-    export: str = ""
-    """Variables that get their value here on all machines, as NAME,NAME. On another machine, other
-    variables of this shell are set only if its `ray start` did not set them and they are not
-    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES and others)."""
+    """Copy the current folder to other machines. auto: to those that do not share it."""
     address: str | None = field(default=None, metadata=ADDRESS)
     """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
     else a Ray is started."""
     standalone: bool = False
     """Use only this machine, and ignore RAY_ADDRESS."""
-    dry_run: bool = False
-    """Print environment and command of each worker."""
 
     def __post_init__(self) -> None:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
-        count = self.num_workers
-        require((count or 1) < _TOO_MANY, "--num-workers", count, f"must be below {_TOO_MANY}")
-        cpus = self.cpus_per_worker
-        rule = f"must be {LEAST_OF_RESOURCE:g} or more"
-        require(cpus is None or cpus >= LEAST_OF_RESOURCE, "--cpus-per-worker", cpus, rule)
+        require_least(self, cpus_per_worker=LEAST_OF_RESOURCE, master_port=0)
         counted = self.nproc_per_node is not None
-        if self.gpus_per_worker is not None and not (self.use_gpu or counted):
-            raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
         if self.num_workers is not None and (counted or self.nnodes is not None):
-            raise ConfigError(
-                "--num-workers counts all processes: remove --nproc-per-node and --nnodes."
-            )
+            raise ConfigError("--num-workers is the total: remove --nproc-per-node and --nnodes.")
         if counted and self.per == "node":
-            raise ConfigError(
-                "--per node starts one process on each node: remove --nproc-per-node."
-            )
+            raise ConfigError("--per node is one process on each: remove --nproc-per-node.")
         if self.standalone and self.address is not None:
             raise ConfigError("--standalone uses only this machine: remove it or --address.")
-        nproc = self.nproc_per_node or "1"
-        known = nproc in ("auto", "cpu", "gpu") or _count(nproc) > 0
-        rule = f"must be 1 or more, below {_TOO_MANY}, auto, cpu or gpu"
-        require(known, "--nproc-per-node", nproc, rule)
-        nodes = self.nnodes or "1"
-        ranged = re.fullmatch(r"\d{1,5}(:\d{1,5})?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
-        rule = f"must be like 2, or like 1:4, and below {_TOO_MANY}"
-        require(bool(ranged), "--nnodes", nodes, rule)
-        rule = f"is too much with --nproc-per-node = {nproc}: together, below {_TOO_MANY}"
-        require(self.nodes[0] * _count(nproc) < _TOO_MANY, "--nnodes", nodes, rule)
-        port = self.master_port
-        require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
-        rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
-        for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
-            require(bool(_STREAMS.fullmatch(value)), flag, value, rule)
-        for flag, value in (("--show", self.show), ("--local-ranks-filter", self.filter)):
-            rule = "must be all, none, or like 0,2,5"
-            require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
-        workers = self.num_workers or 0
-        some = self.show == "none" or any(_chosen(self.show, rank) for rank in range(workers))
-        rule = f"must name a rank below --num-workers = {workers}"
-        require(not workers or some, "--show", self.show, rule)
+        streams = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3"
+        ranks = "must be all, none, or like 0,2,5"
+        for name, pattern, rule in (
+            ("nproc_per_node", r"[1-9]\d{0,3}|auto|cpu|gpu", "must be a number, auto, cpu or gpu"),
+            ("nnodes", r"[1-9]\d{0,3}(:[1-9]\d{0,3})?", "must be like 2, or like 1:4"),
+            ("tee", _STREAMS, streams),
+            ("redirects", _STREAMS, streams),
+            ("show", _RANKS, ranks),
+            ("local_ranks_filter", f"{_RANKS}|", ranks),
+        ):
+            value = getattr(self, name)
+            is_right = value is None or re.fullmatch(pattern, value) is not None
+            require(is_right, f"--{name.replace('_', '-')}", value, rule)
+        least, most = self.node_range or (1, 1)
+        require(least <= most, "--nnodes", self.nnodes, "must be MIN:MAX, with MIN first")
+        for name, limit in (("master_port", 1 << 16), ("num_workers", 100_000)):
+            value = getattr(self, name) or 0
+            require(value < limit, f"--{name.replace('_', '-')}", value, f"must be below {limit}")
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")
-
-    @property
-    def exported(self) -> list[str]:
-        """The names in --export."""
-        return [name for each in self.export.split(",") if (name := each.strip())]
 
     @property
     def signals(self) -> list[str]:
@@ -174,20 +142,16 @@ class RunFlags:
         return [name for each in self.signals_to_handle.split(",") if (name := each.strip())]
 
     @property
-    def nodes(self) -> tuple[int, int]:
-        """The minimum and maximum number of nodes, by --nnodes."""
-        least, _, most = (self.nnodes or "1").partition(":")
-        return int(least), int(most or least)
-
-    @property
     def by_node(self) -> bool:
         """Whether workers are counted per node, as in torchrun."""
-        return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
+        return self.per == "node" or (self.nproc_per_node or self.nnodes) is not None
 
     @property
-    def filter(self) -> str:
-        """--local-ranks-filter in the form of --show."""
-        return self.local_ranks_filter or "all"
+    def node_range(self) -> tuple[int, int] | None:
+        """The minimum and maximum number of nodes; None: all there are."""
+        default = self.num_workers if self.per == "node" else 1
+        least, _, most = (self.nnodes or str(default or "")).partition(":")
+        return (int(least), int(most or least)) if least else None
 
     @property
     def files(self) -> bool:
@@ -197,7 +161,7 @@ class RunFlags:
 
     def shown(self, rank: int, local_rank: int, stream: str) -> bool:
         """Whether this rank's stream (``stdout`` or ``stderr``) goes to the console."""
-        if not (_chosen(self.show, rank) and _chosen(self.filter, local_rank)):
+        if not (_is_in(self.show, rank) and _is_in(self.local_ranks_filter or "all", local_rank)):
             return False
         bit = 1 if stream == "stdout" else 2
         redirected, teed = (_streams(text, local_rank) for text in (self.redirects, self.tee))
@@ -220,34 +184,23 @@ class RunOptions:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.flags.no_python:
-            require(not self.module, "-m", self.program, "does not work with --no-python")
-            rule = "is for Python scripts; put --local_rank={local_rank} after the program"
-            require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
+        is_both = self.module and self.flags.no_python
+        require(not is_both, "-m", self.program, "does not work with --no-python")
 
-    def require_possible(self, folder: Path, environ: Mapping[str, str]) -> None:
-        """Raises ConfigError if the script is not in the folder, or an exported variable is not
-        set."""
-        for name in self.flags.exported:
-            require(name in environ, "--export", name, "is not set in this shell")
-        self._require_script(folder)
-
-    def _require_script(self, folder: Path) -> None:
-        path = folder / self.program
-        is_folder = not self.flags.no_python and (path / "__main__.py").is_file()
-        if self.module or path.is_file() or is_folder:
-            is_here = self.flags.no_python and "/" not in self.program and path.is_file()
-            if is_here and shutil.which(self.program) is None:
-                raise ConfigError(f"{self.program} is not on the PATH: write ./{self.program}")
+    def require_script(self, folder: Path) -> None:
+        """Raises ConfigError if the script is not in the folder."""
+        path, program = folder / self.program, self.program
+        is_elsewhere = "/" not in program or os.path.isabs(program)  # each machine looks for it
+        if self.module or path.is_file() or (self.flags.no_python and is_elsewhere):
             return
-        if self.flags.no_python and ("/" not in self.program or os.path.isabs(self.program)):
-            return  # each machine looks for it
-        hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
-        if self.program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
-            hint = f" Leave {self.program} out: the command is `raytrain run script.py`."
-        elif shutil.which(self.program) is not None:
+        if not self.flags.no_python and (path / "__main__.py").is_file():
+            return
+        hint = did_you_mean(program, (p.name for p in folder.glob("*.py")))
+        if program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
+            hint = f" Leave {program} out: the command is `raytrain run script.py`."
+        elif shutil.which(program) is not None:
             hint = " Programs that are not Python scripts need --no-python."
-        raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
+        raise ConfigError(f"there is no script {program!r} in {folder}.{hint}")
 
     def command(
         self, python: str, values: Mapping[str, str], moved: Callable[[str], str] = str
@@ -260,20 +213,11 @@ class RunOptions:
         head = [] if self.flags.no_python else [python, "-u"]
         head += ["-m", self.program] if self.module else [moved(self.program)]
         if self.flags.legacy_local_rank:
-            head.append(f"{self._local_rank_flag()}={values['local_rank']}")
-        return head + [fill(arg, values) for arg in self.args]
-
-    def _local_rank_flag(self) -> str:
-        """Old scripts use one spelling, new ones the other or both."""
-        try:
-            text = Path(self.program).read_text(encoding="utf-8", errors="replace")
-        except OSError:  # a module
-            text = ""
-        dashed_only = "--local-rank" in text and "--local_rank" not in text
-        return "--local-rank" if dashed_only else "--local_rank"
+            head.append(f"--local_rank={values['local_rank']}")
+        return head + [_filled(arg, values) for arg in self.args]
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+def _filled(text: str, values: Mapping[str, str]) -> str:
     """Replaces ``{rank}`` and the other placeholders, and torchrun's ``${local_rank}``;
     other braces stay unchanged."""
     text = text.replace("${local_rank}", values["local_rank"])
@@ -282,19 +226,8 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    """-1: not a number below `_TOO_MANY`."""
-    return int(text) if text.isdecimal() and len(text) < len(str(_TOO_MANY)) else -1
-
-
-def _ranks(text: str) -> set[int] | None:
-    """``0,2,5`` as a set; None for anything else."""
-    ranks = {_count(word.strip()) for word in text.split(",")}
-    return None if -1 in ranks else ranks
-
-
-def _chosen(text: str, rank: int) -> bool:
-    return text == "all" or (text != "none" and rank in (_ranks(text) or ()))
+def _is_in(ranks: str, rank: int) -> bool:
+    return ranks == "all" or (ranks != "none" and rank in map(int, ranks.split(",")))
 
 
 def _streams(text: str, local_rank: int) -> int:

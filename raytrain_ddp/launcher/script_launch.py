@@ -1,55 +1,42 @@
-"""Runs a script on the cluster's workers and reports how it ended; or previews it."""
+"""Runs a script on the cluster's workers, again if it fails, and reports how it ended."""
 
 from __future__ import annotations
 
 import os
-import queue
-import shlex
 import signal
-import stat
-import sys
 import tempfile
-import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from string import Template
 from types import FrameType
+from typing import Any
 
-from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.launcher.attempt import Attempt
+from raytrain_ddp.errors import PreflightError, signal_name
 from raytrain_ddp.launcher.capacity import connected, layout_for
-from raytrain_ddp.launcher.exit_report import failure_report, first_failure, format_ranks
-from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import (
-    Placement,
-    RankedGroup,
-    Worker,
-    assign_ranks,
-    base_environment,
-    not_passed_on,
-    placeholder_values,
-    rank_variables,
-    rendezvous_address,
-)
+from raytrain_ddp.launcher.exit_report import RankExit, format_ranks, report_exit
+from raytrain_ddp.launcher.output import Output, tell
+from raytrain_ddp.launcher.rank_environment import Worker
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
-from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
+from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup, reason
 from raytrain_ddp.ray_backend.capacity_watch import LiveNodes
-from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.signals import handling, heeded
 
-_NOTE = """\
-# Shown as if all workers ran on this machine; Ray decides the placement. MASTER_PORT is chosen
-# at the start. Variables that are the same in this shell are omitted."""
+_TAKE_S = 5.0
+_POLL_S = 0.1
+_SETTLE_S = 0.3  # simultaneous failures are all reported before we send a signal
+_SAY_AFTER_S = 2.0  # when to report which ranks have not ended
+_NEVER = float("inf")
 
 
 def run_script(options: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
-        ConfigError: the script, or an exported variable, does not exist.
+        ConfigError: the script does not exist.
         PreflightError: there is no Ray, not enough resources, or a folder too large to copy.
         RetriesExhausted: the cluster's head is lost.
         KeyboardInterrupt: a signal arrived before the script was started; the argument is its
@@ -57,44 +44,24 @@ def run_script(options: RunOptions) -> int:
         BrokenPipeError: the reader of our output is gone.
     """
     driver = dict(os.environ)  # before we or Ray add anything
-    options.require_possible(Path.cwd(), driver)
-    ours = [signal.Signals[name] for name in options.flags.signals]
+    options.require_script(Path.cwd())
+    ours = heeded(signal.Signals[name] for name in options.flags.signals)
+    stops: list[int] = []  # an exception in a handler could not pass through Ray's own code
+
+    def note(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+
+    def note_or_stop(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+        if len(stops) > 1:  # while Ray is started or joined, which may hang
+            raise KeyboardInterrupt(stops[0])
+
     # Ray installs its own handler, so ours is installed again.
-    with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
+    with handling(ours, note_or_stop), connected(options.flags), handling(ours, note):
         return _attempts(options, driver, stops)
 
 
-def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
-    """Each worker's environment and command for a shell, without Ray.
-
-    Raises:
-        ConfigError, PreflightError: as in a real run, as far as this machine can tell.
-    """
-    options.require_possible(Path.cwd(), driver)
-    flags = options.flags
-    layout = layout_for(flags, [local_resources()])
-    gpus = int(layout.per_worker.get("GPU", 0))
-    seats = []
-    for n in range(layout.least):
-        node, first = divmod(n, layout.each) if layout.apart else (0, n)
-        ip = f"NODE{node}" if layout.apart else "127.0.0.1"
-        own = [str(gpu + first * gpus) for gpu in range(gpus)]
-        seats.append(Placement(n, f"node-{node}", ip, host="", gpus=own))
-    workers = assign_ranks(seats)
-    group = RankedGroup(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
-    base = base_environment(driver, {}, local=True)
-    lines = [_NOTE]
-    for worker in workers:
-        env = rank_variables(flags, group, worker, base, error_file="error.json")
-        added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
-        command = options.command(sys.executable, placeholder_values(group, worker))
-        lines += ["", f"# rank {worker.rank}"]
-        lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
-        lines.append(shlex.join(command))
-    return "\n".join(lines)
-
-
-def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
+def _attempts(options: RunOptions, driver: Mapping[str, str], stops: list[int]) -> int:
     flags, run_id = options.flags, str(uuid.uuid4())
     nodes = LiveNodes(kept="All ranks are ended.")
 
@@ -104,77 +71,29 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
             raise KeyboardInterrupt(stops[0])
 
     logs = _log_folder(flags, run_id) if flags.files else None
-    if logs is not None:
-        _tell(f"output of each rank: {logs}")
-    group: WorkerGroup | None = None
-    status, stdin, is_first = 0, None, True
-    try:
+    status = 0
+    with closing(nodes):
         check()
         for attempt in range(flags.max_restarts + 1):
             if attempt:
-                _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
+                tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
             try:
-                if group is None:
-                    layout = layout_for(flags, nodes())
-                    group = WorkerGroup(options, layout, driver, sys.executable, _tell, check)
-                    _tell(_places(group.workers))
-                if is_first:
-                    is_first = False
-                    if changed := not_passed_on(driver, group.workers):
-                        _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
-                    stdin = _standard_input()
-                group.start(run_id, attempt, feeds=stdin is not None)
-                folder = logs / f"attempt_{attempt}" if logs else None
-                status, lost = _attempt(options, group, folder, stops, nodes, stdin)
+                layout = layout_for(flags, nodes())
+                with closing(WorkerGroup(options, layout, driver, check)) as group:
+                    tell(_places(group.workers))
+                    group.start(run_id, attempt)
+                    folder = logs / f"attempt_{attempt}" if logs else None
+                    with Output(flags, group.workers, folder, lambda: stops) as output:
+                        ends = Attempt(group, output, flags.grace_s, stops).run(nodes)
+                    status = report_exit(ends, group.workers, output)
             except NodeLost as error:
-                _tell(str(error))
-                status, lost = error.exit_status, True
+                tell(str(error))
+                status = error.exit_status
             if stops:
-                status = 128 + stops[0]
-            if stops or not status:
+                return 128 + stops[0]
+            if not status:
                 break
-            if lost and group is not None:
-                group.close()
-                group = None
-        return status
-    finally:
-        if group is not None:
-            group.close()
-        nodes.close()
-
-
-def _attempt(
-    options: RunOptions,
-    group: WorkerGroup,
-    logs: Path | None,
-    stops: list[int],
-    nodes: LiveNodes,
-    stdin: Callable[[], bytes | None] | None,
-) -> tuple[int, bool]:
-    """The exit status of the attempt, and whether an agent is lost.
-
-    Raises:
-        RetriesExhausted: the cluster's head is lost.
-    """
-    flags, workers = options.flags, group.workers
-
-    def shown(rank: int, stream: str) -> bool:
-        return flags.shown(rank, workers[rank].local_rank, stream)
-
-    def prefix(rank: int) -> str:
-        worker = workers[rank]
-        return Template(flags.log_line_prefix_template).safe_substitute(
-            role_name=flags.role, rank=rank, local_rank=worker.local_rank, hostname=worker.seat.host
-        )
-
-    with Output(shown, logs, lambda: stops, prefix) as output:
-        output.open_files(range(len(workers)))
-        ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, stdin).run()
-    failed = first_failure(ends, output, group.clocks)
-    if failed is not None:
-        print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
-    status = 0 if failed is None else ends[failed].exit_status
-    return status, any(end.status is None for end in ends.values())
+    return status
 
 
 def _log_folder(flags: RunFlags, run_id: str) -> Path:
@@ -189,40 +108,8 @@ def _log_folder(flags: RunFlags, run_id: str) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise PreflightError(f"--log-dir {flags.log_dir}: {error}") from None
+    tell(f"output of each rank: {folder}")
     return folder
-
-
-def _standard_input() -> Callable[[], bytes | None] | None:
-    """Returns a function that yields standard input in pieces: None if there is nothing new, and
-    b"" at its end. None if it is a terminal, which belongs to the shell, or closed."""
-    try:
-        mode = os.fstat(0).st_mode
-    except OSError:
-        return None
-    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-        return None
-    pieces: queue.Queue[bytes] = queue.Queue(maxsize=2)
-
-    def read() -> None:
-        data = b"?"
-        while data:
-            try:
-                data = os.read(0, 1 << 18)
-            except OSError:
-                data = b""
-            pieces.put(data)
-
-    def take() -> bytes | None:
-        if not reader.is_alive() and pieces.empty():
-            return b""
-        try:
-            return pieces.get_nowait()
-        except queue.Empty:
-            return None
-
-    reader = threading.Thread(target=read, name="stdin", daemon=True)
-    reader.start()
-    return take
 
 
 def _places(workers: Sequence[Worker]) -> str:
@@ -231,23 +118,96 @@ def _places(workers: Sequence[Worker]) -> str:
     return ", ".join(f"{format_ranks(w.rank for w in here)} on {here[0].where}" for here in nodes)
 
 
-def _tell(text: str) -> None:
-    print(f"run: {text}", file=sys.stderr, flush=True)
+class Attempt:
+    """One attempt; it ends when every rank has ended: on its own, by our signal, or with its node.
 
-
-@contextmanager
-def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[list[int]]:
-    """Collects the numbers of these signals, in `noted` if given: an exception raised in a handler
-    could not pass through Ray's own code.
-
-    Without `noted`, while Ray is started or joined, a second signal aborts that, as it may hang.
+    Args:
+        grace_s: from the first signal to SIGKILL.
+        stops: the numbers of the signals that the driver has received, in order; grows during the
+            attempt.
     """
-    stops: list[int] = [] if noted is None else noted
 
-    def note(number: int, _: FrameType | None) -> None:
-        stops.append(number)
-        if noted is None and len(stops) > 1:
-            raise KeyboardInterrupt(stops[0])
+    def __init__(
+        self,
+        group: WorkerGroup,
+        output: Output,
+        grace_s: float,
+        stops: Sequence[int],
+    ) -> None:
+        self._group, self._output, self._grace_s, self._stops = group, output, grace_s, stops
+        self._sent = self._stops_seen = 0  # the last signal
+        self._failed_at = self._say_at = _NEVER
+        # How far the driver's clock is ahead of each node's: the least seen, as news takes a while.
+        self._ahead_s: dict[int, float] = {}
+        self._ends: dict[int, RankExit] = {}
+        self._waiting = {self._ask(w.rank): w.rank for w in group.workers}
 
-    with handling(heeded(ours), note):
-        yield stops
+    def run(self, check: Callable[[], object]) -> dict[int, RankExit]:
+        """How each rank has ended.
+
+        Args:
+            check: called continuously; if it raises, the remaining ranks end with their agents.
+        """
+        while self._waiting and self._stops_seen < 3:  # at the third, nobody waits anymore
+            check()
+            self._listen()
+            self._decide(time.monotonic())
+        return {rank: self._by_our_clock(rank, end) for rank, end in self._ends.items()}
+
+    def _listen(self) -> None:
+        import ray
+
+        for answer in ray.wait([*self._waiting], num_returns=1, timeout=_POLL_S)[0]:
+            rank = self._waiting.pop(answer)
+            try:
+                theirs, news = ray.get(answer)
+            except ray.exceptions.RayError as error:
+                if rank not in self._ends:
+                    self._note(rank, RankExit(None, time.monotonic(), lost=reason(error)))
+                continue
+            node, ahead_s = self._group.workers[rank].node_rank, time.monotonic() - theirs
+            self._ahead_s[node] = min(self._ahead_s.get(node, _NEVER), ahead_s)
+            for kind, value in news:
+                if kind == "end":
+                    self._note(rank, RankExit(**value))
+                elif kind != "closed":
+                    self._output.take(rank, kind, value)
+            if ("closed", None) not in news[-1:]:
+                self._waiting[self._ask(rank)] = rank
+
+    def _note(self, rank: int, end: RankExit) -> None:
+        self._ends[rank] = end
+        if end.failed_at is not None:
+            self._failed_at = min(self._failed_at, time.monotonic())
+
+    def _decide(self, now: float) -> None:
+        """Sends the signals that are due; a second one of the user's is SIGKILL."""
+        if len(self._stops) > self._stops_seen:
+            self._stops_seen = len(self._stops)
+            is_first = self._stops_seen == 1
+            self._send(self._stops[0] if is_first else signal.SIGKILL, now)
+        elif now - self._failed_at > _SETTLE_S and not self._sent:
+            self._send(signal.SIGTERM, now)
+        left = [rank for rank in self._waiting.values() if rank not in self._ends]
+        if now > self._say_at and left:
+            self._say_at = _NEVER
+            sent, ranks = signal_name(self._sent), format_ranks(left)
+            then = f"SIGKILL {self._grace_s:g} s after it, or at the next Ctrl-C"
+            tell(f"{sent} sent; waiting for {ranks} to end ({then})")
+
+    def _send(self, number: int, now: float) -> None:
+        grace_s = 0 if number == signal.SIGKILL else self._grace_s
+        for rank in self._waiting.values():
+            if not grace_s or rank not in self._ends:  # its leftovers have a limit of their own
+                self._group.agent(rank).signal.remote(int(number), grace_s)
+        self._sent, self._say_at = number, now + _SAY_AFTER_S
+
+    def _by_our_clock(self, rank: int, end: RankExit) -> RankExit:
+        if end.status is None:
+            return end
+        ahead_s = self._ahead_s[self._group.workers[rank].node_rank]
+        times = {name: getattr(end, name) + ahead_s for name in ("at", "asked_at", "raised_at")}
+        return replace(end, **times)
+
+    def _ask(self, rank: int) -> Any:
+        return self._group.agent(rank).take.remote(_TAKE_S)
