@@ -39,13 +39,7 @@ RANKS = [
     {"ray_backend"},
     {"driver"},
     {"launcher"},
-<<<<<<< HEAD
     COMMANDS - {"report"},
-=======
-    {"command_line"},
-    COMMANDS - {"watch"},
-    {"watch"},  # shows the pages of the report
->>>>>>> t-sweep
     {"__main__"},
 ]
 

@@ -29,10 +29,6 @@ from raytrain_ddp.tools.display.formatting import (
     plural,
 )
 from raytrain_ddp.tools.report.run_files import RunFiles
-<<<<<<< HEAD
-=======
-from raytrain_ddp.tools.report.timeline import Timeline, timeline_of
->>>>>>> t-sweep
 
 Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
 State = Literal["running", "finished", "interrupted", "failed", "gone"]
@@ -132,13 +128,9 @@ def _summary(files: RunFiles, state: State, end: End | None) -> str:
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-<<<<<<< HEAD
+        if _is_by_sweep(files):
+            return f"Stopped by the sweep at {at}."
         return f"Interrupted by {_signal(end.status)} at {at}; the same command resumes it."
-=======
-        by = f"Interrupted by {_signal(end.status)}"
-        resume = "; the same command resumes it."
-        return f"Stopped by the sweep at {at}." if _is_by_sweep(files) else f"{by} at {at}{resume}"
->>>>>>> t-sweep
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -149,7 +141,6 @@ def _summary(files: RunFiles, state: State, end: End | None) -> str:
     )
 
 
-<<<<<<< HEAD
 def _left_s(files: RunFiles) -> float:
     """Seconds that the newest start still needs; nan if unknown."""
     starts = [event.start_step for event, _, _ in files.events if isinstance(event, Plan)]
@@ -157,24 +148,12 @@ def _left_s(files: RunFiles) -> float:
     if last is None or not starts or last.step <= starts[-1]:
         return math.nan
     return (files.total_steps - last.step) * last.seconds / (last.step - starts[-1])
-=======
+
+
 def _is_by_sweep(files: RunFiles) -> bool:
     """Whether a sweep ended the newest start."""
     ends = (event for event, _, _ in reversed(files.events) if isinstance(event, Plan | SweepStop))
     return isinstance(next(ends, None), SweepStop)
-
-
-def _still(files: RunFiles, at: str, total: int | None, timeline: Timeline) -> str:
-    if not files.train or not timeline.attempts:
-        return "Running: the first step is not done yet."
-    attempt = timeline.attempts[-1]
-    done = files.last_step - attempt.start_step
-    left = (total or 0) - files.last_step
-    if done <= 0 or left <= 0:
-        return f"Running: {at}."
-    left_s = left * (attempt.ended - attempt.began) / done
-    return f"Running: {at}, about {format_seconds(left_s)} left."
->>>>>>> t-sweep
 
 
 def _signal(status: int) -> str:

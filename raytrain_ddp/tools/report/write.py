@@ -23,7 +23,6 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, RaytrainError, first_line
 from raytrain_ddp.files import expanded, replace_with
-<<<<<<< HEAD
 from raytrain_ddp.tools.display.formatting import plural
 from raytrain_ddp.tools.report.history import RunHistory, history_of
 from raytrain_ddp.tools.report.page import page, sections_of_run
@@ -32,19 +31,12 @@ from raytrain_ddp.tools.report.runs_page import sections_of_runs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-=======
-from raytrain_ddp.tools.report.history import history_of
-from raytrain_ddp.tools.report.page import page_of_runs, sections_of_run, sections_of_runs
-from raytrain_ddp.tools.report.predictions import predictions
-from raytrain_ddp.tools.report.run_files import RunFiles, read_run
->>>>>>> t-sweep
 
 REPORT_FILE = "report.html"
 _MOST_RECORDS = 1000  # of a run among many
 _READ: dict[tuple[str, str], tuple[object, RunHistory]] = {}  # -> (what its files were, the run)
 
 
-<<<<<<< HEAD
 @dataclass(frozen=True)
 class ReportFile:
     """A report that was written; `path` is its file."""
@@ -85,11 +77,6 @@ def report(
         out: the file. Default: report.html in the folder of a single one; else, and for a URI, in
             the current folder.
         predict: show wrong predictions of the best checkpoint, if possible on this machine.
-=======
-def write_report(places: Sequence[str], out: str | None, predict: bool, device: str) -> Path:
-    """Writes the report of one run, or of several runs side by side; returns where it is.
-    The arguments are the command's.
->>>>>>> t-sweep
 
     Raises:
         ConfigError: there is no such run, or the file cannot be written.
