@@ -128,9 +128,9 @@ def _summary(files: RunFiles, state: State, end: End | None) -> str:
     if state == "finished":
         return f"Finished at {at}."
     if state == "interrupted" and end is not None:
-        if _is_by_sweep(files):
-            return f"Stopped by the sweep at {at}."
-        return f"Interrupted by {_signal(end.status)} at {at}; the same command resumes it."
+        by = f"Interrupted by {_signal(end.status)}"
+        resume = "; the same command resumes it."
+        return f"Stopped by the sweep at {at}." if _is_by_sweep(files) else f"{by} at {at}{resume}"
     if state == "failed":
         return f"Failed {'after ' + at if step else 'before its first step'}."
     if not step:
@@ -164,13 +164,14 @@ def _signal(status: int) -> str:
 def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
     before: Plan | None = None
     lost_at = math.nan
-    stopped = False
+    stopped = by_sweep = False
     reached = 0
     for event, _, wall in files.events:
         match event:
             case Plan():
                 yield _start(event, before, wall, wall - lost_at, reached, stopped)
-                before, lost_at, stopped, reached = event, math.nan, False, event.start_step
+                before, lost_at, stopped, by_sweep = event, math.nan, False, False
+                reached = event.start_step
             case Failed():
                 who = "The workers" if event.rank is None else f"Rank {event.rank}"
                 reached, lost_at = max(reached, event.step or 0), wall
@@ -189,7 +190,7 @@ def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
                 yield HistoryEntry(wall, None, "note", event.text)
             case End():
                 stopped = True
-                yield _end(event, wall)
+                yield _end(event, wall, by_sweep)
 
 
 def _start(
@@ -221,11 +222,12 @@ def _start(
     return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
 
 
-def _end(event: End, wall: float) -> HistoryEntry:
+def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
     if event.status == 0:
         return HistoryEntry(wall, event.step, "end", "Finished")
     if event.status > 128:
-        text = f"Interrupted by {_signal(event.status)}"
+        by = f"Interrupted by {_signal(event.status)}"
+        text = "Stopped by the sweep" if by_sweep else by
         return HistoryEntry(wall, event.step, "trouble", text)
     first, _, rest = event.message.partition("\n")
     text = f"Ended with status {event.status}: {first}"
