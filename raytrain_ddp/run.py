@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.errors import ConfigError
@@ -26,25 +25,11 @@ COMMAND = Command(
         "Cluster": ["address", "standalone", "ship"],
     },
 )
-_BY_RAY = "Ray connects the nodes, and the ranks rendezvous at rank 0"
-_ALONE = "each rank is a separate main process"
-# torchrun's flags that have no effect here, and why; `None`: the behavior is the same anyway.
-_WITHOUT_EFFECT: dict[str, str | None] = {
-    "rdzv-backend": _BY_RAY,
-    "rdzv-endpoint": _BY_RAY,
-    "rdzv-conf": _BY_RAY,
-    "master-addr": _BY_RAY,
-    "local-addr": _BY_RAY,
-    "node-rank": "one command starts all nodes",
-    "monitor-interval": "the end of a rank is detected immediately",
-    "start-method": _ALONE,
-    "run-path": _ALONE,
-    "event-log-handler": "there are no elastic events",
-    "logs-specs": "see --log-dir",
-    "duplicate-stdout-filters": "see --log-dir",
-    "duplicate-stderr-filters": "see --log-dir",
-    "numa-binding": "ranks are not bound to CPUs",
-    "use-env": None,
+# torchrun's flags that have no effect here.
+_WITHOUT_EFFECT = {
+    *("rdzv-backend", "rdzv-endpoint", "rdzv-conf", "master-addr", "local-addr", "node-rank"),
+    *("monitor-interval", "start-method", "run-path", "event-log-handler", "logs-specs"),
+    *("duplicate-stdout-filters", "duplicate-stderr-filters", "numa-binding", "use-env"),
 }
 _ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers"}
 _ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
@@ -85,32 +70,30 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
             raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
     own, command = split(argv)
     given = dict(own)  # the last of a flag wins
-    flags = {**dict(_defaults(environ or {}, given)), **given}
-    module = flags.get("m", "0") != "0"
+    defaults = {name: each for name, *each in _defaults(environ or {}) if name not in given}
+    flags = {name: value for name, (_, value) in defaults.items()} | given
+    is_module = flags.get("m", "0") != "0"
     kept = [flag for flag in flags.items() if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
-    translated = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * module, *command])
+    equivalent = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * is_module, *command])
     node_rank = flags.get("node-rank") or "0"
     if node_rank != "0":
         raise ConfigError(
             f"--node-rank {node_rank}: one command starts the ranks of all nodes. Run this on one "
-            f"machine only: {translated}"
+            f"machine only: {equivalent}"
         )
     try:
-        parsed = COMMAND.parse(_words(map(_as_show, kept)))
+        parsed = COMMAND.parse(_words(kept))
     except ConfigError as error:
-        name = str(error).partition(" ")[0].removeprefix("--")
-        if name not in flags or name in given:
+        if not defaults:
             raise
-        raise ConfigError(f"PET_{name.replace('-', '_').upper()}: {error}") from None
+        variables = ", ".join(variable for variable, _ in defaults.values())
+        raise ConfigError(f"{error} Defaults come from {variables}.") from None
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
-    notes = _notes(flags, translated)
-    if flags.get("tee") == "0":
-        notes.append(
-            "--tee 0 has torchrun's meaning, so all ranks are shown; use --show 0 for rank 0 only"
-        )
-    notes += _behind(command, {*flags})
-    return RunOptions(parsed, command[0], tuple(command[1:]), module, tuple(notes))
+    notes = []
+    if ignored := [flag for flag in flags.items() if flag[0] in _WITHOUT_EFFECT - {"use-env"}]:
+        notes.append(f"no effect here: {shlex.join(_words(ignored))}; equivalent: {equivalent}")
+    return RunOptions(parsed, command[0], tuple(command[1:]), is_module, tuple(notes))
 
 
 def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
@@ -143,59 +126,19 @@ def _full(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def _defaults(environ: Mapping[str, str], given: Mapping[str, str | None]) -> Iterable[Flag]:
+def _defaults(environ: Mapping[str, str]) -> Iterable[tuple[str, str, str | None]]:
+    """The flags that the environment sets: name, variable and value."""
     for variable, value in environ.items():
         name = _full(variable.removeprefix("PET_").lower().replace("_", "-"))
-        if variable.startswith("PET_") and name in _KNOWN and name not in given:
+        if variable.startswith("PET_") and name in _KNOWN:
             if name not in _VALUELESS:
-                yield name, value
+                yield name, variable, value
             elif value != "0":
-                yield name, None
+                yield name, variable, None
 
 
 def _words(flags: Iterable[Flag]) -> list[str]:
     return [word for name, value in flags for word in (f"--{name}", value) if word is not None]
-
-
-def _as_show(flag: Flag) -> Flag:
-    """``--tee none`` and ``--tee 0,2`` select the ranks to show, unlike torchrun's stream
-    numbers."""
-    name, value = flag
-    words = value is not None and (value in ("all", "none") or ("," in value and ":" not in value))
-    return ("show", value) if name == "tee" and words else flag
-
-
-def _notes(flags: Mapping[str, str | None], translated: str) -> list[str]:
-    why: dict[str, list[str]] = {}
-    for flag in flags.items():
-        if reason := _WITHOUT_EFFECT.get(flag[0]):
-            why.setdefault(reason, []).append(shlex.join(_words([flag])))
-    if not why:
-        return []
-    ignored = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in why.items())
-    return [f"no effect here: {ignored}", f"equivalent command: {translated}"]
-
-
-def _behind(command: Sequence[str], given: set[str]) -> list[str]:
-    """Arguments after the script that look like our flags and do not occur in its text."""
-    script = Path(command[0])
-    try:  # a pipe would be waited for
-        text = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
-    except OSError:
-        text = None
-    if text is None:  # a module, or none
-        return []
-    counts = {"num-workers", "nproc-per-node", "use-gpu"}
-    given = given | counts if given & counts else given
-    found = []
-    for word in command[1:]:
-        name = word.lstrip("-").partition("=")[0].replace("_", "-")
-        ours = word.startswith("--") and _full(name) in {*_OWN, *_WITHOUT_EFFECT} - given
-        if ours and name not in text.replace("_", "-"):
-            found.append(word)
-    if not found:
-        return []
-    return [f"passed to the script: {', '.join(found)}; flags of run must come before {command[0]}"]
 
 
 if __name__ == "__main__":

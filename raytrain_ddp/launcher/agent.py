@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import select
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -19,32 +19,42 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # Functions, not the module: only they go along with the class.
 from raytrain_ddp.launcher.code_shipping import contents, unpack_folder
 
 _CHUNK_BYTES = 1 << 16
-_MOST_CHUNKS = 100  # per reply
-_MOST_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
+_MAX_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
+_MAX_NEWS = 100  # per reply
 _LOOK_S = 0.5  # how often to check whether a silent stream has a writer left
+_SCONTROL = """#!/bin/sh
+# Answers scontrol show hostnames [LIST], which an unconfigured Slurm cannot. The next scontrol on
+# the PATH answers everything else, and lists with brackets.
+list=${3:-$SLURM_JOB_NODELIST}
+case "$1 $2 $list" in
+  *\\[*) ;;
+  "show hostname "*|"show hostnames "*) echo "$list" | tr , '\\n'; exit ;;
+esac
+case $PATH in *:*) PATH=${PATH#*:}; command -v scontrol > /dev/null && exec scontrol "$@" ;; esac
+echo "scontrol: on Ray, only 'show hostnames' is supported" >&2
+exit 1
+"""
 
 
 class Agent:
-    """The actor on one worker's seat. `take` may wait while other calls run."""
+    """The actor on one worker's seat. `take` may wait while other calls run.
+
+    Args:
+        guard: the source of guard.py.
+    """
 
     def __init__(self, guard: str) -> None:
-        self._source = guard.encode()
-        self._changed = threading.Condition()
-        self._chunks: deque[dict[str, Any]] = deque()
-        self._urgent: deque[dict[str, Any]] = deque()  # does not wait for a slow console
-        self._asked = 0
-        self._asked_at = 0.0
+        self._source = guard
+        self._news: queue.Queue[tuple[str, Any]] = queue.Queue(_MAX_WAITING)
         self._guard: subprocess.Popen[bytes] | None = None
         self._feeds = -1  # the write end of the pipe to the script's standard input
 
@@ -57,22 +67,18 @@ class Agent:
             "node": context.get_node_id(),
             "ip": ray.util.get_node_ip_address(),
             "host": socket.gethostname(),
-            "gpus": context.get_accelerator_ids().get("GPU", []),
+            "gpus": [str(gpu) for gpu in context.get_accelerator_ids().get("GPU", [])],
             "node_has_gpus": any(Path("/dev").glob("nvidia[0-9]*")),
             "python": sys.executable,
             "environment": dict(os.environ),
         }
 
     def free_port(self, wanted: Sequence[int]) -> int:
-        """The first free port of these, or any free port; a single port is returned if free, else
-        0."""
-        for port in wanted if len(wanted) == 1 else (*wanted, 0):
-            with socket.socket() as probe:
+        """The first free port of these; 0 if none is."""
+        for port in wanted:
+            with socket.socket() as probe, suppress(OSError):
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like torch's store
-                try:
-                    probe.bind(("", port))
-                except OSError:
-                    continue
+                probe.bind(("", port))
                 return int(probe.getsockname()[1])
         return 0
 
@@ -96,9 +102,8 @@ class Agent:
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
             raise PermissionError(f"{own} is another user's, who may change what is in it")
         own.chmod(0o700)
-        place = own / folder
-        unpack_folder(archive, place)
-        return str(place)
+        unpack_folder(archive, own / folder)
+        return str(own / folder)
 
     def start(
         self,
@@ -108,28 +113,26 @@ class Agent:
         slurm: bool,
         feeds: bool,
     ) -> None:
-        """Starts a command in a folder; call `take` for its output and status.
+        """Starts a command in a folder; call `take` for its output and its end.
 
         Args:
             environment: complete except for the path in TORCHELASTIC_ERROR_FILE.
             slurm: whether to put a `scontrol` on the PATH.
             feeds: whether `feed` provides its standard input; otherwise it is empty.
         """
-        own = Path(tempfile.gettempdir()) / f"raytrain-run-{uuid.uuid4().hex}"  # the guard makes it
+        own = Path(tempfile.mkdtemp(prefix="raytrain-run-"))  # the guard removes it
+        (own / "guard.py").write_text(self._source, encoding="utf-8")
         if "TORCHELASTIC_ERROR_FILE" in environment:
             environment["TORCHELASTIC_ERROR_FILE"] = str(own / "error.json")
         if slurm:
-            environment["PATH"] = f"{own}/bin:{environment.get('PATH', os.defpath)}"
-        report_end, write_end = os.pipe()
-        code, writes = os.pipe()  # nothing is left on disk if this process is killed
-        os.write(writes, self._source)
-        os.close(writes)
-        if self._feeds >= 0:  # of a start before, whose script did not read all
-            os.close(self._feeds)
+            (own / "scontrol").write_text(_SCONTROL, encoding="utf-8")
+            (own / "scontrol").chmod(0o755)
+            environment["PATH"] = f"{own}:{environment.get('PATH', os.defpath)}"
+        self._close_input()  # of a start before, whose script did not read all
+        reports, report = os.pipe()
         stdin, self._feeds = os.pipe() if feeds else (-1, -1)
-        guard = [sys.executable, "-I", "-S", f"/dev/fd/{code}", *map(str, (write_end, stdin, own))]
-        given = [fd for fd in (write_end, code, stdin) if fd >= 0]
-        self._guard, self._asked, self._asked_at = None, 0, 0.0
+        guard = [sys.executable, "-I", "-S", str(own / "guard.py"), str(report), str(stdin)]
+        given = [fd for fd in (report, stdin) if fd >= 0]
         try:
             self._guard = subprocess.Popen(
                 [*guard, *command],
@@ -143,115 +146,83 @@ class Agent:
                 start_new_session=True,  # signals to Ray's process group must not reach the guard
             )
         except OSError as error:
-            os.close(report_end)
-            self._tell("stderr", f"cannot start in {folder}: {error}\n".encode())
-            self._put(self._urgent, _end(127))
-            self._put(self._chunks, {"closed": True})
+            os.close(reports)
+            shutil.rmtree(own)
+            self._news.put(("stderr", f"cannot start in {folder}: {error}\n".encode()))
+            self._news.put(("end", {"status": 127, "at": time.monotonic()}))
+            self._news.put(("closed", None))
             return
         finally:
             for fd in given:
                 os.close(fd)
-        args = (self._guard, report_end, own)
+        args = (self._guard, reports, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
 
     def feed(self, data: bytes) -> bool:
         """Writes data to the script's standard input; empty data closes it. Returns whether more
         data is wanted. Blocks until the script has read enough."""
-        wanted = bool(data) and self._feeds >= 0
+        rest = data
         try:
-            while data and self._feeds >= 0:
-                data = data[os.write(self._feeds, data) :]
+            while rest and self._feeds >= 0:
+                rest = rest[os.write(self._feeds, rest) :]
         except OSError:  # the script has ended or closed its input
-            wanted = False
-        if not wanted and self._feeds >= 0:
-            os.close(self._feeds)
-            self._feeds = -1
-        return wanted
+            data = b""
+        if not data:
+            self._close_input()
+        return self._feeds >= 0
 
     def signal(self, instruction: str) -> None:
         """The number of a signal for the script and its children, or ``kill``."""
-        guard = self._guard
-        if guard is not None and guard.stdin is not None:
-            self._asked = int(signal.SIGKILL) if instruction == "kill" else int(instruction)
-            self._asked_at = self._asked_at or time.monotonic()
+        if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError, ValueError):  # it has ended
-                guard.stdin.write(f"{instruction}\n".encode())
+                self._guard.stdin.write(f"{instruction}\n".encode())
 
-    def take(self, wait_s: float, most: int = _MOST_CHUNKS) -> list[dict[str, Any]]:
-        """The news, with at most `most` chunks; waits up to `wait_s` for any:
+    def take(self, wait_s: float) -> tuple[float, list[tuple[str, Any]]]:
+        """The time by this machine's monotonic clock, and what is new, waiting up to `wait_s`:
 
-        - {"stream", "data", "at"}: bytes as the script wrote them, and finally {"closed"};
-        - {"status", "at", "asked", "asked_at", "error"}: as soon as the script has ended, before
-          any chunks.
-
-        Times are those of `clock`.
+        - `stdout` or `stderr`, and bytes as the script wrote them;
+        - `end`, and what the guard reports, as soon as the script has ended;
+        - `closed`: nothing more will come.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._urgent or (self._chunks and most), wait_s)
-            chunks = [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
-            news = [*self._urgent, *chunks]
-            self._urgent.clear()
-            self._changed.notify_all()
-        return news
-
-    def clock(self) -> float:
-        """Seconds, by this machine's monotonic clock."""
-        return time.monotonic()
+        news = []
+        with suppress(queue.Empty):
+            news.append(self._news.get(timeout=wait_s))
+            while len(news) < _MAX_NEWS:
+                news.append(self._news.get_nowait())
+        return time.monotonic(), news
 
     def clean(self) -> None:
         """Ends the script; the guard removes its own files."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
 
-    def _attend(self, guard: subprocess.Popen[bytes], report_end: int, own: Path) -> None:
-        """Reports the script's end immediately, and finally that all output has been forwarded."""
-        over = threading.Event()
-        readers = [
-            threading.Thread(target=self._read, args=(name, stream, over), daemon=True)
-            for name, stream in (("stdout", guard.stdout), ("stderr", guard.stderr))
-        ]
-        for reader in readers:
-            reader.start()
-        guard.wait()  # it has moved to the background
-        ended = False
-        with os.fdopen(report_end) as reports:
-            for report in map(json.loads, reports):
-                if "status" in report:
-                    self._put(self._urgent, {"asked_at": 0.0, "error": None, **report})
-                    ended = True
-        if not ended:  # the guard itself was killed
-            self._put(self._urgent, _end(-9, self._asked, self._asked_at))
-            shutil.rmtree(own, ignore_errors=True)
-        over.set()
-        for reader in readers:
-            reader.join()  # it may have to wait for the console
-        self._put(self._chunks, {"closed": True})
-
-    def _read(self, name: str, stream: IO[bytes], over: threading.Event) -> None:
-        """Forwards bytes until the stream ends, or until no writer can be left."""
-        poll = select.poll()
-        poll.register(stream, select.POLLIN)
-        while True:
-            last = over.is_set()
-            if not poll.poll(_LOOK_S * 1000):
-                if last:
+    def _attend(self, guard: subprocess.Popen[bytes], reports: int, own: Path) -> None:
+        """Forwards output and report until they end, or until no writer can be left."""
+        assert guard.stdout is not None
+        assert guard.stderr is not None
+        names = {guard.stdout.fileno(): "stdout", guard.stderr.fileno(): "stderr", reports: "end"}
+        poll, report = select.poll(), b""
+        for fd in names:
+            poll.register(fd, select.POLLIN)
+        with guard, os.fdopen(reports):
+            while ready := poll.poll(None if reports in names else _LOOK_S * 1000):
+                for fd, _ in ready:
+                    data = os.read(fd, _CHUNK_BYTES)
+                    if not data:
+                        poll.unregister(fd)
+                        del names[fd]
+                    elif fd != reports:
+                        self._news.put((names[fd], data))
+                    elif (report := report + data).endswith(b"\n"):
+                        self._news.put(("end", json.loads(report)))
+                    if not data and fd == reports and not report:  # the guard itself was killed
+                        self._news.put(("end", {"status": -9, "at": time.monotonic()}))
+                        shutil.rmtree(own, ignore_errors=True)
+                if not names:
                     break
-                continue
-            if not (chunk := os.read(stream.fileno(), _CHUNK_BYTES)):
-                break
-            self._tell(name, chunk)
-        stream.close()
+        self._news.put(("closed", None))
 
-    def _tell(self, stream: str, data: bytes) -> None:
-        self._put(self._chunks, {"stream": stream, "data": data, "at": time.monotonic()})
-
-    def _put(self, news: deque[dict[str, Any]], each: dict[str, Any]) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: len(news) < _MOST_WAITING)
-            news.append(each)
-            self._changed.notify_all()
-
-
-def _end(status: int, asked: int = 0, asked_at: float = 0.0) -> dict[str, Any]:
-    at = time.monotonic()
-    return {"status": status, "at": at, "asked": asked, "asked_at": asked_at, "error": None}
+    def _close_input(self) -> None:
+        if self._feeds >= 0:
+            os.close(self._feeds)
+            self._feeds = -1

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from raytrain_ddp.errors import signal_name
 from raytrain_ddp.launcher.exit_report import RankExit, format_ranks
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.worker_group import WorkerGroup
+from raytrain_ddp.launcher.worker_group import WorkerGroup, reason
 
 _TAKE_S = 5.0
-_TAKE_BEHIND_S = 0.5  # how often to check whether the console has caught up
-_MOST_CHUNKS = 100  # per request
 _POLL_S = 0.1
 _SETTLE_S = 0.3  # simultaneous failures are all reported before we send a signal
-_ENDING_S = 5.0  # likewise for a process exiting after an error: its exit status is informative
 _UNANSWERED_S = 10.0  # after SIGKILL, or for a node that is off
-_WAITING_AFTER_S, _WAITING_EVERY_S = 2.0, 5.0  # when to report which ranks have not ended
+_WAITING_AFTER_S = 2.0  # when to report which ranks have not ended
+_NEVER = float("inf")
 
 
 class Attempt:
@@ -31,8 +32,7 @@ class Attempt:
             attempt.
         check: called continuously; if it raises, the remaining ranks end with their agents.
         tell: shows a line.
-        stdin: returns data for rank 0's standard input, b"" at the end, and None while there is
-            nothing new; or None for no input.
+        feeds: whether rank 0 gets this process's standard input.
     """
 
     def __init__(
@@ -40,21 +40,20 @@ class Attempt:
         group: WorkerGroup,
         output: Output,
         grace_s: float,
-        stops: list[int],
+        stops: Sequence[int],
         check: Callable[[], object],
         tell: Callable[[str], None],
-        stdin: Callable[[], bytes | None] | None = None,
+        feeds: bool,
     ) -> None:
         self._group, self._output, self._grace_s, self._stops = group, output, grace_s, stops
-        self._check, self._tell, self._stdin = check, tell, stdin
+        self._check, self._tell, self._feeds = check, tell, feeds
         self._fed: Any = None
-        self._asked = ""
+        self._asked = 0  # the last signal that was sent
         self._stops_seen = 0
-        self._failed_at: float | None = None
-        self._kill_at: float | None = None
-        self._give_up_at: float | None = None
-        self._say_at: float | None = None
-        self.ends: dict[int, RankExit] = {}
+        self._failed_at = self._give_up_at = self._say_at = _NEVER
+        # How far the driver's clock is ahead of each node's: the least seen, as news takes a while.
+        self._ahead_s: dict[int, float] = {}
+        self._ends: dict[int, RankExit] = {}
         self._waiting = {self._ask(w.rank): w.rank for w in group.workers}
 
     def run(self) -> dict[int, RankExit]:
@@ -64,7 +63,14 @@ class Attempt:
             self._listen()
             self._feed()
             self._decide(time.monotonic())
-        return self.ends
+        return {rank: self._by_our_clock(rank, end) for rank, end in self._ends.items()}
+
+    def _by_our_clock(self, rank: int, end: RankExit) -> RankExit:
+        if end.status is None:
+            return end
+        ahead_s = self._ahead_s[self._group.workers[rank].node_rank]
+        times = {name: getattr(end, name) + ahead_s for name in ("at", "asked_at", "raised_at")}
+        return replace(end, **times)
 
     def _listen(self) -> None:
         import ray
@@ -78,117 +84,85 @@ class Attempt:
                 continue
             rank = self._waiting.pop(answer)
             try:
-                news = ray.get(answer)
+                theirs, news = ray.get(answer)
             except ray.exceptions.RayError as error:
-                explanation = str(error).strip().splitlines()
-                if rank not in self.ends:
-                    self._end(rank, RankExit(None, time.monotonic(), lost=_why(explanation)))
+                lost = RankExit(None, time.monotonic(), lost=reason(error))
+                self._note(rank, self._ends.get(rank, lost))
                 continue
-            closed = False
-            for each in news:
-                if "data" in each:
-                    self._output.take(rank, each["stream"], each["data"], each["at"])
-                elif "status" in each:
-                    sent = signal_name(each["asked"]) if each["asked"] else ""
-                    ended = (each["status"], each["at"], each["error"], sent)
-                    self._end(rank, RankExit(*ended, asked_at=each["asked_at"]))
-                else:
-                    closed = True
-            if not closed:
+            node, ahead_s = self._group.workers[rank].node_rank, time.monotonic() - theirs
+            self._ahead_s[node] = min(self._ahead_s.get(node, _NEVER), ahead_s)
+            for kind, value in news:
+                if kind == "end":
+                    self._note(rank, RankExit(**value))
+                elif kind != "closed":
+                    self._output.take(rank, kind, value)
+            if ("closed", None) not in news[-1:]:
                 self._waiting[self._ask(rank)] = rank
 
-    def _end(self, rank: int, end: RankExit) -> None:
-        self.ends[rank] = end
-        if end.failed and self._failed_at is None:
-            self._failed_at = time.monotonic()
+    def _note(self, rank: int, end: RankExit) -> None:
+        self._ends[rank] = end
+        if end.failed_at is not None:
+            self._failed_at = min(self._failed_at, time.monotonic())
 
     def _feed(self) -> None:
         """Forwards standard input piece by piece, each after rank 0 has taken the previous one."""
         import ray
 
-        if self._stdin is None:
-            return
         try:
             if self._fed is not None:
                 if not ray.wait([self._fed], timeout=0)[0]:
                     return
-                if not ray.get(self._fed):
-                    self._stdin = self._fed = None
-                    return
-            data = self._stdin()
-            self._fed = None if data is None else self._group.agent(0).feed.remote(data)
-        except ray.exceptions.RayError:  # reported by `_listen`
-            self._stdin = self._fed = None
+                self._feeds, self._fed = ray.get(self._fed), None
+            if self._feeds and select.select([0], [], [], 0)[0]:
+                self._fed = self._group.agent(0).feed.remote(os.read(0, 1 << 18))
+        except (ray.exceptions.RayError, OSError):  # the former is reported by `_listen`
+            self._feeds, self._fed = False, None
 
     def _decide(self, now: float) -> None:
         """Sends the signals that are due."""
         if len(self._stops) > self._stops_seen:
             self._stops_seen = len(self._stops)
-            if self._stops_seen > 2:
-                self._give_up(now)
-            else:
-                self._stop(signal.SIGKILL if self._stops_seen == 2 else self._stops[0], now)
-        elif self._failed_at is not None and not self._asked:
-            settle_s = _ENDING_S if self._is_ending() else _SETTLE_S
-            if now - self._failed_at > settle_s:
-                self._stop(signal.SIGTERM, now)
-        elif self._kill_at is not None and now > self._kill_at:
-            self._stop(signal.SIGKILL, now)
-        elif self._give_up_at is not None and now > self._give_up_at:
+            self._send(signal.SIGKILL if self._stops_seen > 1 else self._stops[0], now)
+        elif now - self._failed_at > _SETTLE_S and not self._asked:
+            self._send(signal.SIGTERM, now)
+        elif now > self._give_up_at and self._asked != signal.SIGKILL:
+            self._send(signal.SIGKILL, now)
+        elif now > self._give_up_at:
             self._give_up(now)
-        elif self._say_at is not None and now > self._say_at:
-            self._say_at = now + _WAITING_EVERY_S
+        elif now > self._say_at:
+            self._say_at = _NEVER
             self._tell_waiting(now)
 
-    def _is_ending(self) -> bool:
-        """Whether a rank that is still running has printed the error that is ending it."""
-        left = (rank for rank in self._waiting.values() if rank not in self.ends)
-        return any(found.ending for found in map(self._output.raised, left) if found is not None)
+    def _running(self) -> list[int]:
+        return [rank for rank in self._waiting.values() if rank not in self._ends]
 
     def _tell_waiting(self, now: float) -> None:
-        left = [rank for rank in self._waiting.values() if rank not in self.ends]
-        if not left:
-            return
-        then = "press Ctrl-C again to stop waiting"
-        if self._kill_at is not None:
-            again = ", or press Ctrl-C again" if self._stops else ""
-            then = f"SIGKILL in {max(0.0, self._kill_at - now):.0f} s{again}"
-        self._tell(f"{self._asked} sent; waiting for {format_ranks(left)} to end ({then})")
+        if left := self._running():
+            again = ", or press Ctrl-C again" if self._stops_seen == 1 else ""
+            then = "SIGKILL" if self._asked != signal.SIGKILL else "giving up"
+            then = f"{then} in {max(0.0, self._give_up_at - now):.0f} s{again}"
+            sent = signal_name(self._asked)
+            self._tell(f"{sent} sent; waiting for {format_ranks(left)} to end ({then})")
 
-    def _stop(self, number: int, now: float) -> None:
-        self._asked = signal_name(number)
-        killed = number == signal.SIGKILL
-        for rank in self._waiting.values():
-            if killed or rank not in self.ends:  # leftover processes have their own time limit
-                with suppress(Exception):
-                    instruction = "kill" if killed else str(int(number))
-                    self._group.agent(rank).signal.remote(instruction)
+    def _send(self, number: int, now: float) -> None:
+        self._asked = number
+        is_kill = number == signal.SIGKILL
+        # Processes that a script left behind have a time limit of their own.
+        for rank in [*self._waiting.values()] if is_kill else self._running():
+            with suppress(Exception):
+                self._group.agent(rank).signal.remote("kill" if is_kill else str(int(number)))
         self._say_at = now + _WAITING_AFTER_S
-        self._kill_at = None if killed else now + self._grace_s
-        self._give_up_at = now + _UNANSWERED_S if killed else None
+        self._give_up_at = now + (_UNANSWERED_S if is_kill else self._grace_s)
 
     def _give_up(self, now: float) -> None:
-        """Stops waiting for ranks that have not ended; if not stopped, first waits for last
-        lines."""
-        end = RankExit(None, now, lost="its node does not respond")
-        if len(self._stops) > 2:  # the user no longer wants to wait
-            end = RankExit(-signal.SIGKILL, now, asked="SIGKILL")
-        for asked, rank in list(self._waiting.items()):
-            if rank not in self.ends:
-                self.ends[rank] = end
-                del self._waiting[asked]
-        if self._stops:
-            self._waiting.clear()
+        """Stops waiting for ranks that have not ended, and if stopped, for the last lines."""
+        for answer, rank in [*self._waiting.items()]:
+            if rank not in self._ends:
+                self._ends[rank] = RankExit(None, now, lost="its node does not respond")
+            elif not self._stops:
+                continue
+            del self._waiting[answer]
+        self._give_up_at = _NEVER
 
     def _ask(self, rank: int) -> Any:
-        behind = self._output.behind
-        wait_s, most = (_TAKE_BEHIND_S, 0) if behind else (_TAKE_S, _MOST_CHUNKS)
-        return self._group.agent(rank).take.remote(wait_s, most)
-
-
-def _why(lines: list[str]) -> str:
-    """Ray's explanation of an actor's death, in one line."""
-    relevant = [
-        line.strip() for line in lines if "node" in line.lower() or "memory" in line.lower()
-    ]
-    return (relevant or lines or ["its actor died"])[-1][:300]
+        return self._group.agent(rank).take.remote(_TAKE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +39,18 @@ class GroupedLayout(Layout):
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
         return [dict(one) for _ in range(self.least // self.each)]
 
+    def lacks(self, nodes: NodeResources) -> str:
+        """``""``, or a short description of the resources missing on these nodes."""
+        names = self.per_worker
+        total = {name: sum(node.get(name, 0) for node in nodes) for name in names}
+        if lines := missing_resources(self, total):
+            return "; ".join(line.strip() for line in lines.splitlines())
+        want, share = len(self.bundles), self.bundles[0]
+        fit = [places(self, [node]) // self.each for node in nodes]
+        have = sum(map(bool, fit)) if self.apart else sum(fit)
+        kind = "nodes" if self.apart else "places"
+        return "" if have >= want else f"{kind} with {share}: want {want}, have {have}"
+
 
 def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
     """The layout that the flags request, on nodes with these resources.
@@ -63,7 +74,9 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
     else:
         cpus, gpus = flags.cpus_per_worker or 1, flags.gpus_per_worker or 1
         if count is None and not flags.use_gpu:
-            raise ConfigError("how many processes? --num-workers N, or --use-gpu: one per GPU.")
+            raise ConfigError(
+                "how many processes? --num-workers N before the script, or --use-gpu: one per GPU."
+            )
         count = count or int(sum(n["GPU"] // gpus for n in usable))
     per_worker = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if flags.use_gpu else {})
     return GroupedLayout(count, count, flags.use_gpu, per_worker, "", 1, flags.per == "node")
@@ -103,32 +116,17 @@ def _no_gpu(flag: str) -> PreflightError:
     )
 
 
-def missing_capacity(layout: GroupedLayout, nodes: NodeResources) -> str:
-    """``""``, or a short description of the resources missing on these nodes."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.items():
-            total[name] = total.get(name, 0) + amount
-    lines = missing_resources(layout, total)
-    if lines:
-        return "; ".join(line.strip() for line in lines.splitlines())
-    want, share = len(layout.bundles), dict(layout.bundles[0])
-    fit = [places(layout, [node]) // layout.each for node in nodes]
-    have = sum(map(bool, fit)) if layout.apart else sum(fit)
-    if have < want:
-        return f"{'nodes' if layout.apart else 'places'} with {share}: want {want}, have {have}"
-    return ""
-
-
-def capacity_error(layout: Layout, lacks: str, where: str) -> PreflightError:
-    """The error for workers that do not fit."""
+def capacity_error(layout: GroupedLayout, nodes: NodeResources, where: str) -> PreflightError:
+    """The error for workers that do not fit on these nodes, or not beside other jobs."""
+    lacks = layout.lacks(nodes) or "other jobs use the resources (ray status)"
     remedy = "Use fewer with --num-workers, or smaller ones with --cpus-per-worker."
-    if re.search(r"GPU: want [^;]*, have 0(?![\d.])", lacks):
+    if layout.use_gpu and not any(node.get("GPU") for node in nodes):
         remedy = "Remove --use-gpu, or pass the --address of a Ray cluster with GPUs."
-    elif isinstance(layout, GroupedLayout) and layout.apart:
-        larger = "the --address of a larger Ray cluster"
-        remedy = f"Lower --nnodes or --nproc-per-node, or pass {larger}."
-    verb = "does" if layout.said.startswith("1 ") else "do"
+    elif layout.apart:
+        remedy = (
+            "Lower --nnodes or --nproc-per-node, or pass the --address of a larger Ray cluster."
+        )
+    verb = "does" if layout.least == 1 else "do"
     return PreflightError(f"{layout.said} {verb} not fit on {where}: {lacks}. {remedy}")
 
 
@@ -145,13 +143,11 @@ def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
     if not address and not is_connected():
         have = local_resources()
         layout = layout_for(flags, [have])
-        lacks = missing_capacity(layout, [have])
-        if lacks:
-            raise capacity_error(layout, lacks, "this machine")
-        needed = layout.least_needed()
+        if layout.lacks([have]):
+            raise capacity_error(layout, [have], "this machine")
         options = {
             "include_dashboard": False,
-            "num_cpus": max(1, math.ceil(needed["CPU"])),  # Ray prestarts a process for each
+            "num_cpus": max(1, math.ceil(layout.least_needed()["CPU"])),  # a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

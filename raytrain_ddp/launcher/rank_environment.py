@@ -47,7 +47,7 @@ class Placement:
     node_has_gpus: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself, also as a key
 class Worker:
     """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
     node."""
@@ -157,37 +157,28 @@ def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[
 
 
 def rank_variables(
-    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str], error_file: str
+    flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str]
 ) -> dict[str, str]:
     """All variables of one worker: those of torchrun (torch.distributed.elastic's local agent), or
     those of srun and the surrounding sbatch script."""
-    env = dict(base)
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **base}
     if "OMP_NUM_THREADS" not in env:
         if flags.cpus_per_worker is not None and flags.cpus_per_worker >= 1:
             env["OMP_NUM_THREADS"] = str(int(flags.cpus_per_worker))
         elif worker.local_world_size > 1:
             env["OMP_NUM_THREADS"] = "1"
-    if flags.virtual_local_rank and worker.seat.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.seat.gpus)
-    elif worker.gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(worker.gpus)
-    elif worker.seat.node_has_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ""  # they belong to others; --use-gpu reserves some
-    rendezvous = {
+    visible = worker.seat.gpus if flags.virtual_local_rank else worker.gpus
+    if visible or worker.seat.node_has_gpus:  # "": those of others; --use-gpu reserves some
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    env |= {
         "WORLD_SIZE": str(len(group.workers)),
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
     }
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if flags.env == "slurm":
-        return env | rendezvous | _slurm(group, worker, env)
-    return (
-        env | rendezvous | _torchrun(flags, group, worker) | {"TORCHELASTIC_ERROR_FILE": error_file}
-    )
+    return env | (_slurm(group, worker, env) if flags.slurm else _torchrun(flags, group, worker))
 
 
 def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:
-    size = str(len(group.workers))
     return {
         "RANK": str(worker.rank),
         "LOCAL_RANK": "0" if flags.virtual_local_rank else str(worker.local_rank),
@@ -196,13 +187,14 @@ def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, 
         "ROLE_NAME": flags.role,
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_WORLD_SIZE": str(len(group.nodes)),
-        "ROLE_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": str(len(group.workers)),
         "TORCHELASTIC_RESTART_COUNT": str(group.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(flags.max_restarts),
         "TORCHELASTIC_RUN_ID": flags.rdzv_id or group.run_id,
         # torchrun's agent serves the store; here rank 0 itself does.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": flags.signals_to_handle,
+        "TORCHELASTIC_ERROR_FILE": "error.json",  # the agent adds the folder
     }
 
 
@@ -212,38 +204,28 @@ def _slurm(group: RankedGroup, worker: Worker, env: Mapping[str, str]) -> dict[s
     Nodes are named by their addresses, which need no resolving, and are listed with commas, which
     is a valid hostlist that a simple ``split(",")`` can parse, too.
     """
-    nodes = ",".join(first.seat.ip for first in group.nodes)
     counts = [first.local_world_size for first in group.nodes]
     here = [w.rank for w in group.workers if w.node_rank == worker.node_rank]
-    size, count = str(len(group.workers)), str(len(counts))
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or str(int(group.run_id[:7], 16))
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_JOBID": job,
-        "SLURM_JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
-        "SLURM_PROCID": str(worker.rank),
-        "SLURM_LOCALID": str(worker.local_rank),
-        "SLURM_NODEID": str(worker.node_rank),
-        "SLURM_NTASKS": size,
-        "SLURM_NPROCS": size,
-        "SLURM_NNODES": count,
-        "SLURM_JOB_NUM_NODES": count,
-        "SLURM_STEP_NUM_NODES": count,
-        "SLURM_STEP_NUM_TASKS": size,
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEPID": "0",
-        "SLURM_NODELIST": nodes,
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_STEP_NODELIST": nodes,
-        "SLURM_NTASKS_PER_NODE": str(max(counts)),
-        "SLURM_TASKS_PER_NODE": _counted(counts),
-        "SLURM_STEP_TASKS_PER_NODE": _counted(counts),
-        "SLURM_GTIDS": ",".join(map(str, here)),
-        "SLURM_LAUNCH_NODE_IPADDR": group.master_addr,
-        "SLURM_RESTART_COUNT": str(group.attempt),
-        "SLURMD_NODENAME": worker.seat.ip,
-        **({"SLURM_GPUS_ON_NODE": str(len(worker.gpus))} if worker.gpus else {}),
+    values = {
+        "JOB_ID JOBID": job,
+        "JOB_NAME": env.get("SLURM_JOB_NAME", "raytrain_ddp"),
+        "PROCID": str(worker.rank),
+        "LOCALID": str(worker.local_rank),
+        "NODEID": str(worker.node_rank),
+        "NTASKS NPROCS STEP_NUM_TASKS": str(len(group.workers)),
+        "NNODES JOB_NUM_NODES STEP_NUM_NODES": str(len(counts)),
+        "STEP_ID STEPID": "0",
+        "NODELIST JOB_NODELIST STEP_NODELIST": ",".join(w.seat.ip for w in group.nodes),
+        "NTASKS_PER_NODE": str(max(counts)),
+        "TASKS_PER_NODE STEP_TASKS_PER_NODE": _counted(counts),
+        "GTIDS": ",".join(map(str, here)),
+        "LAUNCH_NODE_IPADDR": group.master_addr,
+        "RESTART_COUNT": str(group.attempt),
+        **({"GPUS_ON_NODE": str(len(worker.gpus))} if worker.gpus else {}),
     }
+    named = {f"SLURM_{name}": value for names, value in values.items() for name in names.split()}
+    return {**named, "SLURMD_NODENAME": worker.seat.ip}
 
 
 def _counted(counts: Sequence[int]) -> str:

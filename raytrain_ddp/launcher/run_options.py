@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,8 +21,9 @@ from raytrain_ddp.config.validation import (
 )
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-_STREAMS = re.compile(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]")
 _TOO_MANY = 100_000  # processes or nodes: a slip, and their list would fill the memory
+_STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]"
+_RANKS = r"all|none|\s*\d{1,5}\s*(,\s*\d{1,5}\s*)*"
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,7 @@ class RunFlags:
 
     def __post_init__(self) -> None:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
-        count = self.num_workers
-        require((count or 1) < _TOO_MANY, "--num-workers", count, f"must be below {_TOO_MANY}")
-        cpus = self.cpus_per_worker
-        rule = f"must be {LEAST_OF_RESOURCE:g} or more"
-        require(cpus is None or cpus >= LEAST_OF_RESOURCE, "--cpus-per-worker", cpus, rule)
+        require_least(self, cpus_per_worker=LEAST_OF_RESOURCE, master_port=0)
         counted = self.nproc_per_node is not None
         if self.gpus_per_worker is not None and not (self.use_gpu or counted):
             raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
@@ -137,28 +135,30 @@ class RunFlags:
             )
         if self.standalone and self.address is not None:
             raise ConfigError("--standalone uses only this machine: remove it or --address.")
-        nproc = self.nproc_per_node or "1"
-        known = nproc in ("auto", "cpu", "gpu") or _count(nproc) > 0
-        rule = f"must be 1 or more, below {_TOO_MANY}, auto, cpu or gpu"
-        require(known, "--nproc-per-node", nproc, rule)
-        nodes = self.nnodes or "1"
-        ranged = re.fullmatch(r"\d{1,5}(:\d{1,5})?", nodes) and 0 < self.nodes[0] <= self.nodes[1]
-        rule = f"must be like 2, or like 1:4, and below {_TOO_MANY}"
-        require(bool(ranged), "--nnodes", nodes, rule)
-        rule = f"is too much with --nproc-per-node = {nproc}: together, below {_TOO_MANY}"
-        require(self.nodes[0] * _count(nproc) < _TOO_MANY, "--nnodes", nodes, rule)
-        port = self.master_port
-        require(port is None or 0 <= port < 1 << 16, "--master-port", port, "must be a port")
-        rule = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or like 0:1,1:3 by local rank"
-        for flag, value in (("--tee", self.tee), ("--redirects", self.redirects)):
-            require(bool(_STREAMS.fullmatch(value)), flag, value, rule)
-        for flag, value in (("--show", self.show), ("--local-ranks-filter", self.filter)):
-            rule = "must be all, none, or like 0,2,5"
-            require(value in ("all", "none") or _ranks(value) is not None, flag, value, rule)
-        workers = self.num_workers or 0
-        some = self.show == "none" or any(_chosen(self.show, rank) for rank in range(workers))
-        rule = f"must name a rank below --num-workers = {workers}"
-        require(not workers or some, "--show", self.show, rule)
+        streams = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3"
+        ranks = "must be all, none, or like 0,2,5"
+        for name, pattern, rule in (
+            ("nproc_per_node", r"[1-9]\d{0,4}|auto|cpu|gpu", "must be a number, auto, cpu or gpu"),
+            ("nnodes", r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", "must be like 2, or like 1:4"),
+            ("tee", _STREAMS, streams),
+            ("redirects", _STREAMS, streams),
+            ("show", _RANKS, ranks),
+            ("local_ranks_filter", f"{_RANKS}|", ranks),
+        ):
+            value = getattr(self, name)
+            is_right = value is None or re.fullmatch(pattern, value) is not None
+            require(is_right, f"--{name.replace('_', '-')}", value, rule)
+        least, most = self.nodes
+        require(least <= most, "--nnodes", self.nnodes, "must be MIN:MAX, with MIN first")
+        each = self.nproc_per_node or "1"
+        count = self.num_workers or least * (int(each) if each.isdecimal() else 1)
+        flag = "--num-workers" if self.num_workers else "--nnodes"
+        require(count < _TOO_MANY, flag, count, f"processes in total must be below {_TOO_MANY}")
+        some = self.show == "none" or any(_is_in(self.show, rank) for rank in range(count))
+        rule = f"must name a rank below --num-workers = {count}"
+        require(self.num_workers is None or some, "--show", self.show, rule)
+        port = self.master_port or 0
+        require(port < 1 << 16, "--master-port", port, "must be a port")
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")
@@ -166,12 +166,12 @@ class RunFlags:
     @property
     def exported(self) -> list[str]:
         """The names in --export."""
-        return [name for each in self.export.split(",") if (name := each.strip())]
+        return _words(self.export)
 
     @property
     def signals(self) -> list[str]:
         """The names in --signals-to-handle."""
-        return [name for each in self.signals_to_handle.split(",") if (name := each.strip())]
+        return _words(self.signals_to_handle)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -185,9 +185,9 @@ class RunFlags:
         return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
 
     @property
-    def filter(self) -> str:
-        """--local-ranks-filter in the form of --show."""
-        return self.local_ranks_filter or "all"
+    def slurm(self) -> bool:
+        """Whether the script gets Slurm's variables."""
+        return self.env == "slurm"
 
     @property
     def files(self) -> bool:
@@ -197,7 +197,7 @@ class RunFlags:
 
     def shown(self, rank: int, local_rank: int, stream: str) -> bool:
         """Whether this rank's stream (``stdout`` or ``stderr``) goes to the console."""
-        if not (_chosen(self.show, rank) and _chosen(self.filter, local_rank)):
+        if not (_is_in(self.show, rank) and _is_in(self.local_ranks_filter or "all", local_rank)):
             return False
         bit = 1 if stream == "stdout" else 2
         redirected, teed = (_streams(text, local_rank) for text in (self.redirects, self.tee))
@@ -225,29 +225,28 @@ class RunOptions:
             rule = "is for Python scripts; put --local_rank={local_rank} after the program"
             require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
 
+    @property
+    def is_script(self) -> bool:
+        """Whether the program is the path of a Python script."""
+        return not (self.module or self.flags.no_python)
+
     def require_possible(self, folder: Path, environ: Mapping[str, str]) -> None:
         """Raises ConfigError if the script is not in the folder, or an exported variable is not
         set."""
         for name in self.flags.exported:
             require(name in environ, "--export", name, "is not set in this shell")
-        self._require_script(folder)
-
-    def _require_script(self, folder: Path) -> None:
-        path = folder / self.program
-        is_folder = not self.flags.no_python and (path / "__main__.py").is_file()
-        if self.module or path.is_file() or is_folder:
-            is_here = self.flags.no_python and "/" not in self.program and path.is_file()
-            if is_here and shutil.which(self.program) is None:
-                raise ConfigError(f"{self.program} is not on the PATH: write ./{self.program}")
+        path, program = folder / self.program, self.program
+        is_elsewhere = "/" not in program or os.path.isabs(program)  # each machine looks for it
+        if self.module or path.is_file() or (self.flags.no_python and is_elsewhere):
             return
-        if self.flags.no_python and ("/" not in self.program or os.path.isabs(self.program)):
-            return  # each machine looks for it
-        hint = did_you_mean(self.program, (p.name for p in folder.glob("*.py")))
-        if self.program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
-            hint = f" Leave {self.program} out: the command is `raytrain run script.py`."
-        elif shutil.which(self.program) is not None:
+        if self.is_script and (path / "__main__.py").is_file():
+            return
+        hint = did_you_mean(program, (p.name for p in folder.glob("*.py")))
+        if program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
+            hint = f" Leave {program} out: the command is `raytrain run script.py`."
+        elif shutil.which(program) is not None:
             hint = " Programs that are not Python scripts need --no-python."
-        raise ConfigError(f"there is no script {self.program!r} in {folder}.{hint}")
+        raise ConfigError(f"there is no script {program!r} in {folder}.{hint}")
 
     def command(
         self, python: str, values: Mapping[str, str], moved: Callable[[str], str] = str
@@ -261,19 +260,18 @@ class RunOptions:
         head += ["-m", self.program] if self.module else [moved(self.program)]
         if self.flags.legacy_local_rank:
             head.append(f"{self._local_rank_flag()}={values['local_rank']}")
-        return head + [fill(arg, values) for arg in self.args]
+        return head + [_filled(arg, values) for arg in self.args]
 
     def _local_rank_flag(self) -> str:
         """Old scripts use one spelling, new ones the other or both."""
-        try:
+        text = ""
+        with suppress(OSError):  # a module
             text = Path(self.program).read_text(encoding="utf-8", errors="replace")
-        except OSError:  # a module
-            text = ""
-        dashed_only = "--local-rank" in text and "--local_rank" not in text
-        return "--local-rank" if dashed_only else "--local_rank"
+        is_new = "--local-rank" in text and "--local_rank" not in text
+        return "--local-rank" if is_new else "--local_rank"
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
+def _filled(text: str, values: Mapping[str, str]) -> str:
     """Replaces ``{rank}`` and the other placeholders, and torchrun's ``${local_rank}``;
     other braces stay unchanged."""
     text = text.replace("${local_rank}", values["local_rank"])
@@ -282,19 +280,12 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def _count(text: str) -> int:
-    """-1: not a number below `_TOO_MANY`."""
-    return int(text) if text.isdecimal() and len(text) < len(str(_TOO_MANY)) else -1
+def _words(text: str) -> list[str]:
+    return [word for each in text.split(",") if (word := each.strip())]
 
 
-def _ranks(text: str) -> set[int] | None:
-    """``0,2,5`` as a set; None for anything else."""
-    ranks = {_count(word.strip()) for word in text.split(",")}
-    return None if -1 in ranks else ranks
-
-
-def _chosen(text: str, rank: int) -> bool:
-    return text == "all" or (text != "none" and rank in (_ranks(text) or ()))
+def _is_in(ranks: str, rank: int) -> bool:
+    return ranks == "all" or (ranks != "none" and rank in map(int, ranks.split(",")))
 
 
 def _streams(text: str, local_rank: int) -> int:

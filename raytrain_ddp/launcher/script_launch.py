@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import queue
 import shlex
 import signal
 import stat
 import sys
 import tempfile
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from string import Template
 from types import FrameType
 
 from raytrain_ddp.errors import PreflightError
@@ -71,30 +68,29 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
         ConfigError, PreflightError: as in a real run, as far as this machine can tell.
     """
     options.require_possible(Path.cwd(), driver)
-    flags = options.flags
-    layout = layout_for(flags, [local_resources()])
+    layout = layout_for(options.flags, [local_resources()])
     gpus = int(layout.per_worker.get("GPU", 0))
     seats = []
-    for n in range(layout.least):
-        node, first = divmod(n, layout.each) if layout.apart else (0, n)
+    for number in range(layout.least):
+        node, first = divmod(number, layout.each) if layout.apart else (0, number)
         ip = f"NODE{node}" if layout.apart else "127.0.0.1"
-        own = [str(gpu + first * gpus) for gpu in range(gpus)]
-        seats.append(Placement(n, f"node-{node}", ip, host="", gpus=own))
+        own = [str(gpu) for gpu in range(first * gpus, (first + 1) * gpus)]
+        seats.append(Placement(number, f"node-{node}", ip, host="", gpus=own))
     workers = assign_ranks(seats)
-    group = RankedGroup(workers, rendezvous_address(workers), flags.master_port or 29500, "0" * 32)
+    port = options.flags.master_port or 29500
+    group = RankedGroup(workers, rendezvous_address(workers), port, "0" * 32)
     base = base_environment(driver, {}, local=True)
     lines = [_NOTE]
     for worker in workers:
-        env = rank_variables(flags, group, worker, base, error_file="error.json")
-        added = {k: v for k, v in sorted(env.items()) if driver.get(k) != v}
+        added = rank_variables(options.flags, group, worker, base).items() - driver.items()
         command = options.command(sys.executable, placeholder_values(group, worker))
         lines += ["", f"# rank {worker.rank}"]
-        lines += [f"{name}={shlex.quote(value)} \\" for name, value in added.items()]
+        lines += [f"{name}={shlex.quote(value)} \\" for name, value in sorted(added)]
         lines.append(shlex.join(command))
     return "\n".join(lines)
 
 
-def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> int:
+def _attempts(options: RunOptions, driver: Mapping[str, str], stops: list[int]) -> int:
     flags, run_id = options.flags, str(uuid.uuid4())
     nodes = LiveNodes(kept="All ranks are ended.")
 
@@ -104,10 +100,8 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
             raise KeyboardInterrupt(stops[0])
 
     logs = _log_folder(flags, run_id) if flags.files else None
-    if logs is not None:
-        _tell(f"output of each rank: {logs}")
     group: WorkerGroup | None = None
-    status, stdin, is_first = 0, None, True
+    status = 0
     try:
         check()
         for attempt in range(flags.max_restarts + 1):
@@ -116,24 +110,29 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
             try:
                 if group is None:
                     layout = layout_for(flags, nodes())
-                    group = WorkerGroup(options, layout, driver, sys.executable, _tell, check)
+                    group = WorkerGroup(options, layout, driver, _tell, check)
                     _tell(_places(group.workers))
-                if is_first:
-                    is_first = False
-                    if changed := not_passed_on(driver, group.workers):
-                        _tell(f"not passed on from this shell, or overridden: {', '.join(changed)}")
-                    stdin = _standard_input()
-                group.start(run_id, attempt, feeds=stdin is not None)
+                    if attempt == 0 and (changed := not_passed_on(driver, group.workers)):
+                        names = ", ".join(changed)
+                        _tell(f"not passed on from this shell, or overridden: {names}")
+                feeds = _has_input()
+                group.start(run_id, attempt, feeds)
                 folder = logs / f"attempt_{attempt}" if logs else None
-                status, lost = _attempt(options, group, folder, stops, nodes, stdin)
+                with Output(flags, group.workers, folder, lambda: stops) as output:
+                    ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, feeds).run()
+                status, is_lost = 0, any(end.status is None for end in ends.values())
+                if (failed := first_failure(ends)) is not None:
+                    status = ends[failed].exit_status
+                    report = failure_report(failed, ends, group.workers, output)
+                    print(report, file=sys.stderr, flush=True)
             except NodeLost as error:
                 _tell(str(error))
-                status, lost = error.exit_status, True
+                status, is_lost = error.exit_status, True
             if stops:
-                status = 128 + stops[0]
-            if stops or not status:
+                return 128 + stops[0]
+            if not status:
                 break
-            if lost and group is not None:
+            if is_lost and group is not None:
                 group.close()
                 group = None
         return status
@@ -141,40 +140,6 @@ def _attempts(options: RunOptions, driver: dict[str, str], stops: list[int]) -> 
         if group is not None:
             group.close()
         nodes.close()
-
-
-def _attempt(
-    options: RunOptions,
-    group: WorkerGroup,
-    logs: Path | None,
-    stops: list[int],
-    nodes: LiveNodes,
-    stdin: Callable[[], bytes | None] | None,
-) -> tuple[int, bool]:
-    """The exit status of the attempt, and whether an agent is lost.
-
-    Raises:
-        RetriesExhausted: the cluster's head is lost.
-    """
-    flags, workers = options.flags, group.workers
-
-    def shown(rank: int, stream: str) -> bool:
-        return flags.shown(rank, workers[rank].local_rank, stream)
-
-    def prefix(rank: int) -> str:
-        worker = workers[rank]
-        return Template(flags.log_line_prefix_template).safe_substitute(
-            role_name=flags.role, rank=rank, local_rank=worker.local_rank, hostname=worker.seat.host
-        )
-
-    with Output(shown, logs, lambda: stops, prefix) as output:
-        output.open_files(range(len(workers)))
-        ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, stdin).run()
-    failed = first_failure(ends, output, group.clocks)
-    if failed is not None:
-        print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
-    status = 0 if failed is None else ends[failed].exit_status
-    return status, any(end.status is None for end in ends.values())
 
 
 def _log_folder(flags: RunFlags, run_id: str) -> Path:
@@ -189,40 +154,17 @@ def _log_folder(flags: RunFlags, run_id: str) -> Path:
         folder.mkdir(parents=True)
     except OSError as error:
         raise PreflightError(f"--log-dir {flags.log_dir}: {error}") from None
+    _tell(f"output of each rank: {folder}")
     return folder
 
 
-def _standard_input() -> Callable[[], bytes | None] | None:
-    """Returns a function that yields standard input in pieces: None if there is nothing new, and
-    b"" at its end. None if it is a terminal, which belongs to the shell, or closed."""
+def _has_input() -> bool:
+    """Whether standard input is passed on: a terminal belongs to the shell."""
     try:
         mode = os.fstat(0).st_mode
-    except OSError:
-        return None
-    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)):
-        return None
-    pieces: queue.Queue[bytes] = queue.Queue(maxsize=2)
-
-    def read() -> None:
-        data = b"?"
-        while data:
-            try:
-                data = os.read(0, 1 << 18)
-            except OSError:
-                data = b""
-            pieces.put(data)
-
-    def take() -> bytes | None:
-        if not reader.is_alive() and pieces.empty():
-            return b""
-        try:
-            return pieces.get_nowait()
-        except queue.Empty:
-            return None
-
-    reader = threading.Thread(target=read, name="stdin", daemon=True)
-    reader.start()
-    return take
+    except OSError:  # closed
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _places(workers: Sequence[Worker]) -> str:

@@ -13,9 +13,9 @@ import pytest
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher import code_shipping
+from raytrain_ddp.launcher.code_shipping import provide_folders
 from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
-from raytrain_ddp.launcher.working_folder import provide_folders
 
 
 def written(folder: Path, *names: str) -> Path:

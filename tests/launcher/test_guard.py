@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.launcher import supervisor
+from raytrain_ddp.launcher import guard
 from raytrain_ddp.launcher.agent import Agent
 
-GUARD = Path(supervisor.__file__)
+GUARD = Path(guard.__file__)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -55,8 +56,9 @@ class Guarded:
 
     def __init__(self, folder: Path, *command: str) -> None:
         reported, tells = os.pipe()
-        own = str(folder / "own")
-        guard = [sys.executable, "-I", "-S", str(GUARD), str(tells), "-1", own]
+        (folder / "own").mkdir()
+        own = shutil.copy(GUARD, folder / "own")
+        guard = [sys.executable, "-I", "-S", str(own), str(tells), "-1"]
         starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
         os.close(tells)
         assert starter.wait(10) == 0
@@ -74,6 +76,10 @@ class Guarded:
     def report(self) -> dict[str, float]:
         return json.loads(self._reports.readline())
 
+    def over(self) -> bool:
+        """Waits for the end of the guard."""
+        return not self._reports.read()
+
     def say(self, word: str) -> None:
         self.pipe.write(f"{word}\n".encode())
         self.pipe.flush()
@@ -90,14 +96,13 @@ def test_the_guard_leaves_no_processes(end: str, tmp_path: Path):
     stubborn = [sys.executable, "-c", STUBBORN, str(tmp_path / "pids")]
     with Guarded(tmp_path, *stubborn) as guarded:
         pids = pids_in(tmp_path / "pids")
-        started = guarded.report()
-        assert started["pid"] == pids[0]
         if end == "kill":
             guarded.say("kill")
         else:
             guarded.pipe.close()
         assert guarded.report()["status"] == -9
-        wait_until(lambda: not any(map(alive, [*pids, int(started["guard"])])))
+        assert guarded.over(), "the guard has ended"
+        assert not any(map(alive, pids))
         assert not (tmp_path / "own").exists()
 
 
@@ -110,7 +115,6 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
         assert alive(script)
         assert alive(daemon)
         guarded.say(str(int(signal.SIGUSR1)))
-        guarded.report()
         ended = guarded.report()
         assert (ended["status"], ended["asked"]) == (-signal.SIGUSR1, signal.SIGUSR1)
         wait_until(lambda: not alive(daemon))
@@ -129,23 +133,22 @@ def started(agent: Agent, script: str, folder: Path) -> None:
     agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=False)
 
 
-def taken(agent: Agent, until: str) -> list[dict[str, Any]]:
-    """All messages up to the first one of this kind."""
-    news: list[dict[str, Any]] = []
+def taken(agent: Agent) -> list[tuple[str, Any]]:
+    """All news."""
+    news: list[tuple[str, Any]] = []
     deadline = time.monotonic() + 30
-    while not any(until in each for each in news):
+    while ("closed", None) not in news:
         assert time.monotonic() < deadline, news
-        news += agent.take(1.0, 500)
+        news += agent.take(1.0)[1]
     return news
 
 
 def test_all_lines_of_a_script_arrive_even_long_after_its_end(agent: Agent, tmp_path: Path):
     started(agent, "for n in range(30_000): print(n)\nraise SystemExit(3)", tmp_path)
-    news = taken(agent, "closed")
-    said = b"".join(each["data"] for each in news if "data" in each)
+    news = taken(agent)
+    said = b"".join(value for kind, value in news if kind == "stdout")
     assert said.decode() == "".join(f"{n}\n" for n in range(30_000))
-    assert "closed" in news[-1]
-    assert [each["status"] for each in news if "status" in each] == [3]
+    assert [value["status"] for kind, value in news if kind == "end"] == [3]
 
 
 def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
@@ -153,6 +156,6 @@ def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
         agent = Agent(GUARD.read_text())
         started(agent, "import time; time.sleep(600)", tmp_path)
         agent.signal("15")
-        reported = taken(agent, "closed")[0]
-        assert (reported["status"], reported["asked"]) == (-15, 15)
+        (end,) = (value for kind, value in taken(agent) if kind == "end")
+        assert (end["status"], end["asked"]) == (-15, 15)
         agent.clean()

@@ -56,7 +56,7 @@ def test_the_scripts_variables_are_kept_and_those_of_another_group_removed(local
     group = three_on_two_nodes()
     base = base_environment({**OWN, **OTHERS}, {}, local)
     assert base == OWN
-    env = rank_variables(RunFlags(env=kind), group, group.workers[2], base, "")
+    env = rank_variables(RunFlags(env=kind), group, group.workers[2], base)
     assert {name: env[name] for name in OWN} == OWN
     assert not {name for name, value in OTHERS.items() if env.get(name) == value}
     assert not_passed_on({**OWN, **OTHERS, "CUDA_VISIBLE_DEVICES": "0"}, group.workers) == sorted(
@@ -94,10 +94,10 @@ def test_a_rank_gets_torchruns_environment_variables_and_those_of_its_flags():
             {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": "10"},
         ),
     ):
-        env = rank_variables(flags, group, group.workers[2], base, "")
+        env = rank_variables(flags, group, group.workers[2], base)
         wanted = expected | changed
         assert {name: env[name] for name in wanted} == wanted
-    alone = rank_variables(RunFlags(), group, group.workers[0], {}, "")
+    alone = rank_variables(RunFlags(), group, group.workers[0], {})
     assert "OMP_NUM_THREADS" not in alone  # on its node
 
 

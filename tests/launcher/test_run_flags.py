@@ -14,7 +14,7 @@ from processes import run_cli
 from thread_ray import ThreadRay
 
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.launcher.capacity import layout_for, missing_capacity
+from raytrain_ddp.launcher.capacity import layout_for
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.script_launch import run_script
 from raytrain_ddp.run import parse, split
@@ -160,7 +160,7 @@ def test_workers_are_counted_by_node_as_torchrun_does(line, nodes, workers, each
     assert len(layout.bundles) == workers // each
     assert layout.bundles[0]["CPU"] == each * per_worker["CPU"]
     short = len(nodes) < workers // each or "--cpus-per-worker 1" in line
-    assert bool(missing_capacity(layout, nodes)) == short
+    assert bool(layout.lacks(nodes)) == short
 
 
 def test_workers_are_counted_by_gpus_or_nodes_or_must_be_given():

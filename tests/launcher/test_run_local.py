@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,6 @@ from thread_ray import ThreadRay
 
 from raytrain_ddp.launcher.script_launch import run_script
 from raytrain_ddp.run import parse
-
-# An agent's pipe to its former guard closes when its process ends.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 
 @dataclass
@@ -82,7 +80,7 @@ def local(
 # ------------------------------------------------------------------ who failed first
 
 HEAD = """
-import atexit, os, signal, sys, threading, time, traceback
+import atexit, os, signal, sys, time
 rank = int(os.environ["RANK"])
 def until(name, within_s=20):
     end = time.monotonic() + within_s
@@ -91,111 +89,55 @@ def until(name, within_s=20):
 def mark(name):
     open(name, "w").close()
 """
-# Rank 0 fails some time after rank 1: as a consequence, or with an error that does not show it.
+# Rank 0 fails some time after rank 1.
 FOLLOWS = """
 if rank == 0:
-    until("raised")
+    until("raised", 100)
     time.sleep(0.4)
-    raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    raise RuntimeError("the second")
 if rank == 2:
-    time.sleep(60)
+    time.sleep(200)
 """
-OTHER = FOLLOWS.replace("Connection closed by peer [127.0.0.1]:1234", "the second")
-
 CAUSES = {
-    "with torch's prefix, and its exit takes longer than we wait": """
-def hook(*error):
-    text = "".join(traceback.format_exception(*error))
-    sys.stderr.write("".join(f"[rank{rank}]: {line}\\n" for line in text.splitlines()))
-if rank == 1:
-    sys.excepthook = hook
-    atexit.register(time.sleep, 20)
+    "torch's error file, and an exit that takes longer than we wait": """
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main(): raise ValueError("the real cause")
+atexit.register(time.sleep, 20)
+try:
+    main()
+finally:
     mark("raised")
-    raise ValueError("the real cause")
 """,
-    "caught, printed, and exit(7) long after": """
-def train(): raise ValueError("the real cause")
-if rank == 1:
-    try:
-        train()
-    except ValueError:
-        traceback.print_exc()
-        mark("raised")
-        time.sleep(1)
-        sys.exit(7)
-""",
-    "an exception in a thread": """
-def load(): raise ValueError("the real cause")
-if rank == 1:
-    threading.Thread(target=load).start()
-    mark("raised")
-    time.sleep(60)
+    "torch's error file, and an exit before that of the others": """
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    file.write('{"message": "the real cause"}')
+mark("raised")
+sys.exit(7)
 """,
     "os._exit": """
-if rank == 1:
-    print("the real cause", flush=True)
-    mark("raised")
-    os._exit(9)
+print("the real cause", flush=True)
+mark("raised")
+os._exit(9)
 """,
     "a signal": """
-if rank == 1:
-    print("the real cause", flush=True)
-    mark("raised")
-    os.kill(os.getpid(), signal.SIGKILL)
+print("the real cause", flush=True)
+mark("raised")
+os.kill(os.getpid(), signal.SIGKILL)
 """,
 }
-STATUSES = {"caught, printed, and exit(7) long after": 7, "os._exit": 9, "a signal": 137}
+STATUSES = dict(zip(CAUSES, (1, 7, 9, 137), strict=True))
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_first_failed_rank_is_named_with_its_cause(cause: str, local: Local):
     """Even if the others end before it, or it is sent a signal while it ends."""
-    others = FOLLOWS if cause == "an exception in a thread" else OTHER
-    ran = local(HEAD + CAUSES[cause] + others, "--tee none --grace-s 1")
+    first = "if rank == 1:\n" + textwrap.indent(CAUSES[cause], "    ")
+    ran = local(HEAD + first + FOLLOWS, "--show none --grace-s 1")
     assert ran.report.startswith("rank 1 failed first"), ran.err
     assert "the real cause" in ran.report
     assert "the second" not in ran.report.partition("the others")[0]
-    assert ran.status == STATUSES.get(cause, 1)
-
-
-def test_a_rank_that_printed_a_traceback_and_went_on_is_not_blamed(local: Local):
-    went_on = """
-if rank == 1:
-    try:
-        raise ValueError("was handled")
-    except ValueError:
-        traceback.print_exc()  # in <module>, as if nobody had caught it
-    for n in range(200):
-        print("goes on", flush=True)
-        time.sleep(0.6)
-        if n == 1:
-            mark("raised")
-"""
-    ran = local(HEAD + went_on + OTHER, "--tee none")
-    assert ran.report.startswith("rank 0 failed first")
-    assert "RuntimeError: the second" in ran.report.partition("the others")[0]
-    assert ran.status == 1
-
-
-def test_a_consequential_error_is_not_blamed_even_if_it_arrives_first(local: Local):
-    """The connection of a killed process may close before its exit is noticed."""
-    script = """
-if rank == 0:
-    with open("pid", "w") as file:
-        file.write(str(os.getpid()))
-    mark("followed")
-    raise RuntimeError("Connection reset by peer")
-if rank == 1:
-    until("followed")
-    first = open("pid").read()
-    while os.path.exists(f"/proc/{first}"):
-        time.sleep(0.005)
-    os._exit(5)
-time.sleep(60)
-"""
-    ran = local(HEAD + script)
-    assert ran.report.startswith("rank 1 failed first")
-    assert ran.status == 5
+    assert ran.status == STATUSES[cause]
 
 
 # ------------------------------------------------------------------ restarts

@@ -1,0 +1,151 @@
+"""The parent process of a script: starts it, forwards signals, and leaves nothing behind.
+
+``python -I -S FOLDER/guard.py REPORT_FD STDIN_FD COMMAND...``, uses only the standard library:
+
+- the script is a real main process in its own session, without anything from Ray;
+- the guard moves to the background: Ray kills the children of a worker that ends, but nobody would
+  kill their children;
+- FOLDER is removed at the end, so it never outlives the starting process;
+- a line on standard input is the number of a signal for the script's process group, or ``kill``.
+  When standard input ends because the starting process is gone, all descendants are killed;
+- processes left behind by the script, including daemons, are ended.
+
+The script's standard input is STDIN_FD; with -1 it is empty.
+
+As soon as the script has ended, a line of JSON on REPORT_FD says how: `status` as in subprocess,
+negative for a signal; `at`, by this machine's monotonic clock; `asked`, the signal that it was sent
+before, or 0, and `asked_at`, when the first one was sent; `raised` and `raised_at`, what torch's
+@record wrote about the exception that ended it, and when. REPORT_FD is closed when all descendants
+have ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LEFTOVERS_GRACE_S = 2.0
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # instructions come through the pipe
+
+Sent = list[tuple[int, float]]  # signals, and when
+
+
+def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
+    """Returns at once in the calling process; in the guard, when no descendants are left."""
+    if os.fork():
+        return
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans below become children of this process
+    with suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        if file.read().strip() == "1000":  # of Ray's workers: the kernel kills them first,
+            file.seek(0)  # whichever process ran out of memory
+            file.write("0")
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    sent: Sent = []
+    try:
+        status = _run(command, stdin, sent)
+        end = {"status": status, "at": time.monotonic(), "asked": 0, "asked_at": 0.0}
+        if sent:
+            end |= {"asked": sent[-1][0], "asked_at": sent[0][1]}
+        with suppress(OSError):  # the starting process is gone
+            os.write(report, json.dumps(end | _recorded(f"{folder}/error.json")).encode() + b"\n")
+        _end_leftovers(sent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(command: list[str], stdin: int, sent: Sent) -> int:
+    """The script's exit status; reaps all others that end meanwhile."""
+    try:
+        script = subprocess.Popen(
+            command,
+            stdin=stdin if stdin >= 0 else subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_as_if_started_by_a_shell,
+        )
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        return 127
+    if stdin >= 0:
+        os.close(stdin)  # so the writer notices when the script ends
+    threading.Thread(target=_obey, args=(script.pid, sent), daemon=True).start()
+    while True:
+        pid, status = os.wait()
+        if pid == script.pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _as_if_started_by_a_shell() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
+
+
+def _obey(script: int, sent: Sent) -> None:
+    """Carries out the instructions on standard input."""
+    is_open = True
+    while is_open:
+        instructions = os.read(0, 4096).split()
+        is_open = bool(instructions)
+        for instruction in instructions or [b"kill"]:
+            number = signal.SIGKILL if instruction == b"kill" else int(instruction)
+            sent.append((number, time.monotonic()))
+            with suppress(OSError):  # it has just ended
+                os.killpg(script, number)
+            if number == signal.SIGKILL:
+                _signal_descendants(number)
+
+
+def _recorded(path: str) -> dict[str, object]:
+    try:
+        with open(path) as file:
+            message = json.load(file)["message"]
+        if isinstance(message, dict):
+            message = message.get("extraInfo", {}).get("py_callstack") or message["message"]
+        age_s = time.time() - os.stat(path).st_mtime
+        return {"raised": str(message), "raised_at": time.monotonic() - age_s}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {"raised": "", "raised_at": 0.0}
+
+
+def _end_leftovers(sent: Sent) -> None:
+    """SIGTERM, then after a while or on ``kill`` SIGKILL, until there are no children."""
+    deadline = time.monotonic() + _LEFTOVERS_GRACE_S
+    _signal_descendants(signal.SIGTERM)
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if time.monotonic() > deadline or signal.SIGKILL in dict(sent):
+            _signal_descendants(signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _signal_descendants(number: int, of: int | str = "self") -> None:
+    for path in glob.glob(f"/proc/{of}/task/*/children"):
+        with suppress(OSError), open(path) as file:
+            for pid in map(int, file.read().split()):
+                _signal_descendants(number, pid)
+                os.kill(pid, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), os.path.dirname(sys.argv[0]), sys.argv[3:])
