@@ -38,6 +38,7 @@ _VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, 
 _VALUELESS |= {f"no-{name}" for name in _VALUELESS - {"no-python"}}
 _VALUELESS |= {"help", "help-all", "m", "run-path", "use-env"}
 _KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
+_SWITCHED_OFF = {(name, "0") for name in _VALUELESS}
 
 Flag = tuple[str, str | None]
 
@@ -68,12 +69,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
     for word in argv:
         if not is_utf8(word):
             raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
-    own, command = split(argv)
-    given = dict(own)  # the last of a flag wins
-    defaults = {name: each for name, *each in _defaults(environ or {}) if name not in given}
-    flags = {name: value for name, (_, value) in defaults.items()} | given
+    variables = _of_flags(environ or {})
+    own, command = split([*variables.values(), *argv])
+    flags = dict(own)  # the last of a flag wins
     is_module = flags.get("m", "0") != "0"
-    kept = [flag for flag in flags.items() if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
+    kept = [flag for flag in own if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
     equivalent = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * is_module, *command])
     node_rank = flags.get("node-rank") or "0"
     if node_rank != "0":
@@ -84,14 +84,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
     try:
         parsed = COMMAND.parse(_words(kept))
     except ConfigError as error:
-        if not defaults:
+        if not variables:
             raise
-        variables = ", ".join(variable for variable, _ in defaults.values())
-        raise ConfigError(f"{error} Defaults come from {variables}.") from None
+        raise ConfigError(f"{error} Also given: {', '.join(variables)}.") from None
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
     notes = []
-    if ignored := [flag for flag in flags.items() if flag[0] in _WITHOUT_EFFECT - {"use-env"}]:
+    if ignored := [flag for flag in own if flag[0] in _WITHOUT_EFFECT - {"use-env"}]:
         notes.append(f"no effect here: {shlex.join(_words(ignored))}; equivalent: {equivalent}")
     return RunOptions(parsed, command[0], tuple(command[1:]), is_module, tuple(notes))
 
@@ -126,15 +125,14 @@ def _full(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def _defaults(environ: Mapping[str, str]) -> Iterable[tuple[str, str, str | None]]:
-    """The flags that the environment sets: name, variable and value."""
+def _of_flags(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that set torchrun's flags, and the words that they stand for."""
+    words = {}
     for variable, value in environ.items():
         name = _full(variable.removeprefix("PET_").lower().replace("_", "-"))
-        if variable.startswith("PET_") and name in _KNOWN:
-            if name not in _VALUELESS:
-                yield name, variable, value
-            elif value != "0":
-                yield name, variable, None
+        if variable.startswith("PET_") and name in _KNOWN and (name, value) not in _SWITCHED_OFF:
+            words[variable] = f"--{name}" if name in _VALUELESS else f"--{name}={value}"
+    return words
 
 
 def _words(flags: Iterable[Flag]) -> list[str]:

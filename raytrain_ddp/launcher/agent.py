@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import select
 import shutil
 import socket
@@ -24,9 +25,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Functions, not the module: only they go along with the class.
-from raytrain_ddp.launcher.code_shipping import contents, unpack_folder
+# The function, not the module: only it goes along with the class.
+from raytrain_ddp.launcher.code_shipping import unpack_folder
 
+# Below the range of ports for outgoing connections, and above that of well-known services: a port
+# that is free now is still free when the script listens on it seconds later.
+# Also above the ports of slurm.sbatch.
+_PORTS = range(32_000, 32_768)
 _CHUNK_BYTES = 1 << 16
 _MAX_WAITING = 1_000  # chunks not yet taken by the driver; a script that prints more blocks
 _MAX_NEWS = 100  # per reply
@@ -56,7 +61,6 @@ class Agent:
         self._source = guard
         self._news: queue.Queue[tuple[str, Any]] = queue.Queue(_MAX_WAITING)
         self._guard: subprocess.Popen[bytes] | None = None
-        self._feeds = -1  # the write end of the pipe to the script's standard input
 
     def seat(self) -> dict[str, Any]:
         """The facts about this seat."""
@@ -73,9 +77,9 @@ class Agent:
             "environment": dict(os.environ),
         }
 
-    def free_port(self, wanted: Sequence[int]) -> int:
-        """The first free port of these; 0 if none is."""
-        for port in wanted:
+    def free_port(self, wanted: int | None) -> int:
+        """This port if it is free, or any free port for None; else 0."""
+        for port in [*random.sample(_PORTS, 20), 0] if wanted is None else [wanted]:
             with socket.socket() as probe, suppress(OSError):
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like torch's store
                 probe.bind(("", port))
@@ -85,10 +89,6 @@ class Agent:
     def exists(self, path: str) -> bool:
         """Whether there is such a file or folder here."""
         return os.path.exists(path)
-
-    def contents(self, folder: str) -> dict[str, str] | None:
-        """The files in the folder at this path; None if it cannot be listed."""
-        return contents(Path(folder))
 
     def unpack(self, archive: bytes, folder: str) -> str:
         """Writes the code to a folder of this name among the temporary ones; returns its path.
@@ -100,7 +100,8 @@ class Agent:
         own.mkdir(mode=0o700, exist_ok=True)
         found = own.lstat()
         if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-            raise PermissionError(f"{own} is another user's, who may change what is in it")
+            place = f"{own} on {socket.gethostname()}"
+            raise PermissionError(f"{place} is another user's, who may change what is in it")
         own.chmod(0o700)
         unpack_folder(archive, own / folder)
         return str(own / folder)
@@ -111,14 +112,14 @@ class Agent:
         environment: dict[str, str],
         folder: str,
         slurm: bool,
-        feeds: bool,
+        stdin: str,
     ) -> None:
         """Starts a command in a folder; call `take` for its output and its end.
 
         Args:
             environment: complete except for the path in TORCHELASTIC_ERROR_FILE.
             slurm: whether to put a `scontrol` on the PATH.
-            feeds: whether `feed` provides its standard input; otherwise it is empty.
+            stdin: the file that is its standard input.
         """
         own = Path(tempfile.mkdtemp(prefix="raytrain-run-"))  # the guard removes it
         (own / "guard.py").write_text(self._source, encoding="utf-8")
@@ -128,48 +129,21 @@ class Agent:
             (own / "scontrol").write_text(_SCONTROL, encoding="utf-8")
             (own / "scontrol").chmod(0o755)
             environment["PATH"] = f"{own}:{environment.get('PATH', os.defpath)}"
-        self._close_input()  # of a start before, whose script did not read all
         reports, report = os.pipe()
-        stdin, self._feeds = os.pipe() if feeds else (-1, -1)
-        guard = [sys.executable, "-I", "-S", str(own / "guard.py"), str(report), str(stdin)]
-        given = [fd for fd in (report, stdin) if fd >= 0]
-        try:
-            self._guard = subprocess.Popen(
-                [*guard, *command],
-                bufsize=0,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=given,
-                start_new_session=True,  # signals to Ray's process group must not reach the guard
-            )
-        except OSError as error:
-            os.close(reports)
-            shutil.rmtree(own)
-            self._news.put(("stderr", f"cannot start in {folder}: {error}\n".encode()))
-            self._news.put(("end", {"status": 127, "at": time.monotonic()}))
-            self._news.put(("closed", None))
-            return
-        finally:
-            for fd in given:
-                os.close(fd)
+        guard = [sys.executable, "-I", "-S", str(own / "guard.py"), str(report), stdin, folder]
+        self._guard = subprocess.Popen(
+            [*guard, *command],
+            bufsize=0,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[report],
+            start_new_session=True,  # signals to Ray's process group must not reach the guard
+        )
+        os.close(report)
         args = (self._guard, reports, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
-
-    def feed(self, data: bytes) -> bool:
-        """Writes data to the script's standard input; empty data closes it. Returns whether more
-        data is wanted. Blocks until the script has read enough."""
-        rest = data
-        try:
-            while rest and self._feeds >= 0:
-                rest = rest[os.write(self._feeds, rest) :]
-        except OSError:  # the script has ended or closed its input
-            data = b""
-        if not data:
-            self._close_input()
-        return self._feeds >= 0
 
     def signal(self, instruction: str) -> None:
         """The number of a signal for the script and its children, or ``kill``."""
@@ -221,8 +195,3 @@ class Agent:
                 if not names:
                     break
         self._news.put(("closed", None))
-
-    def _close_input(self) -> None:
-        if self._feeds >= 0:
-            os.close(self._feeds)
-            self._feeds = -1

@@ -7,19 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from raytrain_ddp.errors import RetriesExhausted, signal_name
+from raytrain_ddp.errors import RetriesExhausted, first_names, signal_name
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Worker
 
-_MAX_OTHERS = 3  # failed ranks whose last line is shown
-_RECORD = (
-    "several ranks failed by themselves, and the first one that exited is shown. With torch's "
-    "@record (torch.distributed.elastic.multiprocessing.errors) on the script's main function, it "
-    "is the one that raised first."
+_UNRECORDED = (
+    "hint: this is the rank that exited first. Put torch's @record on the main function "
+    "(torch.distributed.elastic.multiprocessing.errors) to see the one that raised first."
 )
 _BY_SIGNAL = {
-    signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
-    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where it crashed.",
+    -signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
+    -signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where it crashed.",
 }
 
 
@@ -46,21 +44,17 @@ class RankExit:
     @property
     def failed_at(self) -> float | None:
         """When it failed by itself, by its exception or else its end; None: it did not."""
-        if self.status == 0:
-            return None
-        if self.raised and (not self.asked or self.raised_at < self.asked_at):
-            return min(self.at, self.raised_at)
-        return None if self.asked else self.at
+        at = min(self.at, self.raised_at) if self.raised else self.at
+        return None if self.status == 0 or (self.asked and at >= self.asked_at) else at
 
     @property
     def said(self) -> str:
         """``exit status 1``, ``killed by SIGKILL (we sent SIGTERM)``, or why it is lost."""
-        sent = f" (we sent {signal_name(self.asked)})" if self.asked else ""
         if self.status is None:
             return f"lost: {self.lost}"
-        if self.status >= 0:
-            return f"exit status {self.status}{sent}"
-        return f"killed by {signal_name(-self.status)}{sent}"
+        killed = f"killed by {signal_name(-self.status)}"
+        sent = f" (we sent {signal_name(self.asked)})" if self.asked else ""
+        return (killed if self.status < 0 else f"exit status {self.status}") + sent
 
     @property
     def exit_status(self) -> int:
@@ -75,13 +69,11 @@ class RankExit:
 def first_failure(ends: Mapping[int, RankExit]) -> int | None:
     """The rank that failed first, or None if none did.
 
-    As in torchrun, the time of a failure is that in torch's error file, or else of the exit. A lost
+    As in torchrun, the time of a failure is that of torch's error file, or else of the exit. A lost
     node is the cause of its peers' errors, even if it was noticed later.
     """
-    failed = {
-        rank: (end.status is not None, at) for rank, end in ends.items() if (at := end.failed_at)
-    }
-    return min(failed, key=failed.__getitem__, default=None)
+    failed = {rank: end.failed_at for rank, end in ends.items() if end.failed_at is not None}
+    return min(failed, key=lambda rank: (ends[rank].status is not None, failed[rank]), default=None)
 
 
 def failure_report(
@@ -89,23 +81,22 @@ def failure_report(
 ) -> str:
     """The first failing rank: where, how, its last lines; and how the others ended."""
     end = ends[rank]
-    how = end.said
-    if end.asked:
-        how = f"it raised an exception, and was still running when we sent {signal_name(end.asked)}"
-    lines = [f"rank {rank} failed first, on {workers[rank].where}: {how}"]
-    last = end.raised.rstrip().splitlines() or output.last(rank)
-    lines += [f"  {line}" for line in last]
-    if not end.asked and -(end.status or 0) in _BY_SIGNAL:
-        lines.append(f"hint: {_BY_SIGNAL[signal.Signals(-(end.status or 0))]}")
-    if len(ends) > 1:
-        lines.append(f"the others: {_others(rank, ends)}")
-    also = [other for other in ends if other != rank and ends[other].failed_at]
-    for other in sorted(also, key=lambda each: ends[each].at)[:_MAX_OTHERS]:
-        text = ends[other].raised.rstrip().splitlines() or output.last(other)
-        if text:
-            lines.append(f"the last line of rank {other}: {text[-1]}")
-    if also and end.status is not None and not any(ends[each].raised for each in (rank, *also)):
-        lines.append(f"hint: {_RECORD}")
+    lines = [f"rank {rank} failed first, on {workers[rank].where}: {end.said}"]
+    lines += [f"  {line}" for line in end.raised.splitlines() or output.last(rank)]
+    if end.status in _BY_SIGNAL and not end.asked:
+        lines.append(f"hint: {_BY_SIGNAL[end.status]}")
+    groups: dict[str, list[int]] = {}
+    for other in sorted(ends.keys() - {rank}):
+        last: Sequence[str] = ()
+        if ends[other].failed_at is not None:
+            last = ends[other].raised.splitlines() or output.last(other)
+        groups.setdefault(": ".join([ends[other].said, *last[-1:]]), []).append(other)
+    if groups:
+        said = [f"{format_ranks(ranks)} {said}" for said, ranks in groups.items()]
+        lines.append(f"the others: {first_names(said, by='; ')}")
+    failed = [each for each in ends.values() if each.failed_at is not None and each.status]
+    if len(failed) > 1 and not any(each.raised for each in failed):
+        lines.append(_UNRECORDED)
     return "\n".join(lines)
 
 
@@ -115,11 +106,3 @@ def format_ranks(ranks: Iterable[int]) -> str:
     runs = [[rank for _, rank in run] for _, run in placed]
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {shown}"
-
-
-def _others(rank: int, ends: Mapping[int, RankExit]) -> str:
-    groups: dict[str, list[int]] = {}
-    for other, end in ends.items():
-        if other != rank:
-            groups.setdefault(end.said, []).append(other)
-    return "; ".join(f"{format_ranks(ranks)} {said}" for said, ranks in groups.items())

@@ -1,16 +1,15 @@
 """The parent process of a script: starts it, forwards signals, and leaves nothing behind.
 
-``python -I -S FOLDER/guard.py REPORT_FD STDIN_FD COMMAND...``, uses only the standard library:
+``python -I -S OWN/guard.py REPORT_FD STDIN FOLDER COMMAND...``, uses only the standard library:
 
-- the script is a real main process in its own session, without anything from Ray;
+- the script is a real main process in its own session, without anything from Ray. It runs in
+  FOLDER, and reads the file STDIN;
 - the guard moves to the background: Ray kills the children of a worker that ends, but nobody would
   kill their children;
-- FOLDER is removed at the end, so it never outlives the starting process;
+- the folder OWN is removed at the end, so it never outlives the starting process;
 - a line on standard input is the number of a signal for the script's process group, or ``kill``.
   When standard input ends because the starting process is gone, all descendants are killed;
 - processes left behind by the script, including daemons, are ended.
-
-The script's standard input is STDIN_FD; with -1 it is empty.
 
 As soon as the script has ended, a line of JSON on REPORT_FD says how: `status` as in subprocess,
 negative for a signal; `at`, by this machine's monotonic clock; `asked`, the signal that it was sent
@@ -40,7 +39,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # instructions come t
 Sent = list[tuple[int, float]]  # signals, and when
 
 
-def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
+def main(own: str, report: int, stdin: str, folder: str, command: list[str]) -> None:
     """Returns at once in the calling process; in the guard, when no descendants are left."""
     if os.fork():
         return
@@ -53,31 +52,31 @@ def main(report: int, stdin: int, folder: str, command: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     sent: Sent = []
     try:
-        status = _run(command, stdin, sent)
+        status = _run(command, stdin, folder, sent)
         end = {"status": status, "at": time.monotonic(), "asked": 0, "asked_at": 0.0}
         if sent:
             end |= {"asked": sent[-1][0], "asked_at": sent[0][1]}
         with suppress(OSError):  # the starting process is gone
-            os.write(report, json.dumps(end | _recorded(f"{folder}/error.json")).encode() + b"\n")
+            os.write(report, json.dumps(end | _recorded(f"{own}/error.json")).encode() + b"\n")
         _end_leftovers(sent)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
 
 
-def _run(command: list[str], stdin: int, sent: Sent) -> int:
+def _run(command: list[str], stdin: str, folder: str, sent: Sent) -> int:
     """The script's exit status; reaps all others that end meanwhile."""
     try:
-        script = subprocess.Popen(
-            command,
-            stdin=stdin if stdin >= 0 else subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_as_if_started_by_a_shell,
-        )
+        with open(stdin, "rb") as file:
+            script = subprocess.Popen(
+                command,
+                stdin=file,
+                cwd=folder,
+                start_new_session=True,
+                preexec_fn=_as_if_started_by_a_shell,  # noqa: PLW1509 (there is one thread)
+            )
     except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os.write(2, f"cannot start {command[0]}: {error}\n".encode())
         return 127
-    if stdin >= 0:
-        os.close(stdin)  # so the writer notices when the script ends
     threading.Thread(target=_obey, args=(script.pid, sent), daemon=True).start()
     while True:
         pid, status = os.wait()
@@ -148,4 +147,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), os.path.dirname(sys.argv[0]), sys.argv[3:])
+    program, report_fd, stdin_path, *rest = sys.argv
+    main(os.path.dirname(program), int(report_fd), stdin_path, rest[0], rest[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -36,8 +36,12 @@ _OF_A_LAUNCHER = re.compile(
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A place assigned by Ray: `number` of the bundle, its location, and its GPUs."""
+class Seat:
+    """A place that Ray has assigned: `number` of the worker, its location, and its GPUs.
+
+    Args:
+        environment: the variables of Ray's processes there; `python` is their interpreter.
+    """
 
     number: int
     node: str
@@ -45,6 +49,8 @@ class Placement:
     host: str
     gpus: Sequence[str] = ()
     node_has_gpus: bool = False
+    python: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)  # each is itself, also as a key
@@ -52,7 +58,7 @@ class Worker:
     """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
     node."""
 
-    seat: Placement
+    seat: Seat
     rank: int
     local_rank: int
     node_rank: int
@@ -66,10 +72,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class RankedGroup:
-    """All workers of an attempt, and their rendezvous address."""
+    """All workers of an attempt, and the port that rank 0 listens on."""
 
     workers: Sequence[Worker]
-    master_addr: str
     master_port: int
     run_id: str
     attempt: int = 0
@@ -79,14 +84,33 @@ class RankedGroup:
         """The first worker of each node."""
         return [worker for worker in self.workers if worker.local_rank == 0]
 
+    @property
+    def master_addr(self) -> str:
+        """The address of rank 0: loopback on a single node, which needs no network."""
+        return "127.0.0.1" if len(self.nodes) == 1 else self.workers[0].seat.ip
 
-def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worker]:
-    """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU."""
-    nodes = sorted({(s.node != first_node, _address(s.ip), s.node) for s in seats})
+    def placeholders(self, worker: Worker) -> dict[str, str]:
+        """What ``{rank}`` and the like stand for in the arguments of one worker."""
+        address = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
+        return {
+            "rank": str(worker.rank),
+            "local_rank": str(worker.local_rank),
+            "world_size": str(len(self.workers)),
+            "node_rank": str(worker.node_rank),
+            "master_addr": self.master_addr,
+            "master_port": str(self.master_port),
+            "init_method": f"tcp://{address}:{self.master_port}",
+        }
+
+
+def assign_ranks(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
+    """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU, 10
+    after 9."""
+    nodes = sorted({(s.node != first_node, len(s.ip), s.ip, s.node) for s in seats})
     workers: list[Worker] = []
-    for node_rank, (_, _, node) in enumerate(nodes):
+    for node_rank, (*_, node) in enumerate(nodes):
         here = [seat for seat in seats if seat.node == node]
-        here.sort(key=lambda s: ([_natural(gpu) for gpu in s.gpus], s.number))
+        here.sort(key=lambda s: ([(len(gpu), gpu) for gpu in s.gpus], s.number))
         gpus = [gpu for seat in here for gpu in seat.gpus]
         workers += [
             Worker(seat, len(workers) + i, i, node_rank, len(here), gpus)
@@ -95,56 +119,32 @@ def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worke
     return workers
 
 
-def rendezvous_address(workers: Sequence[Worker]) -> str:
-    """The address rank 0 listens on: loopback on a single node, which needs no network."""
-    one_node = len({worker.seat.node for worker in workers}) == 1
-    return "127.0.0.1" if one_node else workers[0].seat.ip
-
-
-def placeholder_values(group: RankedGroup, worker: Worker) -> dict[str, str]:
-    """The placeholders' values for one worker."""
-    address = f"[{group.master_addr}]" if ":" in group.master_addr else group.master_addr
-    return {
-        "rank": str(worker.rank),
-        "local_rank": str(worker.local_rank),
-        "world_size": str(len(group.workers)),
-        "node_rank": str(worker.node_rank),
-        "master_addr": group.master_addr,
-        "master_port": str(group.master_port),
-        "init_method": f"tcp://{address}:{group.master_port}",
-    }
-
-
 def base_environment(
     driver: Mapping[str, str],
     node: Mapping[str, str],
-    local: bool,
-    export: Sequence[str] = (),
+    is_local: bool,
     moved: Callable[[str], str] = str,
 ) -> dict[str, str]:
     """A script's environment before the launcher's own variables are added.
 
-    On the driver's machine (`local`) it is the driver's environment, as under torchrun, with the
-    network settings of the node's, i.e. those of `ray start`. On another machine it is the node's,
-    plus those of the driver's variables that are not set there and not specific to its machine
+    On the driver's machine it is the driver's environment, as under torchrun, with the network
+    settings of the node's, i.e. those of `ray start`. On another machine it is the node's, plus
+    those of the driver's variables that are not set there and not specific to its machine
     (WANDB_API_KEY, PYTHONHASHSEED ...); PYTHONPATH combines both.
 
     Args:
-        export: names of variables that always get the driver's value.
         moved: maps an entry of the driver's PYTHONPATH to its path there.
     """
     own = {k: v for k, v in driver.items() if not k.startswith("RAY_")}
     there = {k: v for k, v in node.items() if not _OF_RAY.fullmatch(k)}
-    if local:
+    if is_local:
         own = {k: v for k, v in there.items() if _OF_THE_NETWORK.fullmatch(k)} | own
     else:
         own = {k: v for k, v in own.items() if not _OF_THE_MACHINE.fullmatch(k)} | there
         paths = [moved(each) for each in driver.get("PYTHONPATH", "").split(":") if each]
-        paths += [each for each in there.get("PYTHONPATH", "").split(":") if each]
-        if paths:
-            own["PYTHONPATH"] = ":".join(dict.fromkeys(paths))
-        first = ("OMP_NUM_THREADS", *export)
-        own |= {name: driver[name] for name in first if name in driver}
+        paths += there.get("PYTHONPATH", "").split(":")
+        own["PYTHONPATH"] = ":".join(filter(None, dict.fromkeys(paths)))
+        own |= {name: driver[name] for name in ("OMP_NUM_THREADS",) if name in driver}
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
@@ -175,7 +175,9 @@ def rank_variables(
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
     }
-    return env | (_slurm(group, worker, env) if flags.slurm else _torchrun(flags, group, worker))
+    return env | (
+        _slurm(group, worker, env) if flags.env == "slurm" else _torchrun(flags, group, worker)
+    )
 
 
 def _torchrun(flags: RunFlags, group: RankedGroup, worker: Worker) -> dict[str, str]:
@@ -232,11 +234,3 @@ def _counted(counts: Sequence[int]) -> str:
     """``2(x3),1`` for [2, 2, 2, 1], as Slurm writes it."""
     runs = [(count, len([*same])) for count, same in groupby(counts)]
     return ",".join(f"{count}(x{times})" if times > 1 else f"{count}" for count, times in runs)
-
-
-def _natural(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdigit() else (1 << 30, text)
-
-
-def _address(ip: str) -> tuple[tuple[int, str], ...]:
-    return tuple(_natural(part) for part in re.split(r"[.:]", ip))

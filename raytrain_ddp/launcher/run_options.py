@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,7 +20,6 @@ from raytrain_ddp.config.validation import (
 )
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-_TOO_MANY = 100_000  # processes or nodes: a slip, and their list would fill the memory
 _STREAMS = r"[0-3]|(\d+:[0-3],)*\d+:[0-3]"
 _RANKS = r"all|none|\s*\d{1,5}\s*(,\s*\d{1,5}\s*)*"
 
@@ -67,8 +65,8 @@ class RunFlags:
     """Environment variables for the script. torchrun: RANK, LOCAL_RANK and so on; slurm:
     SLURM_PROCID, SLURM_LOCALID and so on."""
     legacy_local_rank: bool = False
-    """Pass --local_rank=N to the script, as torch.distributed.launch did. A script whose text has
-    only the spelling --local-rank gets --local-rank=N, as since torch 2.0."""
+    """Pass --local_rank=N to the script, as torch.distributed.launch did. For --local-rank, write
+    --local-rank {local_rank} after the script."""
     no_python: bool = False
     """Run the program itself; it is not a Python script."""
     show: str = "all"
@@ -105,12 +103,7 @@ class RunFlags:
     """Seconds to wait while a running cluster lacks resources, at the start and after a node is
     lost."""
     ship: Literal["auto", "always", "never"] = "auto"
-    """Copy the current folder to other machines. auto: to those that do not have the same *.py
-    files in that place, or whose other files of the same names differ."""
-    export: str = ""
-    """Variables that get their value here on all machines, as NAME,NAME. On another machine, other
-    variables of this shell are set only if its `ray start` did not set them and they are not
-    specific to one machine (PATH, HOME, LD_*, CONDA_*, CUDA_VISIBLE_DEVICES and others)."""
+    """Copy the current folder to other machines. auto: to those that do not share it."""
     address: str | None = field(default=None, metadata=ADDRESS)
     """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
     else a Ray is started."""
@@ -123,23 +116,31 @@ class RunFlags:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
         require_least(self, cpus_per_worker=LEAST_OF_RESOURCE, master_port=0)
         counted = self.nproc_per_node is not None
-        if self.gpus_per_worker is not None and not (self.use_gpu or counted):
-            raise ConfigError("--gpus-per-worker is for --use-gpu: add it.")
-        if self.num_workers is not None and (counted or self.nnodes is not None):
-            raise ConfigError(
-                "--num-workers counts all processes: remove --nproc-per-node and --nnodes."
-            )
-        if counted and self.per == "node":
-            raise ConfigError(
-                "--per node starts one process on each node: remove --nproc-per-node."
-            )
-        if self.standalone and self.address is not None:
-            raise ConfigError("--standalone uses only this machine: remove it or --address.")
+        for is_wrong, message in (
+            (
+                self.gpus_per_worker is not None and not (self.use_gpu or counted),
+                "--gpus-per-worker is for --use-gpu: add it.",
+            ),
+            (
+                self.num_workers is not None and (counted or self.nnodes is not None),
+                "--num-workers counts all processes: remove --nproc-per-node and --nnodes.",
+            ),
+            (
+                counted and self.per == "node",
+                "--per node starts one process on each node: remove --nproc-per-node.",
+            ),
+            (
+                self.standalone and self.address is not None,
+                "--standalone uses only this machine: remove it or --address.",
+            ),
+        ):
+            if is_wrong:
+                raise ConfigError(message)
         streams = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3"
         ranks = "must be all, none, or like 0,2,5"
         for name, pattern, rule in (
-            ("nproc_per_node", r"[1-9]\d{0,4}|auto|cpu|gpu", "must be a number, auto, cpu or gpu"),
-            ("nnodes", r"[1-9]\d{0,4}(:[1-9]\d{0,4})?", "must be like 2, or like 1:4"),
+            ("nproc_per_node", r"[1-9]\d{0,3}|auto|cpu|gpu", "must be a number, auto, cpu or gpu"),
+            ("nnodes", r"[1-9]\d{0,3}(:[1-9]\d{0,3})?", "must be like 2, or like 1:4"),
             ("tee", _STREAMS, streams),
             ("redirects", _STREAMS, streams),
             ("show", _RANKS, ranks),
@@ -148,15 +149,16 @@ class RunFlags:
             value = getattr(self, name)
             is_right = value is None or re.fullmatch(pattern, value) is not None
             require(is_right, f"--{name.replace('_', '-')}", value, rule)
-        least, most = self.nodes
+        least, most = self.node_range or (1, 1)
         require(least <= most, "--nnodes", self.nnodes, "must be MIN:MAX, with MIN first")
-        each = self.nproc_per_node or "1"
-        count = self.num_workers or least * (int(each) if each.isdecimal() else 1)
-        flag = "--num-workers" if self.num_workers else "--nnodes"
-        require(count < _TOO_MANY, flag, count, f"processes in total must be below {_TOO_MANY}")
-        some = self.show == "none" or any(_is_in(self.show, rank) for rank in range(count))
+        count = self.num_workers
+        is_any = (
+            count is None
+            or self.show == "none"
+            or any(_is_in(self.show, each) for each in range(count))
+        )
         rule = f"must name a rank below --num-workers = {count}"
-        require(self.num_workers is None or some, "--show", self.show, rule)
+        require(is_any, "--show", self.show, rule)
         port = self.master_port or 0
         require(port < 1 << 16, "--master-port", port, "must be a port")
         for name in self.signals:
@@ -164,30 +166,21 @@ class RunFlags:
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")
 
     @property
-    def exported(self) -> list[str]:
-        """The names in --export."""
-        return _words(self.export)
-
-    @property
     def signals(self) -> list[str]:
         """The names in --signals-to-handle."""
-        return _words(self.signals_to_handle)
-
-    @property
-    def nodes(self) -> tuple[int, int]:
-        """The minimum and maximum number of nodes, by --nnodes."""
-        least, _, most = (self.nnodes or "1").partition(":")
-        return int(least), int(most or least)
+        return [name for each in self.signals_to_handle.split(",") if (name := each.strip())]
 
     @property
     def by_node(self) -> bool:
         """Whether workers are counted per node, as in torchrun."""
-        return self.per == "worker" and (self.nproc_per_node or self.nnodes) is not None
+        return self.per == "node" or (self.nproc_per_node or self.nnodes) is not None
 
     @property
-    def slurm(self) -> bool:
-        """Whether the script gets Slurm's variables."""
-        return self.env == "slurm"
+    def node_range(self) -> tuple[int, int] | None:
+        """The minimum and maximum number of nodes; None: all there are."""
+        default = self.num_workers if self.per == "node" else 1
+        least, _, most = (self.nnodes or str(default or "")).partition(":")
+        return (int(least), int(most or least)) if least else None
 
     @property
     def files(self) -> bool:
@@ -230,11 +223,8 @@ class RunOptions:
         """Whether the program is the path of a Python script."""
         return not (self.module or self.flags.no_python)
 
-    def require_possible(self, folder: Path, environ: Mapping[str, str]) -> None:
-        """Raises ConfigError if the script is not in the folder, or an exported variable is not
-        set."""
-        for name in self.flags.exported:
-            require(name in environ, "--export", name, "is not set in this shell")
+    def require_script(self, folder: Path) -> None:
+        """Raises ConfigError if the script is not in the folder."""
         path, program = folder / self.program, self.program
         is_elsewhere = "/" not in program or os.path.isabs(program)  # each machine looks for it
         if self.module or path.is_file() or (self.flags.no_python and is_elsewhere):
@@ -259,16 +249,8 @@ class RunOptions:
         head = [] if self.flags.no_python else [python, "-u"]
         head += ["-m", self.program] if self.module else [moved(self.program)]
         if self.flags.legacy_local_rank:
-            head.append(f"{self._local_rank_flag()}={values['local_rank']}")
+            head.append(f"--local_rank={values['local_rank']}")
         return head + [_filled(arg, values) for arg in self.args]
-
-    def _local_rank_flag(self) -> str:
-        """Old scripts use one spelling, new ones the other or both."""
-        text = ""
-        with suppress(OSError):  # a module
-            text = Path(self.program).read_text(encoding="utf-8", errors="replace")
-        is_new = "--local-rank" in text and "--local_rank" not in text
-        return "--local-rank" if is_new else "--local_rank"
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -278,10 +260,6 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)
     return text
-
-
-def _words(text: str) -> list[str]:
-    return [word for each in text.split(",") if (word := each.strip())]
 
 
 def _is_in(ranks: str, rank: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import stat
 import sys
 import tempfile
 import uuid
@@ -18,18 +17,21 @@ from types import FrameType
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
-from raytrain_ddp.launcher.exit_report import failure_report, first_failure, format_ranks
+from raytrain_ddp.launcher.exit_report import (
+    RankExit,
+    failure_report,
+    first_failure,
+    format_ranks,
+)
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import (
-    Placement,
     RankedGroup,
+    Seat,
     Worker,
     assign_ranks,
     base_environment,
     not_passed_on,
-    placeholder_values,
     rank_variables,
-    rendezvous_address,
 )
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 from raytrain_ddp.launcher.worker_group import NodeLost, WorkerGroup
@@ -46,7 +48,7 @@ def run_script(options: RunOptions) -> int:
     """Runs the script to its end; returns its exit status (128 + n if signal n ended it).
 
     Raises:
-        ConfigError: the script, or an exported variable, does not exist.
+        ConfigError: the script does not exist.
         PreflightError: there is no Ray, not enough resources, or a folder too large to copy.
         RetriesExhausted: the cluster's head is lost.
         KeyboardInterrupt: a signal arrived before the script was started; the argument is its
@@ -54,7 +56,7 @@ def run_script(options: RunOptions) -> int:
         BrokenPipeError: the reader of our output is gone.
     """
     driver = dict(os.environ)  # before we or Ray add anything
-    options.require_possible(Path.cwd(), driver)
+    options.require_script(Path.cwd())
     ours = [signal.Signals[name] for name in options.flags.signals]
     # Ray installs its own handler, so ours is installed again.
     with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
@@ -67,7 +69,7 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
     Raises:
         ConfigError, PreflightError: as in a real run, as far as this machine can tell.
     """
-    options.require_possible(Path.cwd(), driver)
+    options.require_script(Path.cwd())
     layout = layout_for(options.flags, [local_resources()])
     gpus = int(layout.per_worker.get("GPU", 0))
     seats = []
@@ -75,18 +77,15 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
         node, first = divmod(number, layout.each) if layout.apart else (0, number)
         ip = f"NODE{node}" if layout.apart else "127.0.0.1"
         own = [str(gpu) for gpu in range(first * gpus, (first + 1) * gpus)]
-        seats.append(Placement(number, f"node-{node}", ip, host="", gpus=own))
-    workers = assign_ranks(seats)
-    port = options.flags.master_port or 29500
-    group = RankedGroup(workers, rendezvous_address(workers), port, "0" * 32)
-    base = base_environment(driver, {}, local=True)
+        seats.append(Seat(number, f"node-{node}", ip, host="", gpus=own))
+    group = RankedGroup(assign_ranks(seats), options.flags.master_port or 29500, "0" * 32)
+    base = base_environment(driver, {}, is_local=True)
     lines = [_NOTE]
-    for worker in workers:
+    for worker in group.workers:
         added = rank_variables(options.flags, group, worker, base).items() - driver.items()
-        command = options.command(sys.executable, placeholder_values(group, worker))
         lines += ["", f"# rank {worker.rank}"]
         lines += [f"{name}={shlex.quote(value)} \\" for name, value in sorted(added)]
-        lines.append(shlex.join(command))
+        lines.append(shlex.join(options.command(sys.executable, group.placeholders(worker))))
     return "\n".join(lines)
 
 
@@ -115,16 +114,12 @@ def _attempts(options: RunOptions, driver: Mapping[str, str], stops: list[int]) 
                     if attempt == 0 and (changed := not_passed_on(driver, group.workers)):
                         names = ", ".join(changed)
                         _tell(f"not passed on from this shell, or overridden: {names}")
-                feeds = _has_input()
-                group.start(run_id, attempt, feeds)
+                group.start(run_id, attempt)
                 folder = logs / f"attempt_{attempt}" if logs else None
                 with Output(flags, group.workers, folder, lambda: stops) as output:
-                    ends = Attempt(group, output, flags.grace_s, stops, nodes, _tell, feeds).run()
-                status, is_lost = 0, any(end.status is None for end in ends.values())
-                if (failed := first_failure(ends)) is not None:
-                    status = ends[failed].exit_status
-                    report = failure_report(failed, ends, group.workers, output)
-                    print(report, file=sys.stderr, flush=True)
+                    ends = Attempt(group, output, flags.grace_s, stops, _tell).run(nodes)
+                status = _reported(ends, group.workers, output)
+                is_lost = any(end.status is None for end in ends.values())
             except NodeLost as error:
                 _tell(str(error))
                 status, is_lost = error.exit_status, True
@@ -142,6 +137,15 @@ def _attempts(options: RunOptions, driver: Mapping[str, str], stops: list[int]) 
         nodes.close()
 
 
+def _reported(ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output) -> int:
+    """Shows which rank failed first, if any; returns its exit status."""
+    failed = first_failure(ends)
+    if failed is None:
+        return 0
+    print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
+    return ends[failed].exit_status
+
+
 def _log_folder(flags: RunFlags, run_id: str) -> Path:
     """A new folder for this run in LOG_DIR (or, as under torchrun, among the temporary files).
 
@@ -156,15 +160,6 @@ def _log_folder(flags: RunFlags, run_id: str) -> Path:
         raise PreflightError(f"--log-dir {flags.log_dir}: {error}") from None
     _tell(f"output of each rank: {folder}")
     return folder
-
-
-def _has_input() -> bool:
-    """Whether standard input is passed on: a terminal belongs to the shell."""
-    try:
-        mode = os.fstat(0).st_mode
-    except OSError:  # closed
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def _places(workers: Sequence[Worker]) -> str:

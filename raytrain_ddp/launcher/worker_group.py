@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import random
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,12 @@ from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.launcher import agent, code_shipping, guard
 from raytrain_ddp.launcher.capacity import GroupedLayout, capacity_error
 from raytrain_ddp.launcher.rank_environment import (
-    Placement,
     RankedGroup,
+    Seat,
     Worker,
     assign_ranks,
     base_environment,
-    placeholder_values,
     rank_variables,
-    rendezvous_address,
 )
 from raytrain_ddp.launcher.run_options import RunOptions
 from raytrain_ddp.ray_backend.cluster import live_node_resources
@@ -31,10 +31,7 @@ from raytrain_ddp.uri import answer_within
 _POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
-# Below the range of ports for outgoing connections, and above that of well-known services: a port
-# that is free now is still free when the script listens on it seconds later.
-# Also above the ports of slurm.sbatch.
-_PORTS = range(32_000, 32_768)
+_SAY_AFTER_S = 2.0
 
 Tell = Callable[[str], None]
 Check = Callable[[], None]
@@ -68,22 +65,15 @@ class WorkerGroup:
 
         self._options, self._driver, self._check = options, driver, check
         self._agents: list[Any] = []
-        self._seats = _reserve(options.flags.wait_s, layout, tell, check)
+        self._reserved = _reserve(options.flags.wait_s, layout, tell, check)
         try:
-            self._agents = _agents(self._seats, layout)
-            self._facts = self._answers([each.seat.remote() for each in self._agents])
-            named = ("node", "ip", "host", "gpus", "node_has_gpus")
+            self._agents = _agents(self._reserved, layout)
+            facts = self._answers([each.seat.remote() for each in self._agents])
+            seats = [Seat(number, **fact) for number, fact in enumerate(facts)]
             self._here = str(ray.get_runtime_context().get_node_id())
-            self.workers: Sequence[Worker] = assign_ranks(
-                [
-                    Placement(number, **{name: fact[name] for name in named})
-                    for number, fact in enumerate(self._facts)
-                ],
-                self._here,
-            )
+            self.workers: Sequence[Worker] = assign_ranks(seats, self._here)
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            copies = code_shipping.provide_folders(options, first, self._ask, tell)
-            self._folders = {self.workers[rank].node_rank: copies[rank] for rank in copies}
+            self._folders = code_shipping.provide_folders(options, first, self._ask, tell)
         except BaseException:
             self.close()
             raise
@@ -92,51 +82,40 @@ class WorkerGroup:
         """The actor of a rank."""
         return self._agents[self.workers[rank].seat.number]
 
-    def start(self, run_id: str, attempt: int, feeds: bool) -> None:
-        """Starts the script on all workers, nearly simultaneously.
-
-        Args:
-            feeds: whether rank 0 has a standard input.
-        """
-        asked = self._options.flags.master_port
-        wanted = [*random.sample(_PORTS, 20), 0] if asked is None else [asked]
-        ((port,), where) = self._answers([self.agent(0).free_port.remote(wanted)]), self.workers[0]
+    def start(self, run_id: str, attempt: int) -> None:
+        """Starts the script on all workers, nearly simultaneously."""
+        asked, where = self._options.flags.master_port, self.workers[0].where
+        (port,) = self._answers([self.agent(0).free_port.remote(asked)])
         if not port:
-            raise PreflightError(
-                f"--master-port {asked} is in use on {where.where}: choose another port."
-            )
-        group = RankedGroup(self.workers, rendezvous_address(self.workers), port, run_id, attempt)
-        self._answers([self._start(group, worker, feeds) for worker in self.workers])
+            raise PreflightError(f"--master-port {asked} is in use on {where}: choose another.")
+        group = RankedGroup(self.workers, port, run_id, attempt)
+        self._answers([self._start(group, worker) for worker in self.workers])
 
     def close(self) -> None:
         """Ends all agents, and with them all processes left by their scripts."""
         # In a thread: if Ray itself has ended, its calls take a minute to fail.
-        answer_within(_CLOSE_TIMEOUT_S, partial(_release, self._agents, self._seats))
+        answer_within(_CLOSE_TIMEOUT_S, self._release)
 
-    def _start(self, group: RankedGroup, worker: Worker, feeds: bool) -> Any:
-        fact, flags = self._facts[worker.seat.number], self._options.flags
-        local, here = worker.seat.node == self._here, Path.cwd()
+    def _start(self, group: RankedGroup, worker: Worker) -> Any:
+        seat, flags, here = worker.seat, self._options.flags, Path.cwd()
+        is_local = seat.node == self._here
         folder = self._folders.get(worker.node_rank, str(here))
         there = partial(code_shipping.path_in_copy, here=here, there=folder)
-        base = base_environment(self._driver, fact["environment"], local, flags.exported, there)
-        python = sys.executable if local else fact["python"]
+        base = base_environment(self._driver, seat.environment, is_local, there)
+        python = sys.executable if is_local else seat.python
         return self.agent(worker.rank).start.remote(
-            self._options.command(python, placeholder_values(group, worker), there),
+            self._options.command(python, group.placeholders(worker), there),
             rank_variables(flags, group, worker, base),
             folder,
-            flags.slurm,
-            feeds and worker.rank == 0,
+            flags.env == "slurm",
+            _input() if is_local and worker.rank == 0 else os.devnull,
         )
 
     def _ask(self, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
-        asked = [getattr(self.agent(worker.rank), method).remote(*args) for worker in workers]
-        return self._answers(asked, [worker.where for worker in workers])
+        return self._answers([getattr(self.agent(w.rank), method).remote(*args) for w in workers])
 
-    def _answers(self, asked: list[Any], where: Sequence[str] = ()) -> list[Any]:
+    def _answers(self, asked: list[Any]) -> list[Any]:
         """The agents' answers.
-
-        Args:
-            where: the machine of each, for error messages.
 
         Raises:
             NodeLost: an agent does not respond because its node or process is gone.
@@ -149,34 +128,37 @@ class WorkerGroup:
             self._check()
             if time.monotonic() > deadline:
                 break
-        answers = []
-        for number, each in enumerate(asked):
-            try:
-                answers.append(ray.get(each, timeout=1))
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                raise NodeLost(f"a node or a worker of Ray was lost: {reason(error)}") from error
-            except ray.exceptions.RayTaskError as error:
-                place = where[number] if where else "a node of the cluster"
-                raise PreflightError(f"{place}: {error.cause or error}") from None
-        return answers
+        try:
+            return [ray.get(each, timeout=1) for each in asked]
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            raise NodeLost(f"a node or a worker of Ray was lost: {reason(error)}") from error
+        except ray.exceptions.RayTaskError as error:
+            raise PreflightError(f"a node of the cluster: {error.cause or error}") from None
+
+    def _release(self) -> None:
+        import ray
+
+        for each in self._agents:  # immediately, and even if no head is left to end the agents
+            each.signal.remote("kill")
+        if cleaned := [each.clean.remote() for each in self._agents]:
+            ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
+        for each in self._agents:
+            ray.kill(each, no_restart=True)
+        ray.util.remove_placement_group(self._reserved)
+
+
+def _input() -> str:
+    """This process's standard input as a file, unless it is a terminal, which is the shell's."""
+    with suppress(OSError):  # closed
+        mode = os.fstat(0).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
+            return f"/proc/{os.getpid()}/fd/0"
+    return os.devnull
 
 
 def reason(error: Exception) -> str:
     """Why an actor does not answer, by Ray, in one line: the last one."""
     return (str(error).strip().splitlines() or ["no answer"])[-1][:300]
-
-
-def _release(agents: Sequence[Any], seats: Any) -> None:
-    import ray
-
-    for each in agents:  # immediately, and even if no head is left to end the agents
-        each.signal.remote("kill")
-    cleaned = [each.clean.remote() for each in agents]
-    if cleaned:
-        ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
-    for each in agents:
-        ray.kill(each, no_restart=True)
-    ray.util.remove_placement_group(seats)
 
 
 def _reserve(wait_s: float, layout: GroupedLayout, tell: Tell, check: Check) -> Any:
@@ -185,24 +167,24 @@ def _reserve(wait_s: float, layout: GroupedLayout, tell: Tell, check: Check) -> 
 
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
     group = placement_group(layout.bundles, strategy=strategy)
-    began, is_told = time.monotonic(), False
+    say_at = time.monotonic() + _SAY_AFTER_S
+    ends_at = time.monotonic() + wait_s
     try:
         while not group.wait(_POLL_S):
             check()
-            waited_s, nodes = time.monotonic() - began, live_node_resources()
-            lacks = layout.lacks(nodes)
-            if waited_s > wait_s:
-                raise capacity_error(layout, nodes, "the cluster")
-            if not is_told and (lacks or waited_s > 2):
-                is_told = True
-                tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks or 'all busy'}")
+            if time.monotonic() > ends_at:
+                raise capacity_error(layout, live_node_resources(), "the cluster")
+            if time.monotonic() > say_at:
+                say_at = ends_at
+                lacks = layout.lacks(live_node_resources()) or "all busy"
+                tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks}")
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def _agents(seats: Any, layout: GroupedLayout) -> list[Any]:
+def _agents(reserved: Any, layout: GroupedLayout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -215,7 +197,7 @@ def _agents(seats: Any, layout: GroupedLayout) -> list[Any]:
                 num_gpus=layout.per_worker.get("GPU", 0),
                 max_concurrency=8,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    seats, placement_group_bundle_index=number // layout.each
+                    reserved, placement_group_bundle_index=number // layout.each
                 ),
             ).remote(source)
             for number in range(layout.least)

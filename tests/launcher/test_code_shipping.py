@@ -14,7 +14,7 @@ import pytest
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher.code_shipping import provide_folders
-from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
+from raytrain_ddp.launcher.rank_environment import Seat, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
 
 
@@ -43,28 +43,6 @@ def test_only_the_users_code_is_copied_from_a_folder(tmp_path: Path):
     kept = {"train.py", "lib/net.py", "data.txt", "lib/runs/z.py", "wandb/__init__.py"}
     assert names_in(there) == kept
     assert (there / "results").is_dir()
-    assert (
-        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
-    )
-
-
-def test_any_file_that_differs_on_another_machine_is_found(tmp_path: Path):
-    names = ("train.py", "lib/net.py", "config.yaml", "ops.so")
-    here, there = (written(tmp_path / name, *names) for name in ("here", "there"))
-
-    def different() -> str:
-        return code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there))
-
-    written(there, "checkpoint.pt")  # a script's own, on the machine of rank 0
-    assert different() == ""
-    for name in names:
-        (there / name).write_text("other")
-        assert different() == name
-        written(there, name)
-    written(here, "lib/new.py")
-    assert different() == "lib/new.py"
-    assert code_shipping.contents(tmp_path / "nowhere") is None
-    assert code_shipping.difference(code_shipping.contents(here), None) == "all"
 
 
 def test_links_are_copied_as_their_targets(tmp_path: Path):
@@ -90,27 +68,24 @@ def test_links_are_copied_as_their_targets(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "dataset").iterdir()) == ["1.png"]
     assert (there / "gone").is_symlink()
     assert not (there / "pipe").exists()
-    assert (
-        code_shipping.difference(code_shipping.contents(here), code_shipping.contents(there)) == ""
-    )
 
 
 class OtherMachine:
     """Another machine: the responses of its agents."""
 
-    def __init__(self, shared: bool = False, files: dict[str, str] | None = None) -> None:
-        self.shared, self.files, self.asked = shared, files, []
+    def __init__(self, shared: bool = False) -> None:
+        self.shared, self.asked = shared, list[str]()
 
     def __call__(self, workers: Sequence[Any], method: str, *args: Any) -> list[Any]:
         self.asked.append(method)
         if method == "exists":
             return [self.shared and Path(args[0]).exists() for _ in workers]
-        return [self.files if method == "contents" else "/copy" for _ in workers]
+        return ["/copy" for _ in workers]
 
 
-def provided(elsewhere: OtherMachine, program: str = "script.py") -> dict[int, str]:
-    others = assign_ranks([Placement(0, "b", "10.0.0.10", "w10")])
-    order = RunOptions(RunFlags(), program)
+def provided(elsewhere: OtherMachine, program: str = "script.py", **flags: Any) -> dict[int, str]:
+    others = assign_ranks([Seat(0, "b", "10.0.0.10", "w10")])
+    order = RunOptions(RunFlags(**flags), program)
     return provide_folders(order, others, elsewhere, elsewhere.asked.append)
 
 
@@ -121,14 +96,14 @@ def putting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ray)
 
 
-def test_a_folder_is_copied_unless_it_is_shared_or_the_same(tmp_path: Path, monkeypatch, putting):
+def test_a_folder_is_copied_unless_it_is_shared(tmp_path: Path, monkeypatch, putting: None):
     in_folder(monkeypatch, tmp_path)
     assert provided(seen := OtherMachine(shared=True)) == {}
     assert seen.asked == ["exists"]
     assert names_in(tmp_path) == {"script.py"}
-    assert provided(OtherMachine(files=code_shipping.contents(tmp_path))) == {}
-    for files in (None, {"script.py": "x"}):
-        assert provided(OtherMachine(files=files)) == {0: "/copy"}
+    assert provided(OtherMachine(shared=True), ship="always") == {0: "/copy"}
+    assert provided(OtherMachine()) == {0: "/copy"}
+    assert provided(OtherMachine(), ship="never") == {}
 
 
 def test_a_script_outside_the_copied_folder_is_refused(tmp_path: Path, monkeypatch, putting: None):

@@ -58,7 +58,7 @@ class Guarded:
         reported, tells = os.pipe()
         (folder / "own").mkdir()
         own = shutil.copy(GUARD, folder / "own")
-        guard = [sys.executable, "-I", "-S", str(own), str(tells), "-1"]
+        guard = [sys.executable, "-I", "-S", str(own), str(tells), os.devnull, str(folder)]
         starter = subprocess.Popen([*guard, *command], stdin=subprocess.PIPE, pass_fds=[tells])
         os.close(tells)
         assert starter.wait(10) == 0
@@ -130,7 +130,7 @@ def agent() -> Iterator[Agent]:
 
 def started(agent: Agent, script: str, folder: Path) -> None:
     command = [sys.executable, "-c", script]
-    agent.start(command, dict(os.environ), str(folder), slurm=False, feeds=False)
+    agent.start(command, dict(os.environ), str(folder), False, os.devnull)
 
 
 def taken(agent: Agent) -> list[tuple[str, Any]]:

@@ -261,7 +261,7 @@ def test_an_empty_value_is_reported_as_an_unset_variable(name: str, argv: list[s
 
 
 def test_some_values_may_be_empty():
-    argv = ["--log-line-prefix-template=", "--role", "", "--signals-to-handle=", "--export=", "x"]
+    argv = ["--log-line-prefix-template=", "--role", "", "--signals-to-handle=", "x"]
     assert parse_run(argv).flags.log_line_prefix_template == ""
     args = parse_with_recipe(["--data.classes", "", "b", "--model.args", "a="], command("fit"))
     assert (args.config.data.classes, args.config.model.args) == (("", "b"), {"a": ""})
