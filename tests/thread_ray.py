@@ -44,7 +44,6 @@ class Actor:
             raise RayTaskError(error) from error
 
     def end(self) -> None:
-        self.made.signal("kill")
         self.made.clean()
         self._pool.shutdown(wait=False)
 

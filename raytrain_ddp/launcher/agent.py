@@ -145,11 +145,11 @@ class Agent:
         args = (self._guard, reports, own)
         threading.Thread(target=self._attend, args=args, daemon=True).start()
 
-    def signal(self, instruction: str) -> None:
-        """The number of a signal for the script and its children, or ``kill``."""
+    def signal(self, number: int, grace_s: float) -> None:
+        """Sends a signal to the script and its children, and kills them after a while."""
         if self._guard is not None and self._guard.stdin is not None:
             with suppress(OSError, ValueError):  # it has ended
-                self._guard.stdin.write(f"{instruction}\n".encode())
+                self._guard.stdin.write(f"{number} {grace_s}\n".encode())
 
     def take(self, wait_s: float) -> tuple[float, list[tuple[str, Any]]]:
         """The time by this machine's monotonic clock, and what is new, waiting up to `wait_s`:

@@ -16,7 +16,6 @@ from raytrain_ddp.launcher.worker_group import WorkerGroup, reason
 _TAKE_S = 5.0
 _POLL_S = 0.1
 _SETTLE_S = 0.3  # simultaneous failures are all reported before we send a signal
-_UNANSWERED_S = 10.0  # after SIGKILL, by a node that is off
 _SAY_AFTER_S = 2.0  # when to report which ranks have not ended
 _NEVER = float("inf")
 
@@ -42,7 +41,7 @@ class Attempt:
         self._group, self._output, self._grace_s, self._stops = group, output, grace_s, stops
         self._tell = tell
         self._sent = self._stops_seen = 0  # the last signal
-        self._failed_at = self._due_at = self._say_at = _NEVER
+        self._failed_at = self._say_at = _NEVER
         # How far the driver's clock is ahead of each node's: the least seen, as news takes a while.
         self._ahead_s: dict[int, float] = {}
         self._ends: dict[int, RankExit] = {}
@@ -63,10 +62,7 @@ class Attempt:
     def _listen(self) -> None:
         import ray
 
-        asked = [*self._waiting]
-        if ready := ray.wait(asked, num_returns=1, timeout=_POLL_S)[0]:
-            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=0)
-        for answer in ready:
+        for answer in ray.wait([*self._waiting], num_returns=1, timeout=_POLL_S)[0]:
             rank = self._waiting.pop(answer)
             try:
                 theirs, news = ray.get(answer)
@@ -90,34 +86,26 @@ class Attempt:
             self._failed_at = min(self._failed_at, time.monotonic())
 
     def _decide(self, now: float) -> None:
-        """Sends the signals that are due."""
-        left = [rank for rank in self._waiting.values() if rank not in self._ends]
+        """Sends the signals that are due; a second one of the user's is SIGKILL."""
         if len(self._stops) > self._stops_seen:
             self._stops_seen = len(self._stops)
-            self._send(signal.SIGKILL if self._stops_seen > 1 else self._stops[0], left, now)
+            is_first = self._stops_seen == 1
+            self._send(self._stops[0] if is_first else signal.SIGKILL, now)
         elif now - self._failed_at > _SETTLE_S and not self._sent:
-            self._send(signal.SIGTERM, left, now)
-        elif now > self._due_at and self._sent != signal.SIGKILL:
-            self._send(signal.SIGKILL, left, now)
-        elif now > self._due_at and (left or self._stops):  # nodes that are off, or last lines
-            self._due_at, self._waiting = _NEVER, {}
-            for rank in left:
-                self._ends[rank] = RankExit(None, now, lost="its node does not respond")
-        elif now > self._say_at and left:
+            self._send(signal.SIGTERM, now)
+        left = [rank for rank in self._waiting.values() if rank not in self._ends]
+        if now > self._say_at and left:
             self._say_at = _NEVER
-            then = "giving up" if self._sent == signal.SIGKILL else "SIGKILL"
-            self._tell(
-                f"{signal_name(self._sent)} sent; waiting for {format_ranks(left)} to end "
-                f"({then} in {max(0.0, self._due_at - now):.0f} s, or at the next Ctrl-C)"
-            )
+            sent, ranks = signal_name(self._sent), format_ranks(left)
+            then = f"SIGKILL {self._grace_s:g} s after it, or at the next Ctrl-C"
+            self._tell(f"{sent} sent; waiting for {ranks} to end ({then})")
 
-    def _send(self, number: int, left: Sequence[int], now: float) -> None:
-        is_kill = number == signal.SIGKILL
-        # Processes that a script left behind have a time limit of their own, until SIGKILL.
-        for rank in [*self._waiting.values()] if is_kill else left:
-            self._group.agent(rank).signal.remote("kill" if is_kill else str(int(number)))
+    def _send(self, number: int, now: float) -> None:
+        grace_s = 0 if number == signal.SIGKILL else self._grace_s
+        for rank in self._waiting.values():
+            if not grace_s or rank not in self._ends:  # its leftovers have a limit of their own
+                self._group.agent(rank).signal.remote(int(number), grace_s)
         self._sent, self._say_at = number, now + _SAY_AFTER_S
-        self._due_at = now + (_UNANSWERED_S if is_kill else self._grace_s)
 
     def _by_our_clock(self, rank: int, end: RankExit) -> RankExit:
         if end.status is None:

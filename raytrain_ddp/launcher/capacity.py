@@ -13,8 +13,7 @@ from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
-from raytrain_ddp.ray_backend.placement import Layout, local_resources
-from raytrain_ddp.ray_backend.placement import workers_that_fit as places
+from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.ray_backend.ray_settings import SETTINGS
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024  # no large objects in the embedded Ray
@@ -23,33 +22,45 @@ NodeResources = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class GroupedLayout(Layout):
-    """A layout whose workers are placed in groups of `each`; a group is on one node.
+class Layout:
+    """What is requested from Ray: `count` workers, in groups of `each` on one node.
 
     Args:
+        per_worker: the resources of one.
         apart: whether each group has a node of its own.
     """
 
-    each: int = 1
+    count: int
+    each: int
+    per_worker: Mapping[str, float]
     apart: bool = False
+
+    @property
+    def said(self) -> str:
+        """``2 workers``"""
+        return f"{self.count} worker{'s' if self.count > 1 else ''}"
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """The bundles to request from Ray, one per group."""
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
-        return [dict(one) for _ in range(self.least // self.each)]
+        return [dict(one) for _ in range(self.count // self.each)]
+
+    def groups_on(self, node: Mapping[str, float]) -> int:
+        """The number of groups that fit on a node with these resources."""
+        shares = (node.get(name, 0) / amount for name, amount in self.per_worker.items())
+        groups = int(min(shares) + 1e-9) // self.each
+        return min(1, groups) if self.apart else groups
 
     def lacks(self, nodes: NodeResources) -> str:
         """``""``, or a short description of the resources missing on these nodes."""
-        want = self.least // self.each
-        fit = [places(self, [node]) // self.each for node in nodes]
-        have = sum(map(bool, fit)) if self.apart else sum(fit)
+        want, have = self.count // self.each, sum(map(self.groups_on, nodes))
         share = ", ".join(f"{amount:g} {name}" for name, amount in self.bundles[0].items())
         kind = "nodes" if self.apart else "places"
         return "" if have >= want else f"{kind} with {share}: want {want}, have {have}"
 
 
-def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
+def layout_for(flags: RunFlags, nodes: NodeResources) -> Layout:
     """The layout that the flags request, on nodes with these resources.
 
     Raises:
@@ -59,7 +70,7 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
     asked, gpus = flags.nproc_per_node or "1", float(flags.gpus_per_worker or 1)
     with_gpus = [node for node in nodes if node.get("GPU", 0) >= gpus]
     counts_gpus = asked == "gpu" or (asked == "auto" and bool(with_gpus))
-    use_gpu = flags.use_gpu or counts_gpus
+    use_gpu = flags.use_gpu or flags.gpus_per_worker is not None or counts_gpus
     usable = with_gpus if use_gpu else [node for node in nodes if node.get("CPU", 0)]
     if use_gpu and not usable and (counts_gpus or flags.num_workers is None):
         raise PreflightError(
@@ -72,7 +83,7 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
             raise ConfigError(
                 "how many processes? --num-workers N before the script, or --use-gpu: one per GPU."
             )
-        return _layout(count, 1, flags.cpus_per_worker or 1, gpus * use_gpu)
+        return Layout(count, 1, _resources(flags.cpus_per_worker or 1, gpus * use_gpu))
     least, most = flags.node_range or (1, max(1, len(usable)))
     taken = sorted(usable, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))[-most:]
     smallest = {name: min((n.get(name, 0) for n in taken), default=1) for name in ("CPU", "GPU")}
@@ -86,21 +97,20 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
             use_gpu, usable = True, roomy
         share = min(1.0, max((node.get("CPU", 0) for node in usable), default=1.0) / each)
         cpus = max(LEAST_OF_RESOURCE, math.floor(share * 1000) / 1000)
-    one = _layout(each, each, flags.cpus_per_worker or cpus, gpus * use_gpu, apart=True)
-    fit = sum(places(one, [node]) >= each for node in usable)
-    count = each * max(least, min(most, fit))
-    return replace(one, least=count, most=count)
+    per_worker = _resources(flags.cpus_per_worker or cpus, gpus * use_gpu)
+    one = Layout(each, each, per_worker, apart=True)
+    groups = max(least, min(most, sum(map(one.groups_on, usable))))
+    return replace(one, count=each * groups)
 
 
-def _layout(count: int, each: int, cpus: float, gpus: float, apart: bool = False) -> GroupedLayout:
-    per_worker = {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
-    return GroupedLayout(count, count, gpus > 0, per_worker, "", each, apart)
+def _resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
-def capacity_error(layout: GroupedLayout, nodes: NodeResources, where: str) -> PreflightError:
+def capacity_error(layout: Layout, nodes: NodeResources, where: str) -> PreflightError:
     """The error for workers that do not fit on these nodes, or not beside other jobs."""
     lacks = layout.lacks(nodes) or "other jobs use the resources (ray status)"
-    verb = "does" if layout.least == 1 else "do"
+    verb = "does" if layout.count == 1 else "do"
     return PreflightError(
         f"{layout.said} {verb} not fit on {where}: {lacks}. Ask for fewer or smaller ones, or pass "
         "the --address of a larger Ray cluster."
@@ -124,7 +134,9 @@ def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
             raise capacity_error(layout, [have], "this machine")
         options = {
             "include_dashboard": False,
-            "num_cpus": max(1, math.ceil(layout.least_needed()["CPU"])),  # a process for each
+            "num_cpus": max(
+                1, math.ceil(layout.count * layout.per_worker["CPU"])
+            ),  # a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

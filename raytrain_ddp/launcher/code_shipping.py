@@ -16,7 +16,6 @@ from typing import Any
 
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.rank_environment import Worker
-from raytrain_ddp.launcher.run_options import RunOptions
 
 _MARK = ".raytrain-run-"  # prefix of marker files, which reveal a shared folder
 _MAX_BYTES = 100 * 1024 * 1024
@@ -35,30 +34,22 @@ AskAgents = Callable[..., list[Any]]
 
 
 def provide_folders(
-    options: RunOptions, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
+    ship: str, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
 ) -> dict[int, str]:
     """The folders of the nodes that work in a copy, by their rank. Others share the driver's.
 
     Args:
+        ship: ``auto``, ``always`` or ``never``.
         elsewhere: the first worker of each node except the driver's.
 
     Raises:
-        PreflightError: the folder cannot be copied, or the script is outside of it.
+        PreflightError: the folder cannot be copied.
     """
     here = Path.cwd()
-    if not elsewhere or options.flags.ship == "never":
+    if not elsewhere or ship == "never":
         return {}
-    script = os.path.normpath(here / options.program)
-    if options.is_script and not Path(script).is_relative_to(here):
-        for worker, is_there in zip(elsewhere, ask(elsewhere, "exists", script), strict=True):
-            if not is_there:
-                raise PreflightError(
-                    f"{script} is not on {worker.where}, and is not copied there, as it is outside "
-                    f"the folder in which run was called, {here}. Call run in the script's folder "
-                    "or one above it."
-                )
     lacks = elsewhere
-    if options.flags.ship == "auto":  # a new file reveals a shared folder
+    if ship == "auto":  # a new file reveals a shared folder
         with suppress(OSError), tempfile.NamedTemporaryFile(prefix=_MARK, dir=here) as mark:
             seen = ask(elsewhere, "exists", mark.name)
             lacks = [worker for worker, sees in zip(elsewhere, seen, strict=True) if not sees]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,10 +16,7 @@ _UNRECORDED = (
     "hint: this is the rank that exited first. Put torch's @record on the main function "
     "(torch.distributed.elastic.multiprocessing.errors) to see the one that raised first."
 )
-_BY_SIGNAL = {
-    -signal.SIGKILL: "the system often sends it when memory runs out: see dmesg or the system log.",
-    -signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where it crashed.",
-}
+_KILLED = "hint: the system often sends SIGKILL when memory runs out: see dmesg or the system log."
 
 
 @dataclass(frozen=True)
@@ -76,28 +74,33 @@ def first_failure(ends: Mapping[int, RankExit]) -> int | None:
     return min(failed, key=lambda rank: (ends[rank].status is not None, failed[rank]), default=None)
 
 
-def failure_report(
-    rank: int, ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output
-) -> str:
-    """The first failing rank: where, how, its last lines; and how the others ended."""
+def report_exit(ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output) -> int:
+    """Shows the first failing rank, if any: where, how, its last lines; and how the others ended.
+
+    Returns:
+        Its exit status, or 0.
+    """
+    rank = first_failure(ends)
+    if rank is None:
+        return 0
     end = ends[rank]
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {end.said}"]
     lines += [f"  {line}" for line in end.raised.splitlines() or output.last(rank)]
-    if end.status in _BY_SIGNAL and not end.asked:
-        lines.append(f"hint: {_BY_SIGNAL[end.status]}")
+    if end.status == -signal.SIGKILL and not end.asked:
+        lines.append(_KILLED)
     groups: dict[str, list[int]] = {}
+    failed = [each for each, its in ends.items() if its.status and its.failed_at is not None]
     for other in sorted(ends.keys() - {rank}):
-        last: Sequence[str] = ()
-        if ends[other].failed_at is not None:
-            last = ends[other].raised.splitlines() or output.last(other)
-        groups.setdefault(": ".join([ends[other].said, *last[-1:]]), []).append(other)
+        last = ends[other].raised.splitlines() or output.last(other)
+        text = ": ".join([ends[other].said, *(last[-1:] if other in failed else [])])
+        groups.setdefault(text, []).append(other)
     if groups:
-        said = [f"{format_ranks(ranks)} {said}" for said, ranks in groups.items()]
+        said = [f"{format_ranks(ranks)} {text}" for text, ranks in groups.items()]
         lines.append(f"the others: {first_names(said, by='; ')}")
-    failed = [each for each in ends.values() if each.failed_at is not None and each.status]
-    if len(failed) > 1 and not any(each.raised for each in failed):
+    if len(failed) > 1 and not any(ends[each].raised for each in failed):
         lines.append(_UNRECORDED)
-    return "\n".join(lines)
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return end.exit_status
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

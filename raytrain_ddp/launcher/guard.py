@@ -7,8 +7,9 @@
 - the guard moves to the background: Ray kills the children of a worker that ends, but nobody would
   kill their children;
 - the folder OWN is removed at the end, so it never outlives the starting process;
-- a line on standard input is the number of a signal for the script's process group, or ``kill``.
-  When standard input ends because the starting process is gone, all descendants are killed;
+- a line on standard input is the number of a signal for the script's process group, and the
+  seconds after which all descendants are killed, as they are when standard input ends because the
+  starting process is gone;
 - processes left behind by the script, including daemons, are ended.
 
 As soon as the script has ended, a line of JSON on REPORT_FD says how: `status` as in subprocess,
@@ -93,17 +94,21 @@ def _as_if_started_by_a_shell() -> None:
 
 def _obey(script: int, sent: Sent) -> None:
     """Carries out the instructions on standard input."""
-    is_open = True
-    while is_open:
-        instructions = os.read(0, 4096).split()
-        is_open = bool(instructions)
-        for instruction in instructions or [b"kill"]:
-            number = signal.SIGKILL if instruction == b"kill" else int(instruction)
-            sent.append((number, time.monotonic()))
+    with open(0, "rb", buffering=0) as lines:
+        for line in lines:
+            number, grace_s = line.split()
+            sent.append((int(number), time.monotonic()))
             with suppress(OSError):  # it has just ended
-                os.killpg(script, number)
-            if number == signal.SIGKILL:
-                _signal_descendants(number)
+                os.killpg(script, int(number))
+            killer = threading.Timer(float(grace_s), _kill, [sent])
+            killer.daemon = True
+            killer.start()
+    _kill(sent)
+
+
+def _kill(sent: Sent) -> None:
+    sent.append((signal.SIGKILL, time.monotonic()))
+    _signal_descendants(signal.SIGKILL)
 
 
 def _recorded(path: str) -> dict[str, object]:
@@ -119,7 +124,7 @@ def _recorded(path: str) -> dict[str, object]:
 
 
 def _end_leftovers(sent: Sent) -> None:
-    """SIGTERM, then after a while or on ``kill`` SIGKILL, until there are no children."""
+    """SIGTERM, then after a while or when all are killed SIGKILL, until there are no children."""
     deadline = time.monotonic() + _LEFTOVERS_GRACE_S
     _signal_descendants(signal.SIGTERM)
     while True:

@@ -148,14 +148,6 @@ def base_environment(
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 
-def not_passed_on(driver: Mapping[str, str], workers: Sequence[Worker]) -> list[str]:
-    """The driver's variables that do not reach the ranks, or only with a different value."""
-    names = {name for name in driver if name.startswith("RAY_") or _OF_A_LAUNCHER.fullmatch(name)}
-    if any(worker.gpus or worker.seat.node_has_gpus for worker in workers):
-        names |= driver.keys() & {"CUDA_VISIBLE_DEVICES"}
-    return sorted(names)
-
-
 def rank_variables(
     flags: RunFlags, group: RankedGroup, worker: Worker, base: Mapping[str, str]
 ) -> dict[str, str]:

@@ -54,7 +54,7 @@ class RunFlags:
     cpus_per_worker: float | None = None
     """CPUs to reserve per worker. Also sets its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
     gpus_per_worker: int | None = None
-    """GPUs to reserve per worker, with --use-gpu. Default: 1, or all of the node with --per
+    """GPUs to reserve per worker, as with --use-gpu. Default: 1, or all of the node with --per
     node."""
     per: Literal["worker", "node"] = "worker"
     """Start one process per worker or per node. node is for scripts that spawn the other processes
@@ -116,26 +116,12 @@ class RunFlags:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
         require_least(self, cpus_per_worker=LEAST_OF_RESOURCE, master_port=0)
         counted = self.nproc_per_node is not None
-        for is_wrong, message in (
-            (
-                self.gpus_per_worker is not None and not (self.use_gpu or counted),
-                "--gpus-per-worker is for --use-gpu: add it.",
-            ),
-            (
-                self.num_workers is not None and (counted or self.nnodes is not None),
-                "--num-workers counts all processes: remove --nproc-per-node and --nnodes.",
-            ),
-            (
-                counted and self.per == "node",
-                "--per node starts one process on each node: remove --nproc-per-node.",
-            ),
-            (
-                self.standalone and self.address is not None,
-                "--standalone uses only this machine: remove it or --address.",
-            ),
-        ):
-            if is_wrong:
-                raise ConfigError(message)
+        if self.num_workers is not None and (counted or self.nnodes is not None):
+            raise ConfigError("--num-workers is the total: remove --nproc-per-node and --nnodes.")
+        if counted and self.per == "node":
+            raise ConfigError("--per node is one process on each: remove --nproc-per-node.")
+        if self.standalone and self.address is not None:
+            raise ConfigError("--standalone uses only this machine: remove it or --address.")
         streams = "must be 0 (none), 1 (stdout), 2 (stderr), 3 (both), or by local rank: 0:1,1:3"
         ranks = "must be all, none, or like 0,2,5"
         for name, pattern, rule in (
@@ -151,14 +137,6 @@ class RunFlags:
             require(is_right, f"--{name.replace('_', '-')}", value, rule)
         least, most = self.node_range or (1, 1)
         require(least <= most, "--nnodes", self.nnodes, "must be MIN:MAX, with MIN first")
-        count = self.num_workers
-        is_any = (
-            count is None
-            or self.show == "none"
-            or any(_is_in(self.show, each) for each in range(count))
-        )
-        rule = f"must name a rank below --num-workers = {count}"
-        require(is_any, "--show", self.show, rule)
         port = self.master_port or 0
         require(port < 1 << 16, "--master-port", port, "must be a port")
         for name in self.signals:
@@ -213,15 +191,8 @@ class RunOptions:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.flags.no_python:
-            require(not self.module, "-m", self.program, "does not work with --no-python")
-            rule = "is for Python scripts; put --local_rank={local_rank} after the program"
-            require(not self.flags.legacy_local_rank, "--legacy-local-rank", True, rule)
-
-    @property
-    def is_script(self) -> bool:
-        """Whether the program is the path of a Python script."""
-        return not (self.module or self.flags.no_python)
+        is_both = self.module and self.flags.no_python
+        require(not is_both, "-m", self.program, "does not work with --no-python")
 
     def require_script(self, folder: Path) -> None:
         """Raises ConfigError if the script is not in the folder."""
@@ -229,7 +200,7 @@ class RunOptions:
         is_elsewhere = "/" not in program or os.path.isabs(program)  # each machine looks for it
         if self.module or path.is_file() or (self.flags.no_python and is_elsewhere):
             return
-        if self.is_script and (path / "__main__.py").is_file():
+        if not self.flags.no_python and (path / "__main__.py").is_file():
             return
         hint = did_you_mean(program, (p.name for p in folder.glob("*.py")))
         if program in ("torchrun", "python", "python3", "accelerate", "deepspeed"):

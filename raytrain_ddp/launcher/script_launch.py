@@ -8,8 +8,8 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
@@ -17,12 +17,7 @@ from types import FrameType
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher.attempt import Attempt
 from raytrain_ddp.launcher.capacity import connected, layout_for
-from raytrain_ddp.launcher.exit_report import (
-    RankExit,
-    failure_report,
-    first_failure,
-    format_ranks,
-)
+from raytrain_ddp.launcher.exit_report import format_ranks, report_exit
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import (
     RankedGroup,
@@ -30,7 +25,6 @@ from raytrain_ddp.launcher.rank_environment import (
     Worker,
     assign_ranks,
     base_environment,
-    not_passed_on,
     rank_variables,
 )
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
@@ -57,9 +51,19 @@ def run_script(options: RunOptions) -> int:
     """
     driver = dict(os.environ)  # before we or Ray add anything
     options.require_script(Path.cwd())
-    ours = [signal.Signals[name] for name in options.flags.signals]
+    ours = heeded(signal.Signals[name] for name in options.flags.signals)
+    stops: list[int] = []  # an exception in a handler could not pass through Ray's own code
+
+    def note(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+
+    def note_or_stop(number: int, _: FrameType | None) -> None:
+        stops.append(number)
+        if len(stops) > 1:  # while Ray is started or joined, which may hang
+            raise KeyboardInterrupt(stops[0])
+
     # Ray installs its own handler, so ours is installed again.
-    with _signals(ours) as stops, connected(options.flags, _tell), _signals(ours, stops):
+    with handling(ours, note_or_stop), connected(options.flags, _tell), handling(ours, note):
         return _attempts(options, driver, stops)
 
 
@@ -72,12 +76,10 @@ def preview(options: RunOptions, driver: Mapping[str, str] = os.environ) -> str:
     options.require_script(Path.cwd())
     layout = layout_for(options.flags, [local_resources()])
     gpus = int(layout.per_worker.get("GPU", 0))
-    seats = []
-    for number in range(layout.least):
-        node, first = divmod(number, layout.each) if layout.apart else (0, number)
-        ip = f"NODE{node}" if layout.apart else "127.0.0.1"
-        own = [str(gpu) for gpu in range(first * gpus, (first + 1) * gpus)]
-        seats.append(Seat(number, f"node-{node}", ip, host="", gpus=own))
+    seats = [
+        Seat(n, "here", "127.0.0.1", "", [str(gpu) for gpu in range(n * gpus, (n + 1) * gpus)])
+        for n in range(layout.count)
+    ]
     group = RankedGroup(assign_ranks(seats), options.flags.master_port or 29500, "0" * 32)
     base = base_environment(driver, {}, is_local=True)
     lines = [_NOTE]
@@ -99,51 +101,29 @@ def _attempts(options: RunOptions, driver: Mapping[str, str], stops: list[int]) 
             raise KeyboardInterrupt(stops[0])
 
     logs = _log_folder(flags, run_id) if flags.files else None
-    group: WorkerGroup | None = None
     status = 0
-    try:
+    with closing(nodes):
         check()
         for attempt in range(flags.max_restarts + 1):
             if attempt:
                 _tell(f"starting all again: restart {attempt} of {flags.max_restarts}")
             try:
-                if group is None:
-                    layout = layout_for(flags, nodes())
-                    group = WorkerGroup(options, layout, driver, _tell, check)
+                layout = layout_for(flags, nodes())
+                with closing(WorkerGroup(options, layout, driver, _tell, check)) as group:
                     _tell(_places(group.workers))
-                    if attempt == 0 and (changed := not_passed_on(driver, group.workers)):
-                        names = ", ".join(changed)
-                        _tell(f"not passed on from this shell, or overridden: {names}")
-                group.start(run_id, attempt)
-                folder = logs / f"attempt_{attempt}" if logs else None
-                with Output(flags, group.workers, folder, lambda: stops) as output:
-                    ends = Attempt(group, output, flags.grace_s, stops, _tell).run(nodes)
-                status = _reported(ends, group.workers, output)
-                is_lost = any(end.status is None for end in ends.values())
+                    group.start(run_id, attempt)
+                    folder = logs / f"attempt_{attempt}" if logs else None
+                    with Output(flags, group.workers, folder, lambda: stops) as output:
+                        ends = Attempt(group, output, flags.grace_s, stops, _tell).run(nodes)
+                    status = report_exit(ends, group.workers, output)
             except NodeLost as error:
                 _tell(str(error))
-                status, is_lost = error.exit_status, True
+                status = error.exit_status
             if stops:
                 return 128 + stops[0]
             if not status:
                 break
-            if is_lost and group is not None:
-                group.close()
-                group = None
-        return status
-    finally:
-        if group is not None:
-            group.close()
-        nodes.close()
-
-
-def _reported(ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output) -> int:
-    """Shows which rank failed first, if any; returns its exit status."""
-    failed = first_failure(ends)
-    if failed is None:
-        return 0
-    print(failure_report(failed, ends, workers, output), file=sys.stderr, flush=True)
-    return ends[failed].exit_status
+    return status
 
 
 def _log_folder(flags: RunFlags, run_id: str) -> Path:
@@ -170,21 +150,3 @@ def _places(workers: Sequence[Worker]) -> str:
 
 def _tell(text: str) -> None:
     print(f"run: {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _signals(ours: Sequence[int], noted: list[int] | None = None) -> Iterator[list[int]]:
-    """Collects the numbers of these signals, in `noted` if given: an exception raised in a handler
-    could not pass through Ray's own code.
-
-    Without `noted`, while Ray is started or joined, a second signal aborts that, as it may hang.
-    """
-    stops: list[int] = [] if noted is None else noted
-
-    def note(number: int, _: FrameType | None) -> None:
-        stops.append(number)
-        if noted is None and len(stops) > 1:
-            raise KeyboardInterrupt(stops[0])
-
-    with handling(heeded(ours), note):
-        yield stops

@@ -7,14 +7,13 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.launcher import agent, code_shipping, guard
-from raytrain_ddp.launcher.capacity import GroupedLayout, capacity_error
+from raytrain_ddp.launcher.capacity import Layout, capacity_error
 from raytrain_ddp.launcher.rank_environment import (
     RankedGroup,
     Seat,
@@ -56,7 +55,7 @@ class WorkerGroup:
     def __init__(
         self,
         options: RunOptions,
-        layout: GroupedLayout,
+        layout: Layout,
         driver: Mapping[str, str],
         tell: Tell,
         check: Check,
@@ -73,7 +72,9 @@ class WorkerGroup:
             self._here = str(ray.get_runtime_context().get_node_id())
             self.workers: Sequence[Worker] = assign_ranks(seats, self._here)
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            self._folders = code_shipping.provide_folders(options, first, self._ask, tell)
+            self._folders = code_shipping.provide_folders(
+                options.flags.ship, first, self._ask, tell
+            )
         except BaseException:
             self.close()
             raise
@@ -123,11 +124,10 @@ class WorkerGroup:
         """
         import ray
 
-        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
-        while len(ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)[0]) < len(asked):
+        ready, deadline = [], time.monotonic() + _ANSWER_TIMEOUT_S
+        while len(ready) < len(asked) and time.monotonic() < deadline:
+            ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)
             self._check()
-            if time.monotonic() > deadline:
-                break
         try:
             return [ray.get(each, timeout=1) for each in asked]
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -138,8 +138,7 @@ class WorkerGroup:
     def _release(self) -> None:
         import ray
 
-        for each in self._agents:  # immediately, and even if no head is left to end the agents
-            each.signal.remote("kill")
+        # Even if no head is left to end the agents.
         if cleaned := [each.clean.remote() for each in self._agents]:
             ray.wait(cleaned, num_returns=len(cleaned), timeout=1)
         for each in self._agents:
@@ -149,11 +148,9 @@ class WorkerGroup:
 
 def _input() -> str:
     """This process's standard input as a file, unless it is a terminal, which is the shell's."""
-    with suppress(OSError):  # closed
-        mode = os.fstat(0).st_mode
-        if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
-            return f"/proc/{os.getpid()}/fd/0"
-    return os.devnull
+    mode = os.fstat(0).st_mode
+    is_file = stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+    return f"/proc/{os.getpid()}/fd/0" if is_file else os.devnull
 
 
 def reason(error: Exception) -> str:
@@ -161,30 +158,28 @@ def reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no answer"])[-1][:300]
 
 
-def _reserve(wait_s: float, layout: GroupedLayout, tell: Tell, check: Check) -> Any:
+def _reserve(wait_s: float, layout: Layout, tell: Tell, check: Check) -> Any:
     """A placement group with resources for all workers."""
     from ray.util import placement_group, remove_placement_group
 
     strategy = "STRICT_SPREAD" if layout.apart else "PACK"
     group = placement_group(layout.bundles, strategy=strategy)
-    say_at = time.monotonic() + _SAY_AFTER_S
     ends_at = time.monotonic() + wait_s
     try:
+        if not group.wait(_SAY_AFTER_S):
+            lacks = layout.lacks(live_node_resources()) or "all busy"
+            tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks}")
         while not group.wait(_POLL_S):
             check()
             if time.monotonic() > ends_at:
                 raise capacity_error(layout, live_node_resources(), "the cluster")
-            if time.monotonic() > say_at:
-                say_at = ends_at
-                lacks = layout.lacks(live_node_resources()) or "all busy"
-                tell(f"waiting up to {wait_s:g} s for {layout.said}: {lacks}")
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def _agents(reserved: Any, layout: GroupedLayout) -> list[Any]:
+def _agents(reserved: Any, layout: Layout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -200,5 +195,5 @@ def _agents(reserved: Any, layout: GroupedLayout) -> list[Any]:
                     reserved, placement_group_bundle_index=number // layout.each
                 ),
             ).remote(source)
-            for number in range(layout.least)
+            for number in range(layout.count)
         ]

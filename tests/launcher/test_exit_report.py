@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from processes import ROOT
 
-from raytrain_ddp.launcher.exit_report import RankExit, failure_report, first_failure
+from raytrain_ddp.launcher.exit_report import RankExit, first_failure, report_exit
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Seat, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags
@@ -17,7 +18,9 @@ from raytrain_ddp.launcher.run_options import RunFlags
 WORKERS = assign_ranks([Seat(n, f"n{n}", f"10.0.0.{n}", f"w{n}") for n in range(3)])
 
 
-def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last():
+def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last(
+    capsys: pytest.CaptureFixture[str],
+):
     output = Output(RunFlags(show="none"), WORKERS, None)
     output.take(0, "stderr", b"before\nRuntimeError: rank 0\n")
     trace = "Traceback (most recent call last):\n  File x\nValueError: rank 2\n"
@@ -26,9 +29,8 @@ def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last():
         2: RankExit(-15, 10.6, asked=15, asked_at=10.5, raised=trace, raised_at=10.1),
         1: RankExit(-15, 11.0, asked=15, asked_at=10.5),
     }
-    assert first_failure(ends) == 2
-    assert ends[2].exit_status == 1
-    lines = failure_report(2, ends, WORKERS, output).splitlines()
+    assert report_exit(ends, WORKERS, output) == 1
+    lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("rank 2 failed first, on w2 (10.0.0.2): ")
     assert lines[3] == "  ValueError: rank 2"
     assert lines[-1] == (
@@ -45,16 +47,14 @@ def test_without_torchs_error_files_the_first_exit_counts_and_a_signal_of_ours_d
     assert first_failure(ends) is None
 
 
-def test_a_lost_node_is_the_cause_of_its_peers_errors():
+def test_a_lost_node_is_the_cause_of_its_peers_errors(capsys: pytest.CaptureFixture[str]):
     ends = {
         0: RankExit(1, 10.0),
         1: RankExit(None, 15.0, lost="the node died"),
         2: RankExit(0, 9.0),
     }
-    assert first_failure(ends) == 1
-    assert ends[1].exit_status == 7
-    report = failure_report(1, ends, WORKERS, Output(RunFlags(), WORKERS, None))
-    assert "lost: the node died" in report
+    assert report_exit(ends, WORKERS, Output(RunFlags(), WORKERS, None)) == 7
+    assert "rank 1 failed first, on w1 (10.0.0.1): lost: the node died" in capsys.readouterr().err
 
 
 SLOW_CONSOLE = """

@@ -91,13 +91,13 @@ def pids_in(file: Path) -> list[int]:
     return [int(pid) for pid in file.read_text().split()]
 
 
-@pytest.mark.parametrize("end", ["its owner goes", "kill"])
+@pytest.mark.parametrize("end", ["its owner goes", "a signal that is ignored"])
 def test_the_guard_leaves_no_processes(end: str, tmp_path: Path):
     stubborn = [sys.executable, "-c", STUBBORN, str(tmp_path / "pids")]
     with Guarded(tmp_path, *stubborn) as guarded:
         pids = pids_in(tmp_path / "pids")
-        if end == "kill":
-            guarded.say("kill")
+        if end == "a signal that is ignored":
+            guarded.say("15 0.1")
         else:
             guarded.pipe.close()
         assert guarded.report()["status"] == -9
@@ -110,11 +110,11 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
     """Only the script ignores SIGTERM; SIGUSR1 ends it; its daemon is left over."""
     with Guarded(tmp_path, sys.executable, "-c", STUBBORN, str(tmp_path / "pids")) as guarded:
         script, child, daemon = pids_in(tmp_path / "pids")
-        guarded.say(str(int(signal.SIGTERM)))
+        guarded.say("15 600")
         wait_until(lambda: not alive(child))
         assert alive(script)
         assert alive(daemon)
-        guarded.say(str(int(signal.SIGUSR1)))
+        guarded.say(f"{int(signal.SIGUSR1)} 600")
         ended = guarded.report()
         assert (ended["status"], ended["asked"]) == (-signal.SIGUSR1, signal.SIGUSR1)
         wait_until(lambda: not alive(daemon))
@@ -124,7 +124,7 @@ def test_a_signal_goes_to_the_script_and_its_children_and_leftovers_end_with_it(
 def agent() -> Iterator[Agent]:
     each = Agent(GUARD.read_text())
     yield each
-    each.signal("kill")
+    each.signal(9, 0)
     each.clean()
 
 
@@ -155,7 +155,7 @@ def test_a_signal_right_after_the_start_is_not_lost(tmp_path: Path):
     for _ in range(3):
         agent = Agent(GUARD.read_text())
         started(agent, "import time; time.sleep(600)", tmp_path)
-        agent.signal("15")
+        agent.signal(15, 600)
         (end,) = (value for kind, value in taken(agent) if kind == "end")
         assert (end["status"], end["asked"]) == (-15, 15)
         agent.clean()
