@@ -124,7 +124,8 @@ class WorkerGroup:
         """
         import ray
 
-        ready, deadline = [], time.monotonic() + _ANSWER_TIMEOUT_S
+        ready: list[Any] = []
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while len(ready) < len(asked) and time.monotonic() < deadline:
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_POLL_S)
             self._check()

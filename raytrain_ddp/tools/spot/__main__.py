@@ -14,18 +14,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from http.client import HTTPException
 
-from raytrain_ddp.tools.spot.cloud_notices import CLOUDS, Cloud, Metadata, Notice
+from raytrain_ddp.tools.spot.cloud_notices import CLOUDS, Notice, asks
 
 _RESERVE_S = 5.0  # `ray drain-node` counts from its own start, which takes seconds
 _TRY_S = 20.0  # an answer of `ray drain-node` takes 2 to 8 s
@@ -35,76 +35,55 @@ def say(text: str) -> None:
     print(f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ} spot: {text}", flush=True)
 
 
-def await_notice(cloud: Cloud, every_s: float) -> Notice:
-    """The first notice with an end; says what else there is once, also that there is no answer."""
-    said: set[str] = set()
-    lost = False
+def await_notice(look: Callable[[], Notice | None], every_s: float) -> Notice:
+    """The first notice; says once that there is no answer."""
+    is_lost = False
     while True:
         try:
-            notices = cloud.look()
-            if lost:
-                say("the metadata service answers again")
-            lost = False
-        except (OSError, HTTPException, ValueError) as error:
-            notices = []
-            if not lost:
-                say(f"no notice can be read ({type(error).__name__}: {error}); asking again")
-            lost = True
-        for notice in notices:
-            if notice.left_s is not None:
+            if notice := look():
                 say(notice.text)
                 return notice
-            if notice.text not in said:
-                say(f"{notice.text}: nothing is drained")
-                said.add(notice.text)
+            is_lost = False
+        except (OSError, HTTPException, ValueError) as error:
+            if not is_lost:
+                say(f"no notice can be read ({type(error).__name__}: {error}); asking again")
+            is_lost = True
         time.sleep(every_s)
 
 
-def drain(notice: Notice, address: str, node: str | None, try_s: float | None = None) -> bool:
+def drain(notice: Notice, node: str | None, try_s: float = math.inf) -> bool:
     """Whether Ray has accepted that this node ends; asked again until then, or until it has ended.
 
     Args:
         node: the node's id in hex; None: that of this machine.
-        try_s: how long it is asked at most; None: until the node has ended.
+        try_s: how long it is asked at most.
     """
-    left_s = notice.left_s or 0.0
-    ends_at = time.monotonic() + left_s
-    ask_until = ends_at if try_s is None else min(ends_at, time.monotonic() + try_s)
+    ends_at = time.monotonic() + notice.left_s
+    ask_until = min(ends_at, time.monotonic() + try_s)
     command = ["ray", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     command += ["--reason-message", notice.text, *(["--node-id", node] if node else [])]
     while (now := time.monotonic()) < ask_until:
         left = max(1, int(ends_at - now - _RESERVE_S))
+        words = [*command, "--deadline-remaining-seconds", str(left)]
+        limit_s = min(_TRY_S, max(5.0, ask_until - now))
         try:
-            done = subprocess.run(
-                [*command, "--deadline-remaining-seconds", str(left)],
-                # Without it, Ray might ask for the node's id by starting another Ray.
-                env={**os.environ, "RAY_ADDRESS": address},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                timeout=min(_TRY_S, max(5.0, ask_until - now)),
-                check=False,
-            )
+            subprocess.run(words, capture_output=True, timeout=limit_s, check=True)
         except subprocess.TimeoutExpired:
-            why = "no answer"
+            say("ray drain-node: no answer")
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace").strip().splitlines()
+            say(f"ray drain-node: {(said or [error])[-1]}")
         else:
-            if done.returncode == 0:
-                say(f"this node is drained and ends in {left} s")
-                return True
-            why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        say(f"ray drain-node: {why}")
+            say(f"this node is drained and ends in {left} s")
+            return True
         time.sleep(min(1.0, max(0.0, ask_until - time.monotonic())))
     return False
 
 
 def parser() -> argparse.ArgumentParser:
     """The words of the command line."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m raytrain_ddp.tools.spot", description=__doc__, formatter_class=form
-    )
+    name, form = "python -m raytrain_ddp.tools.spot", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=form)
     parser.add_argument("cloud", choices=[*CLOUDS, "now"], help="cloud to watch; now: drain now")
     parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help="Ray address")
     parser.add_argument("--seconds", type=_seconds, help="now: seconds until the node ends")
@@ -115,51 +94,42 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _seconds(word: str) -> float:
-    value = float(word)
-    if not 0 <= value < math.inf:
+    if not 0 <= float(word) < math.inf:
         raise ValueError
-    return value
+    return float(word)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """The exit status: 0 drained or already watched, 1 not drained, 2 called wrongly."""
     command = parser()
     options = command.parse_args(words)
-    if not options.address:
+    address, node = options.address, options.node_id
+    if not address:
         command.error("give --address HOST:PORT of Ray's head, or set RAY_ADDRESS")
     if (options.cloud == "now") != (options.seconds is not None):
         command.error("`now` needs --seconds; the clouds do not take it")
     if shutil.which("ray") is None:
         command.error("no `ray` on the PATH")
+    os.environ["RAY_ADDRESS"] = address  # or Ray might ask for the node's id by starting another
     if options.cloud == "now":
-        return _drain_now(options.seconds, options.address, options.node_id)
-    lock = socket.socket(socket.AF_UNIX)  # gone with this process
-    try:
-        lock.bind(f"\0raytrain-spot-watch {os.getuid()} {options.address} {options.node_id}")
-    except OSError:
-        say(f"another process watches the node of {options.address}")
+        # A pod's container gets SIGTERM when this returns, so it returns last. If there is no head
+        # any more, as when the whole cluster is taken down, nobody waits long.
+        ends_at = time.monotonic() + options.seconds
+        if not drain(Notice("this pod is taken away", options.seconds), node, _TRY_S):
+            return 1
+        time.sleep(max(0.0, ends_at - time.monotonic()))
         return 0
-    with lock:
-        cloud = CLOUDS[options.cloud]
-        url = options.metadata or cloud.URL
-        if not re.fullmatch(r"http://[^/]+/?", url):
-            command.error(f"--metadata {url}: want http://HOST")
+    with socket.socket(socket.AF_UNIX) as lock:  # gone with this process
+        try:
+            lock.bind(f"\0raytrain-spot-watch {os.getuid()} {address} {node}")
+        except OSError:
+            say(f"another process watches the node of {address}")
+            return 0
+        look, url = CLOUDS[options.cloud]
+        url = options.metadata or url
         say(f"looks for notices of {options.cloud} at {url} every {options.every_s:g} s")
-        notice = await_notice(cloud(Metadata(url)), options.every_s)
-        return 0 if drain(notice, options.address, options.node_id) else 1
-
-
-def _drain_now(seconds: float, address: str, node: str | None) -> int:
-    """A pod's end: its container gets SIGTERM when this returns, so it returns last.
-
-    Without workers on it the node ends by itself at once, and this with its container. If there is
-    no head any more, as when the whole cluster is taken down, nobody waits long.
-    """
-    ends_at = time.monotonic() + seconds
-    if not drain(Notice("this pod is taken away", seconds), address, node, try_s=_TRY_S):
-        return 1
-    time.sleep(max(0.0, ends_at - time.monotonic()))
-    return 0
+        notice = await_notice(partial(look, asks(url)), options.every_s)
+        return 0 if drain(notice, node) else 1
 
 
 if __name__ == "__main__":
