@@ -20,7 +20,7 @@ COMMAND = Command(
     "[--FLAG VALUE ...] [-m] SCRIPT [ARGUMENT ...]",
     {
         "Workers": ["num-workers", "nproc-per-node", "nnodes", "use-gpu", "cpus-per-worker", "per"],
-        "Script": ["env", "max-restarts", "dry-run"],
+        "Script": ["env", "max-restarts"],
         "Output": ["show", "log-dir"],
         "Cluster": ["address", "standalone", "ship"],
     },
@@ -48,11 +48,8 @@ def main(argv: Sequence[str]) -> int:
     order = parse(argv, os.environ)
     for note in order.notes:
         print(f"run: {note}", file=sys.stderr)
-    from raytrain_ddp.launcher.script_launch import preview, run_script
+    from raytrain_ddp.launcher.script_launch import run_script
 
-    if order.flags.dry_run:
-        print(preview(order))
-        return 0
     return run_script(order)
 
 

@@ -18,7 +18,7 @@ from raytrain_ddp.errors import PreflightError
 BUFFERED = {k: v for k, v in {**os.environ, **ENVIRONMENT}.items() if k != "PYTHONUNBUFFERED"}
 CALLS = [
     *("fit --help", "fit --help-all", "fit --print-config", "fit --dry-run", "fit --emit command"),
-    *("run --help", "run --num-workers 2 --dry-run -m x", "report --help", "convert --help"),
+    *("run --help", "report --help", "convert --help"),
 ]
 # A command's main.
 MAIN = """

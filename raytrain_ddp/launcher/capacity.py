@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raytrain_ddp.config.validation import LEAST_OF_RESOURCE
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.run_options import RunFlags
 from raytrain_ddp.ray_backend.cluster import is_connected, ray_connection
 from raytrain_ddp.ray_backend.placement import local_resources
@@ -22,7 +23,7 @@ NodeResources = Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class GroupedLayout:
     """What is requested from Ray: `count` workers, in groups of `each` on one node.
 
     Args:
@@ -44,7 +45,7 @@ class Layout:
     def bundles(self) -> list[dict[str, float]]:
         """The bundles to request from Ray, one per group."""
         one = {name: amount * self.each for name, amount in self.per_worker.items()}
-        return [dict(one) for _ in range(self.count // self.each)]
+        return [one] * (self.count // self.each)
 
     def groups_on(self, node: Mapping[str, float]) -> int:
         """The number of groups that fit on a node with these resources."""
@@ -60,7 +61,7 @@ class Layout:
         return "" if have >= want else f"{kind} with {share}: want {want}, have {have}"
 
 
-def layout_for(flags: RunFlags, nodes: NodeResources) -> Layout:
+def layout_for(flags: RunFlags, nodes: NodeResources) -> GroupedLayout:
     """The layout that the flags request, on nodes with these resources.
 
     Raises:
@@ -83,7 +84,7 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> Layout:
             raise ConfigError(
                 "how many processes? --num-workers N before the script, or --use-gpu: one per GPU."
             )
-        return Layout(count, 1, _resources(flags.cpus_per_worker or 1, gpus * use_gpu))
+        return GroupedLayout(count, 1, _resources(flags.cpus_per_worker or 1, gpus * use_gpu))
     least, most = flags.node_range or (1, max(1, len(usable)))
     taken = sorted(usable, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))[-most:]
     smallest = {name: min((n.get(name, 0) for n in taken), default=1) for name in ("CPU", "GPU")}
@@ -98,7 +99,7 @@ def layout_for(flags: RunFlags, nodes: NodeResources) -> Layout:
         share = min(1.0, max((node.get("CPU", 0) for node in usable), default=1.0) / each)
         cpus = max(LEAST_OF_RESOURCE, math.floor(share * 1000) / 1000)
     per_worker = _resources(flags.cpus_per_worker or cpus, gpus * use_gpu)
-    one = Layout(each, each, per_worker, apart=True)
+    one = GroupedLayout(each, each, per_worker, apart=True)
     groups = max(least, min(most, sum(map(one.groups_on, usable))))
     return replace(one, count=each * groups)
 
@@ -107,7 +108,7 @@ def _resources(cpus: float, gpus: float) -> dict[str, float]:
     return {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {})
 
 
-def capacity_error(layout: Layout, nodes: NodeResources, where: str) -> PreflightError:
+def capacity_error(layout: GroupedLayout, nodes: NodeResources, where: str) -> PreflightError:
     """The error for workers that do not fit on these nodes, or not beside other jobs."""
     lacks = layout.lacks(nodes) or "other jobs use the resources (ray status)"
     verb = "does" if layout.count == 1 else "do"
@@ -118,7 +119,7 @@ def capacity_error(layout: Layout, nodes: NodeResources, where: str) -> Prefligh
 
 
 @contextmanager
-def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
+def connected(flags: RunFlags) -> Iterator[None]:
     """Connects to Ray, or starts an embedded one with the needed resources and stops it afterward.
 
     Raises:
@@ -132,11 +133,10 @@ def connected(flags: RunFlags, tell: Callable[[str], None]) -> Iterator[None]:
         layout = layout_for(flags, [have])
         if layout.lacks([have]):
             raise capacity_error(layout, [have], "this machine")
+        cpus = math.ceil(layout.count * layout.per_worker["CPU"])
         options = {
             "include_dashboard": False,
-            "num_cpus": max(
-                1, math.ceil(layout.count * layout.per_worker["CPU"])
-            ),  # a process for each
+            "num_cpus": max(1, cpus),  # Ray prestarts a process for each
             "num_gpus": int(have["GPU"]),
             "object_store_memory": _OBJECT_STORE_BYTES,
         }

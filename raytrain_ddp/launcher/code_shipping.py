@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.rank_environment import Worker
 
 _MARK = ".raytrain-run-"  # prefix of marker files, which reveal a shared folder
@@ -33,9 +34,7 @@ _OF_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 AskAgents = Callable[..., list[Any]]
 
 
-def provide_folders(
-    ship: str, elsewhere: Sequence[Worker], ask: AskAgents, tell: Callable[[str], None]
-) -> dict[int, str]:
+def provide_folders(ship: str, elsewhere: Sequence[Worker], ask: AskAgents) -> dict[int, str]:
     """The folders of the nodes that work in a copy, by their rank. Others share the driver's.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,6 +20,11 @@ _POLL_S, _HURRY_S = 0.1, 2.0
 _REDRAW_S = 1.0
 _MAX_LINE_BYTES = 1 << 16  # a longer line is shown in pieces
 _FDS = {"stdout": 1, "stderr": 2}
+
+
+def tell(text: str) -> None:
+    """Shows a line of `run` itself."""
+    print(f"run: {text}", file=sys.stderr, flush=True)
 
 
 class Output:

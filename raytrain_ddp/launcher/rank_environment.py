@@ -36,7 +36,7 @@ _OF_A_LAUNCHER = re.compile(
 
 
 @dataclass(frozen=True)
-class Seat:
+class Placement:
     """A place that Ray has assigned: `number` of the worker, its location, and its GPUs.
 
     Args:
@@ -58,7 +58,7 @@ class Worker:
     """A seat with its rank; `node_rank` counts nodes, `gpus` are all GPUs of the run on its
     node."""
 
-    seat: Seat
+    seat: Placement
     rank: int
     local_rank: int
     node_rank: int
@@ -103,7 +103,7 @@ class RankedGroup:
         }
 
 
-def assign_ranks(seats: Sequence[Seat], first_node: str = "") -> list[Worker]:
+def assign_ranks(seats: Sequence[Placement], first_node: str = "") -> list[Worker]:
     """Assigns ranks by node (`first_node` first, then by address), and within a node by GPU, 10
     after 9."""
     nodes = sorted({(s.node != first_node, len(s.ip), s.ip, s.node) for s in seats})
@@ -142,9 +142,9 @@ def base_environment(
     else:
         own = {k: v for k, v in own.items() if not _OF_THE_MACHINE.fullmatch(k)} | there
         paths = [moved(each) for each in driver.get("PYTHONPATH", "").split(":") if each]
-        paths += there.get("PYTHONPATH", "").split(":")
-        own["PYTHONPATH"] = ":".join(filter(None, dict.fromkeys(paths)))
-        own |= {name: driver[name] for name in ("OMP_NUM_THREADS",) if name in driver}
+        paths += [each for each in there.get("PYTHONPATH", "").split(":") if each]
+        own |= {"PYTHONPATH": ":".join(dict.fromkeys(paths))} if paths else {}
+        own |= {k: v for k, v in driver.items() if k == "OMP_NUM_THREADS"}
     return {k: v for k, v in own.items() if not _OF_A_LAUNCHER.fullmatch(k)}
 
 

@@ -109,8 +109,6 @@ class RunFlags:
     else a Ray is started."""
     standalone: bool = False
     """Use only this machine, and ignore RAY_ADDRESS."""
-    dry_run: bool = False
-    """Print environment and command of each worker."""
 
     def __post_init__(self) -> None:
         require_least(self, num_workers=1, gpus_per_worker=1, max_restarts=0, grace_s=0, wait_s=0)
@@ -137,8 +135,9 @@ class RunFlags:
             require(is_right, f"--{name.replace('_', '-')}", value, rule)
         least, most = self.node_range or (1, 1)
         require(least <= most, "--nnodes", self.nnodes, "must be MIN:MAX, with MIN first")
-        port = self.master_port or 0
-        require(port < 1 << 16, "--master-port", port, "must be a port")
+        for name, limit in (("master_port", 1 << 16), ("num_workers", 100_000)):
+            value = getattr(self, name) or 0
+            require(value < limit, f"--{name.replace('_', '-')}", value, f"must be below {limit}")
         for name in self.signals:
             known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
             require(known, "--signals-to-handle", name, "is not a signal that can be handled")

@@ -13,10 +13,11 @@ from typing import Any
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.launcher import agent, code_shipping, guard
-from raytrain_ddp.launcher.capacity import Layout, capacity_error
+from raytrain_ddp.launcher.capacity import GroupedLayout, capacity_error
+from raytrain_ddp.launcher.output import tell
 from raytrain_ddp.launcher.rank_environment import (
+    Placement,
     RankedGroup,
-    Seat,
     Worker,
     assign_ranks,
     base_environment,
@@ -32,7 +33,6 @@ _ANSWER_TIMEOUT_S = 300.0
 _CLOSE_TIMEOUT_S = 5.0
 _SAY_AFTER_S = 2.0
 
-Tell = Callable[[str], None]
 Check = Callable[[], None]
 
 
@@ -53,28 +53,21 @@ class WorkerGroup:
     """
 
     def __init__(
-        self,
-        options: RunOptions,
-        layout: Layout,
-        driver: Mapping[str, str],
-        tell: Tell,
-        check: Check,
+        self, options: RunOptions, layout: GroupedLayout, driver: Mapping[str, str], check: Check
     ) -> None:
         import ray
 
         self._options, self._driver, self._check = options, driver, check
         self._agents: list[Any] = []
-        self._reserved = _reserve(options.flags.wait_s, layout, tell, check)
+        self._reserved = _reserve(options.flags.wait_s, layout, check)
         try:
             self._agents = _agents(self._reserved, layout)
             facts = self._answers([each.seat.remote() for each in self._agents])
-            seats = [Seat(number, **fact) for number, fact in enumerate(facts)]
+            seats = [Placement(number, **fact) for number, fact in enumerate(facts)]
             self._here = str(ray.get_runtime_context().get_node_id())
             self.workers: Sequence[Worker] = assign_ranks(seats, self._here)
             first = [w for w in self.workers if w.local_rank == 0 and w.seat.node != self._here]
-            self._folders = code_shipping.provide_folders(
-                options.flags.ship, first, self._ask, tell
-            )
+            self._folders = code_shipping.provide_folders(options.flags.ship, first, self._ask)
         except BaseException:
             self.close()
             raise
@@ -159,7 +152,7 @@ def reason(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["no answer"])[-1][:300]
 
 
-def _reserve(wait_s: float, layout: Layout, tell: Tell, check: Check) -> Any:
+def _reserve(wait_s: float, layout: GroupedLayout, check: Check) -> Any:
     """A placement group with resources for all workers."""
     from ray.util import placement_group, remove_placement_group
 
@@ -180,7 +173,7 @@ def _reserve(wait_s: float, layout: Layout, tell: Tell, check: Check) -> Any:
     return group
 
 
-def _agents(reserved: Any, layout: Layout) -> list[Any]:
+def _agents(reserved: Any, layout: GroupedLayout) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -14,7 +14,7 @@ import pytest
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.launcher import code_shipping
 from raytrain_ddp.launcher.code_shipping import provide_folders
-from raytrain_ddp.launcher.rank_environment import Seat, assign_ranks
+from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 
 
 def written(folder: Path, *names: str) -> Path:
@@ -83,8 +83,8 @@ class OtherMachine:
 
 
 def provided(elsewhere: OtherMachine, ship: str = "auto") -> dict[int, str]:
-    others = assign_ranks([Seat(0, "b", "10.0.0.10", "w10")])
-    return provide_folders(ship, others, elsewhere, elsewhere.asked.append)
+    others = assign_ranks([Placement(0, "b", "10.0.0.10", "w10")])
+    return provide_folders(ship, others, elsewhere)
 
 
 @pytest.fixture

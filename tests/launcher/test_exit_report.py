@@ -12,10 +12,10 @@ from processes import ROOT
 
 from raytrain_ddp.launcher.exit_report import RankExit, first_failure, report_exit
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import Seat, assign_ranks
+from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags
 
-WORKERS = assign_ranks([Seat(n, f"n{n}", f"10.0.0.{n}", f"w{n}") for n in range(3)])
+WORKERS = assign_ranks([Placement(n, f"n{n}", f"10.0.0.{n}", f"w{n}") for n in range(3)])
 
 
 def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last(
@@ -60,9 +60,9 @@ def test_a_lost_node_is_the_cause_of_its_peers_errors(capsys: pytest.CaptureFixt
 SLOW_CONSOLE = """
 import os, sys
 from raytrain_ddp.launcher.output import Output
-from raytrain_ddp.launcher.rank_environment import Seat, assign_ranks
+from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags
-workers = assign_ranks([Seat(0, "n", "10.0.0.1", "w")])
+workers = assign_ranks([Placement(0, "n", "10.0.0.1", "w")])
 stopped = lambda: os.path.exists("stopped")
 with Output(RunFlags(), workers, None, stopped) as output:
     for n in range(20_000):

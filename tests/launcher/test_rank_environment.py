@@ -9,8 +9,8 @@ import pytest
 
 from raytrain_ddp.launcher.code_shipping import path_in_copy
 from raytrain_ddp.launcher.rank_environment import (
+    Placement,
     RankedGroup,
-    Seat,
     assign_ranks,
     base_environment,
     rank_variables,
@@ -42,9 +42,9 @@ OTHERS = {
 def three_on_two_nodes() -> RankedGroup:
     """Two workers on the driver's node and one on another; given in a different order."""
     seats = [
-        Seat(0, "b", "10.0.0.9", "w9", ["0"]),
-        Seat(1, "a", "10.0.0.10", "w10", ["10"]),
-        Seat(2, "a", "10.0.0.10", "w10", ["2"]),
+        Placement(0, "b", "10.0.0.9", "w9", ["0"]),
+        Placement(1, "a", "10.0.0.10", "w10", ["10"]),
+        Placement(2, "a", "10.0.0.10", "w10", ["2"]),
     ]
     return RankedGroup(assign_ranks(seats), 23456, "0123456789abcdef", attempt=1)
 
