@@ -64,14 +64,14 @@ class RankExit:
         return self.status if self.status >= 0 else 128 - self.status
 
 
-def first_failure(ends: Mapping[int, RankExit]) -> int | None:
-    """The rank that failed first, or None if none did.
+def failures(ends: Mapping[int, RankExit]) -> list[int]:
+    """The ranks that failed by themselves, the first one first.
 
     As in torchrun, the time of a failure is that of torch's error file, or else of the exit. A lost
     node is the cause of its peers' errors, even if it was noticed later.
     """
-    failed = {rank: end.failed_at for rank, end in ends.items() if end.failed_at is not None}
-    return min(failed, key=lambda rank: (ends[rank].status is not None, failed[rank]), default=None)
+    failed = {rank: at for rank, end in ends.items() if (at := end.failed_at) is not None}
+    return sorted(failed, key=lambda rank: (ends[rank].status is not None, failed[rank]))
 
 
 def report_exit(ends: Mapping[int, RankExit], workers: Sequence[Worker], output: Output) -> int:
@@ -80,24 +80,23 @@ def report_exit(ends: Mapping[int, RankExit], workers: Sequence[Worker], output:
     Returns:
         Its exit status, or 0.
     """
-    rank = first_failure(ends)
-    if rank is None:
+    failed = failures(ends)
+    if not failed:
         return 0
-    end = ends[rank]
+    rank, end = failed[0], ends[failed[0]]
+    last = {each: ends[each].raised.splitlines() or output.last(each) for each in failed}
     lines = [f"rank {rank} failed first, on {workers[rank].where}: {end.said}"]
-    lines += [f"  {line}" for line in end.raised.splitlines() or output.last(rank)]
+    lines += [f"  {line}" for line in last[rank]]
     if end.status == -signal.SIGKILL and not end.asked:
         lines.append(_KILLED)
     groups: dict[str, list[int]] = {}
-    failed = [each for each, its in ends.items() if its.status and its.failed_at is not None]
     for other in sorted(ends.keys() - {rank}):
-        last = ends[other].raised.splitlines() or output.last(other)
-        text = ": ".join([ends[other].said, *(last[-1:] if other in failed else [])])
+        text = ": ".join([ends[other].said, *last.get(other, ())[-1:]])
         groups.setdefault(text, []).append(other)
     if groups:
         said = [f"{format_ranks(ranks)} {text}" for text, ranks in groups.items()]
         lines.append(f"the others: {first_names(said, by='; ')}")
-    if len(failed) > 1 and not any(ends[each].raised for each in failed):
+    if len(failed) > 1 and end.status is not None and not any(ends[each].raised for each in failed):
         lines.append(_UNRECORDED)
     print("\n".join(lines), file=sys.stderr, flush=True)
     return end.exit_status

@@ -54,16 +54,13 @@ class RunFlags:
     cpus_per_worker: float | None = None
     """CPUs to reserve per worker. Also sets its OMP_NUM_THREADS. Default: 1 (and as torchrun)."""
     gpus_per_worker: int | None = None
-    """GPUs to reserve per worker, as with --use-gpu. Default: 1, or all of the node with --per
-    node."""
+    """GPUs to reserve per worker, as with --use-gpu. Default: 1, or with --per node all."""
     per: Literal["worker", "node"] = "worker"
-    """Start one process per worker or per node. node is for scripts that spawn the other processes
-    themselves."""
+    """Start one process per worker, or per node for scripts that spawn the others themselves."""
     max_restarts: int = 0
     """Restarts of all workers after one has failed."""
     env: Literal["torchrun", "slurm"] = "torchrun"
-    """Environment variables for the script. torchrun: RANK, LOCAL_RANK and so on; slurm:
-    SLURM_PROCID, SLURM_LOCALID and so on."""
+    """Variables for the script: RANK, LOCAL_RANK and so on, or SLURM_PROCID and so on."""
     legacy_local_rank: bool = False
     """Pass --local_rank=N to the script, as torch.distributed.launch did. For --local-rank, write
     --local-rank {local_rank} after the script."""
@@ -78,8 +75,7 @@ class RunFlags:
     """As in torchrun (-r): streams that are written to files only. 1: stdout, 2: stderr, 3: both;
     or by local rank, such as 0:1,1:3."""
     tee: str = "0"
-    """As in torchrun (-t): streams that are written to files and shown, in the form of --redirects.
-    Use --show to select ranks."""
+    """As in torchrun (-t): streams that are written to files and shown, as in --redirects."""
     local_ranks_filter: str = ""
     """As in torchrun: show only these local ranks, such as 0,1."""
     log_line_prefix_template: str = field(default="[rank ${rank}] ", metadata=MAY_BE_EMPTY)
@@ -88,8 +84,7 @@ class RunFlags:
     role: str = field(default="default", metadata=MAY_BE_EMPTY)
     """As in torchrun: value of ROLE_NAME."""
     rdzv_id: str | None = None
-    """As in torchrun: value of TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default:
-    random."""
+    """As in torchrun: TORCHELASTIC_RUN_ID, and first part of RUN in LOG_DIR. Default: random."""
     master_port: int | None = None
     """As in torchrun: port that rank 0 listens on. Default: a free port."""
     virtual_local_rank: bool = False
@@ -100,8 +95,7 @@ class RunFlags:
     """Seconds from SIGINT or SIGTERM to SIGKILL (torchrun's --shutdown-timeout). A second Ctrl-C
     kills all ranks immediately."""
     wait_s: float = 60.0
-    """Seconds to wait while a running cluster lacks resources, at the start and after a node is
-    lost."""
+    """Seconds to wait while a running cluster lacks resources, also after a node is lost."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Copy the current folder to other machines. auto: to those that do not share it."""
     address: str | None = field(default=None, metadata=ADDRESS)

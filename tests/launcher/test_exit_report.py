@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT
 
-from raytrain_ddp.launcher.exit_report import RankExit, first_failure, report_exit
+from raytrain_ddp.launcher.exit_report import RankExit, failures, report_exit
 from raytrain_ddp.launcher.output import Output
 from raytrain_ddp.launcher.rank_environment import Placement, assign_ranks
 from raytrain_ddp.launcher.run_options import RunFlags
@@ -42,9 +42,9 @@ def test_the_rank_that_raised_first_is_named_even_if_its_process_ends_last(
 def test_without_torchs_error_files_the_first_exit_counts_and_a_signal_of_ours_does_not():
     sent = {"asked": 15, "asked_at": 9.0}
     ends = {0: RankExit(-15, 9.1, **sent), 1: RankExit(3, 9.5), 2: RankExit(4, 9.4)}
-    assert first_failure(ends) == 2
+    assert failures(ends) == [2, 1]
     ends = {0: RankExit(-15, 9.1, **sent, raised="late", raised_at=9.05), 1: RankExit(0, 9.0)}
-    assert first_failure(ends) is None
+    assert failures(ends) == []
 
 
 def test_a_lost_node_is_the_cause_of_its_peers_errors(capsys: pytest.CaptureFixture[str]):
