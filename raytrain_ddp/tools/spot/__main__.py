@@ -4,9 +4,8 @@
     python -m raytrain_ddp.tools.spot now --seconds 100    # a preStop hook
 
 One per worker node, started by the files in clusters/. It reads the cloud's metadata service and
-calls `ray drain-node`; a run then makes a checkpoint and continues without the node
-(`preemption.py`). It imports neither torch nor Ray. A notice that it cannot read is reported, and
-drains nothing.
+calls `ray drain-node`; a run then makes a checkpoint and continues without the node. It imports
+neither torch nor Ray. A notice that it cannot read is reported, and drains nothing.
 """
 
 from __future__ import annotations
@@ -36,27 +35,26 @@ def say(text: str) -> None:
 
 
 def await_notice(look: Callable[[], Notice | None], every_s: float) -> Notice:
-    """The first notice; says once that there is no answer."""
-    is_lost = False
+    """The first notice; says once why none can be read."""
+    said = ""
     while True:
         try:
             if notice := look():
                 say(notice.text)
                 return notice
-            is_lost = False
         except (OSError, HTTPException, ValueError) as error:
-            if not is_lost:
-                say(f"no notice can be read ({type(error).__name__}: {error}); asking again")
-            is_lost = True
+            text = f"no notice can be read ({type(error).__name__}: {error}); asking again"
+            if text != said:
+                say(text)
+            said = text
         time.sleep(every_s)
 
 
 def drain(notice: Notice, node: str | None, try_s: float = math.inf) -> bool:
-    """Whether Ray has accepted that this node ends; asked again until then, or until it has ended.
+    """Whether Ray has accepted that this node ends; asked again until then, for `try_s` at most.
 
     Args:
         node: the node's id in hex; None: that of this machine.
-        try_s: how long it is asked at most.
     """
     ends_at = time.monotonic() + notice.left_s
     ask_until = min(ends_at, time.monotonic() + try_s)
@@ -68,14 +66,13 @@ def drain(notice: Notice, node: str | None, try_s: float = math.inf) -> bool:
         limit_s = min(_TRY_S, max(5.0, ask_until - now))
         try:
             subprocess.run(words, capture_output=True, timeout=limit_s, check=True)
+            say(f"this node is drained and ends in {left} s")
+            return True
         except subprocess.TimeoutExpired:
             say("ray drain-node: no answer")
         except subprocess.CalledProcessError as error:
             said = error.stderr.decode(errors="replace").strip().splitlines()
             say(f"ray drain-node: {(said or [error])[-1]}")
-        else:
-            say(f"this node is drained and ends in {left} s")
-            return True
         time.sleep(min(1.0, max(0.0, ask_until - time.monotonic())))
     return False
 
@@ -115,21 +112,18 @@ def main(words: Sequence[str] | None = None) -> int:
         # A pod's container gets SIGTERM when this returns, so it returns last. If there is no head
         # any more, as when the whole cluster is taken down, nobody waits long.
         ends_at = time.monotonic() + options.seconds
-        if not drain(Notice("this pod is taken away", options.seconds), node, _TRY_S):
-            return 1
-        time.sleep(max(0.0, ends_at - time.monotonic()))
-        return 0
+        is_drained = drain(Notice("this pod is taken away", options.seconds), node, _TRY_S)
+        time.sleep(max(0.0, ends_at - time.monotonic()) if is_drained else 0.0)
+        return 0 if is_drained else 1
+    look, url = CLOUDS[options.cloud][0], options.metadata or CLOUDS[options.cloud][1]
     with socket.socket(socket.AF_UNIX) as lock:  # gone with this process
         try:
             lock.bind(f"\0raytrain-spot-watch {os.getuid()} {address} {node}")
         except OSError:
             say(f"another process watches the node of {address}")
             return 0
-        look, url = CLOUDS[options.cloud]
-        url = options.metadata or url
         say(f"looks for notices of {options.cloud} at {url} every {options.every_s:g} s")
-        notice = await_notice(partial(look, asks(url)), options.every_s)
-        return 0 if drain(notice, node) else 1
+        return 0 if drain(await_notice(partial(look, asks(url)), options.every_s), node) else 1
 
 
 if __name__ == "__main__":

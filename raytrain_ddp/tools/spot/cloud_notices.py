@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 ANSWER_S = 2.0  # a metadata service that takes longer is asked again
-_MAX_BODY_BYTES = 1 << 16
-_NO_SUCH_PAGE = 404
+_MAX_BODY_BYTES, _NO_SUCH_PAGE = 1 << 16, 404
 
 Ask = Callable[..., str]
-T = TypeVar("T")
 
 
 class Notice(NamedTuple):
@@ -36,7 +34,7 @@ def asks(url: str) -> Ask:
 
     def ask(path: str, flavor: str | None = None, method: str = "GET", **headers: str) -> str:
         given = {name.replace("_", "-"): value for name, value in headers.items()}
-        request = Request(url.rstrip("/") + path, headers=given, method=method)
+        request = Request(url + path, headers=given, method=method)
         with opener.open(request, timeout=ANSWER_S) as answer:
             if flavor not in (None, answer.headers.get("Metadata-Flavor")):
                 raise ValueError("answered by something that is not Google's metadata service")
@@ -55,9 +53,9 @@ def aws(ask: Ask) -> Notice | None:
     try:
         action = json.loads(ask(page, X_aws_ec2_metadata_token=token))
     except HTTPError as error:
-        if error.code != _NO_SUCH_PAGE:
-            raise
-        return None
+        if error.code == _NO_SUCH_PAGE:
+            return None
+        raise
     what, when = _get(action, "action", str), _get(action, "time", str)
     if what not in ("terminate", "stop", "hibernate"):
         raise ValueError(f"not an instance action: {str(action)[:80]}")
@@ -66,16 +64,15 @@ def aws(ask: Ask) -> Notice | None:
 
 
 def azure(ask: Ask) -> Notice | None:
-    """At least 30 s of notice for a spot machine.
+    """At least 30 s of notice for a spot machine. All machines of a set get the events of all.
 
     https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
     """
-    text = ask("/metadata/scheduledevents?api-version=2020-07-01", Metadata="true")
+    events = json.loads(ask("/metadata/scheduledevents?api-version=2020-07-01", Metadata="true"))
     name = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    for event in _get(json.loads(text), "Events", list):
+    for event in _get(events, "Events", list):
         mine, machines = ask(name, Metadata="true").strip(), _get(event, "Resources", list)
         kind, before = event.get("EventType"), event.get("NotBefore")
-        # All machines of a set get the events of all.
         is_mine = mine and mine.lower() in [str(machine).lower() for machine in machines]
         if is_mine and kind in ("Preempt", "Terminate"):
             # Without a time it has begun. A notice can be set to 900 s at most.
@@ -102,11 +99,10 @@ def gcp(ask: Ask) -> Notice | None:
     return Notice(f"Google Cloud: {event}", 60.0) if ends else None
 
 
-def _get(table: Any, name: str, kind: type[T]) -> T:
-    found = table.get(name) if isinstance(table, dict) else None
-    if not isinstance(found, kind):
+def _get(table: Any, name: str, kind: type) -> Any:
+    if not isinstance(table, dict) or not isinstance(table.get(name), kind):
         raise ValueError(f"no {name} in {str(table)[:80]!r}")
-    return found
+    return table[name]
 
 
 def _left_s(at: datetime, most_s: float) -> float:
