@@ -50,7 +50,7 @@ class Owner:
 
     `machine` is the boot id of the machine and the process namespace that `pid` belongs to; it is
     empty where the system does not provide them (only Linux does). `run` is the folder whose lease
-    it took. A copy of that folder has the same lease.
+    it took. A copy of that folder has the same lease. `job` is its Slurm job; "": none.
     """
 
     token: str
@@ -60,6 +60,7 @@ class Owner:
     machine: str
     born: int
     run: str = ""
+    job: str = ""
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}, since {self.since}"
@@ -71,14 +72,15 @@ class Owner:
         now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")  # only for reading
         state = _state(pid)
         born = state[1] if state else 0
-        return Owner(uuid.uuid4().hex, socket.gethostname(), pid, now, _machine(), born, run)
+        host = socket.gethostname()
+        return Owner(uuid.uuid4().hex, host, pid, now, _machine(), born, run, _slurm_job())
 
     @staticmethod
     def parse(data: bytes) -> Owner | None:
         """The owner that wrote these bytes, or None if they cannot be parsed."""
         try:
             owner = Owner(**json.loads(data))
-            texts = (owner.token, owner.host, owner.since, owner.machine or "-")
+            texts = (owner.token, owner.host, owner.since, owner.machine or "-", owner.job or "-")
             numbers = (owner.pid, owner.born)
             shown = all(_TEXT.fullmatch(text) for text in texts)
             counted = all(type(number) is int and number >= 0 for number in numbers)
@@ -312,6 +314,12 @@ def _describe(data: bytes | None) -> str:
         return f"{LEASE_FILE} is gone"
     owner = Owner.parse(data)
     return str(owner) if owner else f"{LEASE_FILE} is damaged and does not name its owner"
+
+
+def _slurm_job() -> str:
+    """As Slurm's commands take it: the plain number of an array's last task means all of them."""
+    array, task = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def _machine() -> str:
