@@ -19,7 +19,7 @@ def text_of(name: str) -> str:
     return (CLUSTERS / name).read_text(encoding="utf-8")
 
 
-def test_a_ray_up_file_fits_rays_schema_and_explains_its_use():
+def test_fault_46_a_ray_up_file_requires_a_token_and_fits_rays_schema():
     for name in ("lan", *CLOUDS):
         cluster = check_ray_up(text_of(f"{name}.yaml"))
         assert cluster["cluster_name"] == "raytrain"

@@ -5,30 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags
 from raytrain_ddp.config.validation import ADDRESS
-from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.records import json_of
 
 
 @dataclass(frozen=True)
 class DoctorArgs(RecipeArgs):
-    """Check a cluster before a run: versions, GPUs, network, storage, data, and security.
+    """Check a cluster before a run: versions, GPUs, network, storage, and data.
 
     Takes the recipe and the flags of the planned run. Measures all-reduces, and commits small
     checkpoints, which are removed again. Exit status: 0 if the run would start, 3 if a check fails.
-    With --run, check a run in progress or after its end, from any machine that can read its folder.
+    With --run, check a run in progress or after its end, from any machine that can read its folder;
+    it says how to stop the run.
     """
 
     address: str | None = field(default=None, metadata=ADDRESS)
     """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
     else a Ray is started."""
     run: str | None = None
-    """Check whether this run makes progress. Its folder or URI, or its name below runs/. Exit
-    status 3 if it does not."""
+    """Check whether this run makes progress, and say how to stop it. Its folder or URI, or its name
+    below runs/. Exit status 3 if it makes none."""
     json: bool = False
     """Print the checks and all findings as one JSON document."""
 
@@ -39,28 +40,26 @@ COMMAND = Command("doctor", DoctorArgs, "[RECIPE] [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = parse(argv)
-    from raytrain_ddp.tools.doctor import output_table
+    from raytrain_ddp.tools.display.terminal import terminal
+    from raytrain_ddp.tools.doctor.rows import show
 
-    verdicts = output_table.OF_A_CLUSTER
     if args.run is not None:
         from raytrain_ddp.checkpoint.run_folder import open_run
-        from raytrain_ddp.tools.doctor.run_status import assess_run, read_status
+        from raytrain_ddp.tools.doctor.run_status import examine_run
 
-        status = read_status(open_run(args.run))
-        report = assess_run(status)
-        verdicts = output_table.OF_AN_ENDED_RUN if status.has_ended else output_table.OF_A_RUN
+        report = examine_run(open_run(args.run))
     else:
         from raytrain_ddp.tools.doctor.examine import examine
 
-        with output_table.progress() as tell, redirect_stdout(sys.stderr):  # Ray prints there, too
-            report = examine(args.config, args.address, tell)
+        with redirect_stdout(sys.stderr):  # Ray prints there, too
+            report = examine(args.config, args.address, lambda text: print(f"doctor: {text}"))
+    status = PreflightError.exit_status if report.count("fail") else 0
     if args.json:
-        print(json_of(report.as_dict(), indent=1))
+        rows = [asdict(row) for row in report.rows]
+        print(json_of({"status": status, "rows": rows, "findings": report.findings}, indent=1))
     else:
-        from raytrain_ddp.tools.display.terminal import terminal
-
-        output_table.show(report, terminal(highlight=False), verdicts)
-    return report.exit_status
+        show(report, terminal(highlight=False))
+    return status
 
 
 def parse(argv: Sequence[str]) -> DoctorArgs:

@@ -1,164 +1,139 @@
-"""Turns findings into rows. Pure functions that use neither Ray nor the machine.
+"""Turns the findings of examine.py into rows. Pure functions without Ray.
 
-The findings are those of `examine._findings`: dicts of JSON values, in which a part that could
-not be determined is None or has an "error".
+A finding has only an "error" if it could not be determined.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
-from raytrain_ddp.errors import first_names
-from raytrain_ddp.tools.doctor.machine_rows import machine_rows, version_rows
-from raytrain_ddp.tools.doctor.network_rows import network_rows
-from raytrain_ddp.tools.doctor.rows import (
-    Note,
-    Place,
-    Report,
-    Row,
-    describe_places,
-    format_duration,
-    format_rate,
-    grouped,
-    nodes_of,
+from raytrain_ddp.tools.display.formatting import format_bytes, plural
+from raytrain_ddp.tools.doctor.rows import Report, Row, format_duration, merged
+from raytrain_ddp.tools.doctor.storage_probe import PAYLOAD_MIB
+
+Found = Mapping[str, Any]
+
+_SLOW_BYTES_PER_S = 150e6
+_SLOW = (
+    "The gradients of 25 million parameters (100 MB) take a second or more each step: a larger "
+    "--batch-size means fewer steps, --ddp.compression bf16 halves the bytes; best is a faster "
+    "network."
+)
+_NODE = "See `ray status` (other jobs may hold its GPUs), and the raylet's log there."
+_STORAGE = (
+    "storage = {} must be one folder or bucket that all nodes may read and write (NFS, s3://, "
+    "gs://): check the path, the rights and the credentials there."
+)
+_DATA = (
+    "data.source = {} must be readable on every node: at the same path everywhere, or as a URI "
+    "(s3://, gs://, hf://)."
 )
 
-_SHOWN = 3
 
-
-def assess(findings: Mapping[str, Any]) -> Report:
+def assess(findings: Found, storage: str, data: str) -> Report:
     """All rows, in the order in which one would fix problems."""
-    places, run = findings["places"], findings["run"]
-    reached = [place for place in places if "error" not in place["facts"]]
-    rows = [
-        *worker_rows(run, places),
-        *unreached_rows(places),
-        *version_rows(reached, run),
-        *machine_rows(nodes_of(reached), run),
-        *network_rows(findings, nodes_of(reached)),
-        *storage_rows(reached, run),
-        *data_rows(reached, run),
-    ]
-    return Report(tuple(rows), findings)
+    nodes, lacks = findings["nodes"], findings["lacks"]
+    reached = {name: node for name, node in nodes.items() if "error" not in node}
+    workers, where = lacks or findings["workers"], plural(len(nodes), "node")
+    rows = [Row("workers", where, workers, "fail" if lacks else "ok")]
+    rows += [row for row in _each("node", nodes, lambda _: "", _NODE) if row.advice]
+    rows += _versions(reached, findings["versions"])
+    rows += [_gpus(name, node, findings["all_reduce"]) for name, node in reached.items()]
+    rows += [_cpus(name, node) for name, node in reached.items()]
+    rows += [_all_reduce(each, reached) for each in findings["all_reduce"]]
+    slowest = max(each.get("commit_s", 0.0) for each in findings["storage"].values())
+    good = f"{PAYLOAD_MIB} MiB committed in {format_duration(slowest)} or less, and seen by others"
+    rows += _each("storage", findings["storage"], lambda _: good, _STORAGE.format(storage))
+    rows += _each("data", findings["data"], _data, _DATA.format(data))
+    different = {_data(each) for each in findings["data"].values() if "error" not in each}
+    if len(different) > 1:
+        advice = "Copy them again: a run refuses nodes whose data differ."
+        rows.append(Row("data", "", f"{len(different)} different data sets", "fail", advice))
+    return Report(merged(rows, [*nodes]), findings, "a run would start", "a run would not get far")
 
 
-def worker_rows(run: Mapping[str, Any], places: Sequence[Place]) -> list[Row]:
-    """Whether the run's workers fit on the cluster."""
-    count = len(nodes_of(places))
-    there = f"{count} nodes" if count > 1 else "1 node"
-    if "workers" not in run:
-        return [Row("workers", there, _one_line(run["lacks"]), "fail", _FEWER)]
-    each = " + ".join(f"{amount:g} {name}" for name, amount in run["per_worker"].items())
-    wanted = f"{run['workers']}, each {each}, over {run['backend']}"
-    if run["lacks"]:
-        return [Row("workers", there, f"{wanted}: {_one_line(run['lacks'])}", "fail", _FEWER)]
-    if run["fit"] < run["least"]:
-        found = f"{wanted}: room for {run['fit']}, as a worker is on one node"
-        return [Row("workers", there, found, "fail", _FEWER)]
-    return [Row("workers", there, wanted)]
-
-
-_FEWER = (
-    "Use fewer workers (--scaling.num-workers), smaller ones (--scaling.cpus-per-worker), or add "
-    "nodes; --scaling.wait-s is how long to wait for a cluster that grows automatically."
-)
-
-
-def unreached_rows(places: Sequence[Place]) -> list[Row]:
-    """Nodes that count as alive but run no task."""
-    advice = "See the raylet's log there (/tmp/ray/session_latest/logs), or remove the node."
-    notes = {
-        place["name"]: Note(_one_line(place["facts"]["error"]), "fail", advice)
-        for place in places
-        if "error" in place["facts"]
-    }
-    return grouped("node", notes, places)
-
-
-def storage_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place can commit, and sees the commits of the others."""
-    able = [place for place in places if place["facts"]["versions"].get("project")]
-    uri = run["storage"]
-    notes, seen, left = {}, {}, {}
-    for place in able:
-        tried, sees = place["storage"], place["seen"]
-        if "error" in tried:
-            advice = _import_advice(tried["error"]) or (
-                f"storage = {uri} must be a folder or bucket that every node may read and write: "
-                "check the path, the rights and the credentials there."
-            )
-            notes[place["name"]] = Note(_one_line(tried["error"]), "fail", advice)
-            continue
-        numbers = ((tried["commit_s"], format_duration), (tried["bytes_per_s"], format_rate))
-        notes[place["name"]] = Note("written, renamed, read; commit {}, {}", numbers=numbers)
-        if "error" in sees:
-            advice = "A checkpoint must read the same on every node: see the store's own log."
-            seen[place["name"]] = Note(_one_line(sees["error"]), "fail", advice)
-        elif not sees["misses"]:
-            seen[place["name"]] = Note(
-                "sees those of all others, after {}", numbers=((sees["seconds"], format_duration),)
-            )
-        if "error" in place["cleaned"]:
-            advice = f"Delete the folder doctor-* in {uri}."
-            left[place["name"]] = Note(_one_line(place["cleaned"]["error"]), "warn", advice)
-    shared = apart_rows(able, run) or grouped("shared", seen, places)
-    if len(nodes_of(places)) == 1 and all(row.verdict == "ok" for row in shared):
-        shared = []  # no other node to share it with
-    return [*grouped("storage", notes, places), *shared, *grouped("left behind", left, places)]
-
-
-def apart_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Places that do not see each other's checkpoints: one row, grouped by what they share."""
-    names = [place["name"] for place in places if "error" not in place["storage"]]
-    together: dict[frozenset[str], list[str]] = {}
-    for place in places:
-        if place["name"] in names:
-            seen = frozenset(names) - set(place["seen"].get("misses", []))
-            together.setdefault(seen, []).append(place["name"])
-    if len(together) < 2:
-        return []
-    described = [describe_places(some, places) for some in together.values()]
-    found = f"{len(together)} different places: {first_names(described, _SHOWN, by=' | ')}"
-    advice = (
-        f"storage = {run['storage']} is a separate folder there: use one that all nodes share "
-        "(NFS), or a bucket (s3://, gs://)."
-    )
-    return [Row("shared", describe_places(names, places), found, "fail", advice)]
-
-
-def data_rows(places: Sequence[Place], run: Mapping[str, Any]) -> list[Row]:
-    """Whether every place has the data, and the same data."""
-    able = [place for place in places if place["facts"]["versions"].get("project")]
-    good = [place for place in able if "error" not in place["data"]]
-    mine: Place = next((p for p in good if p["driver"]), good[0] if good else {})
-    notes = {}
-    for place in able:
-        data = place["data"]
-        if "error" in data:
-            advice = _import_advice(data["error"]) or (
-                f"data.source = {run['data']} must be readable on every node: at the same path "
-                "everywhere, or as a URI (s3://, gs://, hf://)."
-            )
-            notes[place["name"]] = Note(_one_line(data["error"]), "fail", advice)
-            continue
-        rows = f"{data['train'][0]} + {data['eval'][0] if data['eval'] else 0} rows"
-        numbers = ((data["seconds"], format_duration),)
-        if any(data[part] != mine["data"][part] for part in ("train", "eval")):
-            advice = "Copy them again: a run refuses nodes whose data differ."
-            found = f"{rows}, but different from {mine['name']}'s"
-            notes[place["name"]] = Note(_one_line(found), "fail", advice)
+def _each(
+    check: str, places: Mapping[str, Found], describe: Callable[[Found], str], advice: str
+) -> Iterator[Row]:
+    for name, found in places.items():
+        if "error" in found:
+            yield Row(check, name, found["error"], "fail", advice)
         else:
-            notes[place["name"]] = Note(rows + ", opened in {}", numbers=numbers)
-    return grouped("data", notes, places)
+            yield Row(check, name, describe(found))
 
 
-def _import_advice(error: str) -> str:
-    if re.match(r"(ModuleNotFound|Import)Error", error):
-        return "Not tested: install the driver's version of this package, and your code, there."
-    return ""
+def _data(found: Found) -> str:
+    """With eight digits that differ for other data."""
+    rows = f"{found['train'][0]} + {found['eval'][0] if found['eval'] else 0} rows"
+    return f"{rows}, fingerprint {crc32(str(found).encode()):08x}"
 
 
-def _one_line(text: str) -> str:
-    return "; ".join(line.strip() for line in text.splitlines())
+def _versions(nodes: Mapping[str, Found], wanted: Mapping[str, str | None]) -> Iterator[Row]:
+    """Compared with the driver's."""
+    for package, other in wanted.items():
+        for name, node in nodes.items():
+            version = node["versions"][package]
+            if version != other:
+                advice = (
+                    f"The driver has {other or 'none'}: install the same on all nodes. Ray refuses "
+                    "other versions of Python and Ray, and a run those of torch."
+                )
+                yield Row(package, name, version or "not installed", "fail", advice)
+            elif version:
+                yield Row(package, name, version)
+
+
+def _gpus(name: str, node: Found, reduced: Sequence[Found]) -> Row:
+    """What the machine has, Ray counts, and the all-reduce used."""
+    devices, counted = node["devices"], int(node["ray"].get("GPU", 0))
+    used = [gpu for each in reduced if each["nodes"] == [name] for gpu in each.get("gpus", ())]
+    found, advice = f"{devices or 'none'}", ""
+    if used:
+        kind, free, total = min(used, key=lambda gpu: gpu[1] / gpu[2])
+        found = f"{devices} x {kind}, {format_bytes(free)} free of {format_bytes(total)}"
+        if free < 0.9 * total:
+            advice = "Another process uses a GPU: nvidia-smi shows which."
+    if counted != devices:
+        found += f"; Ray counts {counted}"
+        advice = "Check nvidia-smi there, and --num-gpus and CUDA_VISIBLE_DEVICES of `ray start`."
+    return Row("GPUs", name, found, "warn" if advice else "ok", advice)
+
+
+def _cpus(name: str, node: Found) -> Row:
+    usable, counted = node["cpus"], node["ray"].get("CPU", 0)
+    found, advice = f"{usable} usable, Ray counts {counted:g}", ""
+    if counted > usable:
+        advice = f"Workers would share cores: start Ray there with --num-cpus {usable}."
+    return Row("CPUs", name, found, "warn" if advice else "ok", advice)
+
+
+def _all_reduce(result: Found, nodes: Mapping[str, Found]) -> Row:
+    """Latency and bandwidth, within a node or across nodes."""
+    where = result["where"]
+    if "error" in result:
+        advice = _no_connection({name: nodes[name] for name in result["nodes"]})
+        return Row("all-reduce", where, result["error"], "fail", advice)
+    rate, latency = result["bus_bytes_per_s"], format_duration(result["latency_s"])
+    if not rate:
+        return Row("all-reduce", where, "1 rank: nothing to measure")
+    found = f"{result['ranks']} ranks: 8 bytes {latency} on CPUs, 25 MiB at {format_bytes(rate)}/s"
+    is_slow = rate < _SLOW_BYTES_PER_S
+    return Row("all-reduce", where, found, "warn" if is_slow else "ok", _SLOW if is_slow else "")
+
+
+def _no_connection(nodes: Mapping[str, Found]) -> str:
+    """gloo announces the address of GLOO_SOCKET_IFNAME, or else that of the host's name."""
+    if len(nodes) == 1:
+        return "See nvidia-smi and `ray status` there, and NCCL_DEBUG=INFO."
+    odd = [
+        f"the name of {name} resolves to {node['resolves'] or 'nothing'}, Ray uses {node['ip']}. "
+        for name, node in nodes.items()
+        if node["resolves"] != node["ip"]
+    ]
+    return "".join(odd[:3]) + (
+        "All ports must be open between the nodes, and each must reach the others' addresses: set "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME before `ray start` to the interface with the "
+        "address that Ray uses (`ip -brief address`), or put that into /etc/hosts."
+    )

@@ -1,18 +1,22 @@
-"""The rows of the result: what was checked, where, what was found, and what to do about it."""
+"""The result: what was checked, where, what was found, and what to do; and its table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
-from raytrain_ddp.errors import PreflightError, first_names
-from raytrain_ddp.tools.display.formatting import format_seconds
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from raytrain_ddp.errors import first_names
+from raytrain_ddp.tools.display.formatting import format_seconds, plural
 
 Verdict = Literal["ok", "warn", "fail"]
-Place = Mapping[str, Any]  # a node, or the driver; see examine.py
-GIB = 2**30
-_NAMES_SHOWN = 3
+DRIVER = "driver"  # the place of this process, which is on the first node
+_STYLES: Mapping[Verdict, str] = {"fail": "bold red", "warn": "yellow", "ok": "green"}
+_NAMES_SHOWN, _WHERE, _MAX_WIDTH = 3, 18, 110
 
 
 @dataclass(frozen=True)
@@ -26,100 +30,62 @@ class Row:
     advice: str = ""
 
 
-@dataclass(frozen=True)
-class Note:
-    """What was found in one place. Places whose notes differ only in `numbers` share a row.
+class Report(NamedTuple):
+    """All rows, the JSON values that they were made from, and what failures mean."""
 
-    Args:
-        found: with a ``{}`` for each number.
-        numbers: each with the function that formats it.
-    """
-
-    found: str
-    verdict: Verdict = "ok"
-    advice: str = ""
-    numbers: tuple[tuple[float, Callable[[float], str]], ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """All rows, and the findings they were made from, as JSON values."""
-
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     findings: Mapping[str, Any]
-
-    @property
-    def exit_status(self) -> int:
-        """That of a PreflightError if a run would fail."""
-        return PreflightError.exit_status if self.count("fail") else 0
+    if_good: str
+    if_bad: str
 
     def count(self, verdict: Verdict) -> int:
         return sum(row.verdict == verdict for row in self.rows)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "status": self.exit_status,
-            "rows": [asdict(row) for row in self.rows],
-            "findings": dict(self.findings),
-        }
 
-
-def grouped(check: str, notes: Mapping[str, Note], places: Sequence[Place]) -> list[Row]:
-    """One row for all places with the same note; the worst come first.
+def merged(rows: Iterable[Row], nodes: Sequence[str]) -> list[Row]:
+    """One row for all places of which the same is found; of each check, the worst come first.
 
     Args:
-        notes: by the place's name.
+        nodes: the names of all nodes, that of the driver first.
     """
-    groups: dict[tuple[str, Verdict, str], list[str]] = {}
-    for name, note in notes.items():
-        groups.setdefault((note.found, note.verdict, note.advice), []).append(name)
-    rows = []
-    for (text, verdict, advice), names in groups.items():
-        found = text
-        for each in zip(*(notes[n].numbers for n in names), strict=True):
-            found = found.replace("{}", _span(each), 1)
-        rows.append(Row(check, describe_places(names, places), found, verdict, advice))
-    return sorted(rows, key=lambda row: ("fail", "warn", "ok").index(row.verdict))
+    places: dict[Row, list[str]] = {}
+    for row in rows:
+        places.setdefault(replace(row, where=""), []).append(row.where)
+    checks, worst = [*dict.fromkeys(row.check for row in places)], [*_STYLES]
+    order = sorted(places, key=lambda row: (checks.index(row.check), worst.index(row.verdict)))
+    return [replace(row, where=_described(places[row], nodes)) for row in order]
 
 
-def describe_places(names: Sequence[str], places: Sequence[Place]) -> str:
-    """``all 3 nodes``, ``w1, w2`` or ``w1, w2, w3 and 4 more``.
-
-    The driver is omitted if its node is among them.
-    """
-    nodes = [place["name"] for place in places if not place["driver"]]
-    home = {place["name"]: place["on"] for place in places if place["driver"]}
-    shown = [name for name in names if home.get(name) not in names]
-    if len(nodes) > 1 and set(nodes) <= set(shown):
-        shown = [f"all {len(nodes)} nodes", *(n for n in shown if n not in nodes)]
-    shown = [f"{name} (on {home[name]})" if name in home else name for name in shown]
-    return first_names(shown, _NAMES_SHOWN)
+def _described(names: Sequence[str], nodes: Sequence[str]) -> str:
+    """``all 3 nodes``, ``w1, w2`` or ``w1, w2, w3 and 4 more``; no driver beside its node."""
+    shown = [name for name in names if name != DRIVER or nodes[0] not in names]
+    is_all = len(nodes) > 1 and {*nodes} <= {*shown}
+    return f"all {len(nodes)} nodes" if is_all else first_names(shown, _NAMES_SHOWN)
 
 
-def nodes_of(places: Sequence[Place]) -> list[Place]:
-    return [place for place in places if not place["driver"]]
+def show(report: Report, console: Console) -> None:
+    """Prints the table, with what to do below each finding that is not ok, and a conclusion."""
+    table = Table(box=None, pad_edge=False, expand=True, padding=(0, 2, 0, 0))
+    table.add_column("check", no_wrap=True)
+    table.add_column("where", max_width=_WHERE)
+    table.add_column("found", ratio=1)
+    table.add_column("", no_wrap=True)
+    before = ""
+    for row in report.rows:
+        style, found = _STYLES[row.verdict], Text(row.found, overflow="fold")
+        found.append(f"\n-> {row.advice}" if row.advice else "", style)
+        check, before = Text("" if row.check == before else row.check), row.check
+        table.add_row(check, Text(row.where, overflow="fold"), found, Text(row.verdict, style))
+    console.print(table, width=min(console.width, _MAX_WIDTH))
+    failures, warnings = report.count("fail"), report.count("warn")
+    text = "No problems found."
+    if failures or warnings:
+        means = report.if_bad if failures else report.if_good
+        text = f"{plural(failures, 'failure')}, {plural(warnings, 'warning')}: {means}."
+    console.print(Text(text, "bold"), soft_wrap=True)
 
 
-def format_rate(count: float) -> str:
-    """Bytes per second: ``85 MB/s``, ``1.9 GB/s``, ``240 GB/s``."""
-    if count < 0.995e9:
-        return f"{count / 1e6:.{1 if count < 9.95e6 else 0}f} MB/s"
-    return f"{count / 1e9:.{1 if count < 9.95e9 else 0}f} GB/s"
-
-
-def format_duration(value: float) -> str:
-    """``0.12 ms``, ``8 ms``, ``0.42 s``, ``12m05s``."""
-    if value < 0.0995:
-        return f"{value * 1e3:.{2 if value < 0.000995 else 1 if value < 0.00995 else 0}f} ms"
-    return format_seconds(value)
-
-
-def _span(numbers: Sequence[tuple[float, Callable[[float], str]]]) -> str:
-    """``20 GiB``, or ``20 to 24 GiB`` if they differ."""
-    values, show = [value for value, _ in numbers], numbers[0][1]
-    low, high = show(min(values)), show(max(values))
-    if low == high:
-        return low
-    amount, _, unit = low.partition(" ")
-    return f"{amount} to {high}" if high.endswith(f" {unit}") else f"{low} to {high}"
+def format_duration(seconds: float) -> str:
+    """``0.12 ms``, ``8.0 ms``, ``0.42 s``, ``12m05s``; ``-`` if unknown."""
+    value, is_short = seconds * 1e3, seconds < 0.0995
+    return f"{value:.{2 if value < 0.995 else 1}f} ms" if is_short else format_seconds(seconds)
