@@ -165,7 +165,7 @@ def _pace(seen: RunStatus) -> Iterator[Row]:
     step_s = last.timing.step_s
     found = f"{format_count(last.samples_per_s)} {plan.unit}/s, {format_duration(step_s)} a step"
     left_s = step_s * max(0, plan.total_steps - last.step)
-    found += f", {format_seconds(left_s)} left" if left_s > 0 and not seen.end else ""
+    found += f", {format_seconds(left_s)} left" if left_s > 0 and seen.owner else ""
     yield Row("speed", plan.device, found)
     yield Row("limit", "", split.limit() or "not known yet")
     for event in [event for event in seen.recent if isinstance(event, Straggler)][-1:]:
