@@ -105,7 +105,6 @@ CASES: list[tuple[str, Change, str, str, str, str]] = [
     ("Python", put(f"{V}.Python", "3.11.8"), "fail", "w1", "3.11.8", "has 3.11.7"),
     ("Ray", put(f"{V}.Ray", None), "fail", "w1", "not installed", "has 2.60.0"),
     ("GPUs", put("last.ray.GPU", 1.0), "warn", "w1", "Ray counts 1", "--num-gpus"),
-    ("GPUs", put("last.devices", 0), "warn", "w1", "Ray counts 2", "nvidia-smi"),
     ("GPUs", put("all_reduce.1.gpus", [gpu(), gpu(9)]), "warn", "w1", "9.0 GiB free", "Another"),
     ("CPUs", put("last.ray.CPU", 16.0), "warn", "w1", "8 usable, Ray counts 16", "--num-cpus 8"),
     ("all-reduce", unconnected, "fail", "across", "connectFullMesh", "w1 resolves to 127.0.1.1,"),
