@@ -129,7 +129,7 @@ def _progress(seen: RunStatus) -> Row:
     if plan is None:
         return Row("progress", "", "not started")
     saved = [event.step for event in seen.recent if isinstance(event, Checkpoint)]
-    step = max(plan.start_step, *saved[-1:], *(line.step for line in seen.lines[-1:]))
+    step = max([plan.start_step, *saved[-1:], *(line.step for line in seen.lines[-1:])])
     share = f"{100 * step // max(1, plan.total_steps)} %"
     found = f"step {step} of {plan.total_steps} ({share}), {format_seconds(seen.quiet_s)} ago"
     workers, allowed_s = plural(plan.world_size, "worker"), _allowed_s(seen, plan)

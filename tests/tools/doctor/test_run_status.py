@@ -82,7 +82,7 @@ def test_a_run_that_makes_progress_is_ok_and_nothing_is_written(tmp_path: Path):
     [
         (45, [PLAN], LINES, True),  # a line takes five seconds
         (55, [PLAN], LINES, False),
-        (599, [PLAN], [], True),  # it starts
+        (500, [PLAN], [], True),  # it starts
         (300, [EPOCHS_OF_10], LINES, True),  # it evaluates
         (300, [EPOCHS_OF_10], [*LINES, EVALUATED], False),
         (300, [EPOCHS_OF_10], [line(10), line(15)], False),
