@@ -112,6 +112,9 @@ ROWS = [
     Row("report nothing", 2, "nothing"),
     Row("doctor --run nothing", 2, "nothing"),
     Row("doctor --jsno", 2, "--json", light=True),
+    Row("doctor --optim.name adm", 2, "optim.name 'adm'", light=True),
+    Row("doctor --run x --epochs 3", 2, "--epochs --run", light=True),
+    Row("doctor digits --run x", 2, "digits --run", light=True),
     Row("chaos --kils 3", 2, "--kills", light=True),
     Row("report nothing --device cpu --no-predict", 2, "--device"),
     # 3: where it runs.
@@ -124,6 +127,7 @@ ROWS = [
     Row("doctor --address 127.0.0.1:1", 3, "127.0.0.1:1", needs="ray"),
     # 4: the data.
     Row("--data.source nowhere/x", 4, "data.source nowhere/x", light=True),
+    Row("doctor --data.source nowhere", 4, "data.source nowhere", light=True),
     Row("--data.eval-source nowhere", 4, "data.eval_source nowhere", light=True),
     Row("--data.source *.parquet", 4, "data.source *.parquet", light=True),
     Row(f"{SMALL} --data.source list.csv --data.holdout 0.2", 4, "17.png", LISTED, writes=True),

@@ -128,7 +128,7 @@ def _no_connection(nodes: Mapping[str, Found]) -> str:
     if len(nodes) == 1:
         return "See nvidia-smi and `ray status` there, and NCCL_DEBUG=INFO."
     odd = [
-        f"the name of {name} resolves to {node['resolves'] or 'nothing'}, Ray uses {node['ip']}. "
+        f"The name of {name} resolves to {node['resolves'] or 'nothing'}, Ray uses {node['ip']}. "
         for name, node in nodes.items()
         if node["resolves"] != node["ip"]
     ]

@@ -128,7 +128,8 @@ def _progress(seen: RunStatus) -> Row:
     plan = seen.plan
     if plan is None:
         return Row("progress", "", "not started")
-    step = max(seen.lines[-1].step if seen.lines else 0, plan.start_step)
+    saved = [event.step for event in seen.recent if isinstance(event, Checkpoint)]
+    step = max([plan.start_step, *saved[-1:], *(line.step for line in seen.lines[-1:])])
     share = f"{100 * step // max(1, plan.total_steps)} %"
     found = f"step {step} of {plan.total_steps} ({share}), {format_seconds(seen.quiet_s)} ago"
     workers, allowed_s = plural(plan.world_size, "worker"), _allowed_s(seen, plan)
@@ -165,7 +166,7 @@ def _pace(seen: RunStatus) -> Iterator[Row]:
     step_s = last.timing.step_s
     found = f"{format_count(last.samples_per_s)} {plan.unit}/s, {format_duration(step_s)} a step"
     left_s = step_s * max(0, plan.total_steps - last.step)
-    found += f", {format_seconds(left_s)} left" if left_s > 0 and not seen.end else ""
+    found += f", {format_seconds(left_s)} left" if left_s > 0 and seen.owner else ""
     yield Row("speed", plan.device, found)
     yield Row("limit", "", split.limit() or "not known yet")
     for event in [event for event in seen.recent if isinstance(event, Straggler)][-1:]:

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import run_cli
 from ray_cluster import two_nodes
 from rich.console import Console
 
-from raytrain_ddp import TrainConfig
-from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.tools.doctor.__main__ import main
 from raytrain_ddp.tools.doctor.assessment import assess
-from raytrain_ddp.tools.doctor.node_actor import NodeActor, versions
-from raytrain_ddp.tools.doctor.rows import Report, Row, format_duration, merged, show
+from raytrain_ddp.tools.doctor.rows import Report, Row, merged, show
 from raytrain_ddp.tools.doctor.storage_probe import commit_beside_driver, exercise_storage
 
 GIB = 2**30
 Findings = dict[str, Any]
 Change = Callable[[Findings], object]
-
-# ------------------------------------------------------------------ rows from findings
 
 
 def cluster(*names: str, gpus: int = 0) -> Findings:
@@ -63,8 +56,8 @@ def cluster(*names: str, gpus: int = 0) -> Findings:
     }
 
 
-def gpu(free: int = 79 * GIB) -> list[Any]:
-    return ["NVIDIA H100", free, 80 * GIB]
+def gpu(free_gib: int = 79) -> list[Any]:
+    return ["NVIDIA H100", free_gib * GIB, 80 * GIB]
 
 
 def rows_of(findings: Findings) -> Report:
@@ -99,40 +92,30 @@ def put(path: str, value: Any) -> Change:
     return change
 
 
-def no_connection(**values: Any) -> Change:
-    def change(findings: Findings) -> None:
-        across = findings["all_reduce"][-1]
-        across |= {"error": "RuntimeError: Gloo connectFullMesh failed"}
-        findings["nodes"]["w1"].update(values)
-
-    return change
+def unconnected(findings: Findings) -> None:
+    findings["all_reduce"][-1]["error"] = "RuntimeError: Gloo connectFullMesh failed"
+    findings["nodes"]["w1"]["resolves"] = "127.0.1.1"
 
 
+V = "last.versions"
 CASES: list[tuple[str, Change, str, str, str, str]] = [
     # check, change, verdict, where, text of the finding, text of the advice
     ("workers", put("lacks", "CPU: want 9, have 8"), "fail", "2 nodes", "want 9, have 8", ""),
     ("node", put("nodes.w1", {"error": "no answer"}), "fail", "w1", "no answer", "raylet"),
-    ("Python", put("last.versions.Python", "3.11.8"), "fail", "w1", "3.11.8", "has 3.11.7"),
-    ("Ray", put("last.versions.Ray", None), "fail", "w1", "not installed", "has 2.60.0"),
-    ("raytrain_ddp", put("last.versions.raytrain_ddp", "0.1"), "fail", "w1", "0.1", "57de7642"),
-    ("torch", put("last.versions.torch", "2.15.0+cpu"), "fail", "w1", "+cpu", "has 2.15.0"),
-    ("NCCL", put("last.versions.NCCL", "2.29.1"), "fail", "w1", "2.29.1", "has 2.30.7"),
+    ("Python", put(f"{V}.Python", "3.11.8"), "fail", "w1", "3.11.8", "has 3.11.7"),
+    ("Ray", put(f"{V}.Ray", None), "fail", "w1", "not installed", "has 2.60.0"),
     ("GPUs", put("last.ray.GPU", 1.0), "warn", "w1", "Ray counts 1", "--num-gpus"),
-    ("GPUs", put("last.devices", 0), "warn", "w1", "Ray counts 2", "nvidia-smi"),
-    (
-        *("GPUs", put("all_reduce.1.gpus", [gpu(), gpu(9 * GIB)]), "warn", "w1"),
-        *("9.0 GiB free of 80 GiB", "Another process"),
-    ),
+    ("GPUs", put("all_reduce.1.gpus", [gpu(), gpu(9)]), "warn", "w1", "9.0 GiB free", "Another"),
     ("CPUs", put("last.ray.CPU", 16.0), "warn", "w1", "8 usable, Ray counts 16", "--num-cpus 8"),
-    ("all-reduce", no_connection(), "fail", "across", "connectFullMesh", "GLOO_SOCKET_IFNAME"),
+    ("all-reduce", unconnected, "fail", "across", "connectFullMesh", "w1 resolves to 127.0.1.1,"),
+    ("all-reduce", unconnected, "fail", "across", "RuntimeError: ", "GLOO_SOCKET_IFNAME"),
     (
-        *("all-reduce", no_connection(resolves="127.0.1.1"), "fail", "across"),
-        *("connectFullMesh", "w1 resolves to 127.0.1.1, Ray uses 10.0.0.2"),
-    ),
-    ("all-reduce", no_connection(resolves=None), "fail", "across", "Gloo", "w1 resolves to noth"),
-    (
-        *("all-reduce", put("all_reduce.2.bus_bytes_per_s", 12e6), "warn", "across"),
-        *("25 MiB at 11 MiB/s", "--batch-size"),
+        "all-reduce",
+        put("all_reduce.2.bus_bytes_per_s", 12e6),
+        "warn",
+        "across",
+        "11 MiB/s",
+        "fewer",
     ),
     ("all-reduce", put("all_reduce.0.error", "no GPU"), "fail", "within head", "no GPU", "status"),
     ("storage", put("storage.w1", {"error": "denied {x}"}), "fail", "w1", "denied {x}", "/shared"),
@@ -154,37 +137,21 @@ def test_a_single_problem_is_found_on_its_node_with_advice(
     assert (row.verdict, row.where) == (verdict, where)
     assert found in row.found
     assert advice in row.advice
-    assert report.count("fail") == (verdict == "fail")
-    assert report.count("warn") == (verdict == "warn")
+    assert (report.count("fail"), report.count("warn")) == (verdict == "fail", verdict == "warn")
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["a", "b", "c", "d", "e", "driver"], "all 5 nodes"),
-        (["a", "b", "c", "d", "e"], "all 5 nodes"),
+def test_places_with_the_same_finding_share_a_row_and_the_worst_come_first():
+    for names, expected in (
+        ([*"abcde", "driver"], "all 5 nodes"),
         (["a", "driver"], "a"),
         (["b", "driver"], "b, driver"),
-        (["a", "b", "c", "d"], "a, b, c and 1 more"),
-    ],
-)
-def test_places_with_the_same_finding_share_a_row(names: list[str], expected: str):
-    rows = merged([Row("x", name, "same") for name in names], ["a", "b", "c", "d", "e"])
-    assert rows == [Row("x", expected, "same")]
+        ([*"abcd"], "a, b, c and 1 more"),
+    ):
+        rows = [Row("x", name, "same") for name in names] + [Row("x", "e", "", "fail", "do")]
+        assert merged(rows, [*"abcde"]) == [rows[-1], Row("x", expected, "same")]
 
 
-def test_the_worst_rows_of_a_check_come_first():
-    verdicts = {"a": "ok", "b": "warn", "c": "fail"}
-    rows = [Row("x", name, name, verdict) for name, verdict in verdicts.items()]  # type: ignore[arg-type]
-    assert [row.where for row in merged([*rows, Row("y", "a", "")], ["a", "b", "c"])] == [*"cbaa"]
-
-
-def test_durations_have_two_digits_and_a_unit():
-    shown = [format_duration(seconds) for seconds in (1.2e-4, 0.004, 0.5)]
-    assert shown == ["0.12 ms", "4.0 ms", "0.50 s"]
-
-
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [80, 200])
 def test_the_table_fits_the_terminal_with_advice_below_each_problem(width: int):
     findings = cluster("head", "w1", "w2", gpus=8)
     findings["storage"]["w1"] = {"error": "OSError: [bold]denied[/bold]: " + "long " * 30}
@@ -196,28 +163,7 @@ def test_the_table_fits_the_terminal_with_advice_below_each_problem(width: int):
     assert lines[-1] == "1 failure, 1 warning: a run would not get far."
     assert "[bold]denied[/bold]" in text.getvalue()
     assert sum(line.lstrip().startswith("-> ") for line in lines) == 2
-    at = next(n for n, line in enumerate(lines) if "denied" in line)
-    assert lines[at].startswith("storage") or lines[at - 1].startswith("storage")
-    assert lines[at].rstrip().endswith("fail")
-
-
-# ------------------------------------------------------------------ findings of this machine
-
-
-def test_facts_of_a_node_are_json_and_tell_what_is_installed():
-    found = NodeActor("here").facts()
-    assert json.loads(json.dumps(found)) == found
-    assert found["versions"] == versions()
-    assert found["versions"]["Python"].startswith("3.")
-    assert "code " in found["versions"]["raytrain_ddp"]
-    assert found["cpus"] >= 1
-
-
-def test_data_are_opened_as_a_worker_opens_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    found = NodeActor("here").data(to_dict(TrainConfig()), str(tmp_path), [])
-    assert (found["train"][0], found["eval"][0]) == (1437, 360)
-    assert found["train"][1] != found["eval"][1]
+    assert next(line for line in lines if "denied" in line).rstrip().endswith("fail")
 
 
 def on_node(uri: str, folder: str) -> dict[str, dict[str, Any]]:
@@ -271,75 +217,22 @@ def test_a_storage_that_cannot_be_written_is_reported_without_secrets(
         assert "hush" not in found["driver"]["error"]
 
 
-# ------------------------------------------------------------------ the command
-
-
-def test_help_is_fast_and_a_config_is_refused_before_ray_is_imported(tmp_path: Path):
-    answer = run_cli("doctor", "--help-all", cwd=tmp_path)
-    assert (answer.status, answer.heavy) == (0, [])
-    assert "--address" in answer.out
-    assert "--scaling.num-workers" in answer.out
-    for argv, status in (
-        (["--optim.name", "adm"], 2),
-        (["--data.source", "nowhere"], 4),
-        (["--run", "x", "--epochs", "3"], 2),
-        (["digits", "--run", "x"], 2),
-    ):
-        answer = run_cli("doctor", *argv, cwd=tmp_path)
-        assert (answer.status, answer.out, answer.heavy) == (status, "", [])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def ray_elsewhere(
-    unchanged_process: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """A Ray of two nodes whose processes are in a different folder from this process later."""
-    before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("nodes"))
-    with two_nodes():
-        os.chdir(before)
-        yield
-
-
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")  # Ray's own warnings
 def test_doctor_checks_a_real_ray_and_leaves_nothing(
-    ray_elsewhere: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unchanged_process: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    status = main(["--json", "--storage", str(tmp_path / "runs")])
+    with two_nodes():
+        status = main(["--json", "--storage", str(tmp_path / "runs")])
     captured = capsys.readouterr()
     reported = json.loads(captured.out)
     assert "doctor: testing the storage" in captured.err
     verdicts = {row["check"]: (row["where"], row["verdict"]) for row in reported["rows"]}
-    same = ("Python", "Ray", "raytrain_ddp", "torch", "GPUs", "storage", "data")
-    assert [verdicts[check] for check in same] == [("all 2 nodes", "ok")] * len(same)
-    assert verdicts["workers"] == ("2 nodes", "ok")
+    for check in ("Python", "Ray", "raytrain_ddp", "torch", "GPUs", "storage", "data"):
+        assert verdicts[check] == ("all 2 nodes", "ok")
     assert status == reported["status"] == 0
     within, across = reported["findings"]["all_reduce"]
     assert (within["ranks"], len(within["nodes"])) == (2, 1)
     assert (across["ranks"], len(across["nodes"])) == (2, 2)
     assert all(each["latency_s"] < 1 and each["bus_bytes_per_s"] > 0 for each in (within, across))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_that_does_not_fit_and_a_storage_that_nodes_do_not_share_are_found(
-    ray_elsewhere: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.chdir(tmp_path)
-    own = "/proc/self/cwd"  # each process has its own
-    argv = ["--storage", f"{own}/runs", "--scaling.num-workers", "9", "--scaling.wait-s", "0"]
-    argv += ["--batch-size", "288", "--json"]
-    assert main(argv) == 3
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    failed = {row["check"]: row for row in rows if row["verdict"] == "fail"}
-    assert failed.keys() == {"workers", "storage"}
-    assert "want 9" in failed["workers"]["found"]
-    assert failed["storage"]["where"] == "all 2 nodes"
-    assert "cannot be seen" in failed["storage"]["found"]
-    assert not (tmp_path / "runs").exists()

@@ -19,7 +19,6 @@ from raytrain_ddp.checkpoint.lease import LEASE_FILE, Owner
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, open_run
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tools.doctor.rows import Report, Row
 from raytrain_ddp.tools.doctor.run_status import examine_run, how_to_stop
 
@@ -28,6 +27,7 @@ FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; resuming
 SAVED = {"kind": "checkpoint", "step": 20}
 EPOCHS_OF_10 = {**PLAN, "steps_per_epoch": 10}
 EVALUATED = {"kind": "eval", "step": 20, "metrics": {}}
+LONG = ["--epochs", "1000"]
 SLOW = {"kind": "straggler", "rank": 2, "text": "rank 2 on w2 takes 3.0 x as long as the others"}
 
 
@@ -74,8 +74,7 @@ def test_a_run_that_makes_progress_is_ok_and_nothing_is_written(tmp_path: Path):
     assert row["speed"].found == "640 samples/s, 0.50 s a step, 40 s left"
     assert row["limit"].found.startswith("waits for all-reduces 60 %")
     assert row["checkpoint"].found.startswith("step 20")
-    files = {CONFIG_FILE, EVENTS_FILE, LEASE_FILE, METRICS_FILE}
-    assert {path.name for path in run.iterdir()} == files
+    assert len([*run.iterdir()]) == 4
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,7 @@ def test_a_run_that_makes_progress_is_ok_and_nothing_is_written(tmp_path: Path):
     [
         (45, [PLAN], LINES, True),  # a line takes five seconds
         (55, [PLAN], LINES, False),
-        (599, [PLAN], [], True),  # it starts
-        (620, [PLAN], [], False),
-        (300, [PLAN], [line(1)], True),  # the next line may be a hundred steps away
+        (500, [PLAN], [], True),  # it starts
         (300, [EPOCHS_OF_10], LINES, True),  # it evaluates
         (300, [EPOCHS_OF_10], [*LINES, EVALUATED], False),
         (300, [EPOCHS_OF_10], [line(10), line(15)], False),
@@ -106,9 +103,9 @@ def test_fault_33_a_run_that_writes_nothing_for_long_makes_no_progress(
 def test_a_driver_that_just_started_is_not_judged_by_older_records(tmp_path: Path):
     run = written(tmp_path, [PLAN], LINES, 7200, Owner.here())
     os.utime(run / CONFIG_FILE, (time.time() - 40,) * 2)
-    report, row = rows(run)
-    assert report.count("fail") == 0
-    assert row["progress"].found == "step 20 of 100 (20 %), 40 s ago"
+    assert rows(run)[1]["progress"] == Row(
+        "progress", "3 workers", "step 20 of 100 (20 %), 40 s ago"
+    )
 
 
 def test_a_run_with_a_dead_or_no_driver_is_reported(tmp_path: Path):
@@ -130,81 +127,59 @@ def test_a_run_with_a_dead_or_no_driver_is_reported(tmp_path: Path):
 def test_a_run_ended_by_an_error_names_it(tmp_path: Path):
     traceback = "Traceback (most recent call last):\n  x\nKeyError: 'z'\n"
     ended = {"kind": "end", "status": 1, "message": f"the task failed on b, rank 1:\n{traceback}"}
-    run = written(tmp_path, [PLAN, ended], [line(20)])
-    answer = run_cli("doctor", "--run", str(run), cwd=tmp_path)
-    assert "ended with status 1: the task failed on b, rank 1: KeyError: 'z'" in answer.out
-    assert answer.out.splitlines()[-1] == "0 failures, 1 warning: the run has ended."
-    assert answer.status == 0
+    report, row = rows(written(tmp_path, [PLAN, ended], [line(20)]))
+    reported = "ended with status 1: the task failed on b, rank 1: KeyError: 'z'"
+    assert (row["driver"].found, row["driver"].verdict) == (reported, "warn")
+    assert (report.count("fail"), report.if_good) == (0, "the run has ended")
 
 
 def test_fault_32_a_slow_rank_is_reported_until_it_keeps_up_or_the_workers_change(tmp_path: Path):
     recovered = {"kind": "straggler", "rank": None, "text": "rank 2 keeps up again"}
-    for number, (events, is_slow) in enumerate(
-        [([SLOW], True), ([SLOW, recovered], False), ([SLOW, PLAN], False)]
-    ):
+    for number, events in enumerate([[SLOW], [SLOW, recovered], [SLOW, PLAN]]):
         run = written(tmp_path / f"{number}", [PLAN, *events], LINES, owner=Owner.here())
-        _, row = rows(run)
-        assert ("slowest" in row) == is_slow
-        if is_slow:
-            assert row["slowest"] == Row("slowest", "rank 2", SLOW["text"], "warn")
+        slowest = Row("slowest", "rank 2", SLOW["text"], "warn")
+        assert rows(run)[1].get("slowest") == (slowest if number == 0 else None)
 
 
-@pytest.mark.parametrize("kind", ["failed", "preempted", "checkpoint_failed"])
-def test_a_failure_warns_until_the_next_checkpoint(tmp_path: Path, kind: str):
-    failure = {**FAILED, "kind": kind, "text": FAILED["message"]}
-    for events, verdict in (([SAVED, failure], "warn"), ([failure, SAVED], "ok")):
-        run = written(tmp_path / verdict, [PLAN, *events], [line(20)], owner=Owner.here())
-        failures = rows(run)[1]["failures"]
-        assert failures.verdict == verdict
-        assert "1; the last at" in failures.found
-        assert FAILED["message"] in failures.found
+def test_a_failure_warns_until_the_next_checkpoint(tmp_path: Path):
+    for kind in ("failed", "preempted", "checkpoint_failed"):
+        failure = {**FAILED, "kind": kind, "text": FAILED["message"]}
+        for events, verdict in (([SAVED, failure], "warn"), ([failure, SAVED], "ok")):
+            run = written(tmp_path / kind / verdict, [PLAN, *events], [], owner=Owner.here())
+            failures = rows(run)[1]["failures"]
+            assert failures.verdict == verdict
+            assert FAILED["message"] in failures.found
 
 
-def test_records_without_numbers_and_of_earlier_versions_are_tolerated(tmp_path: Path):
+def test_the_command_takes_a_name_avoids_torch_and_tolerates_records_without_numbers(
+    tmp_path: Path,
+):
     odd = {**line(30), "samples_per_s": None, "loss": None}
     odd["timing"] = {"step_s": None, "split_s": {"compute": None}}
     older = {"kind": "resync", "step": 15, "ranks": [1], "source": 0, "first": "conv.weight"}
-    run = written(tmp_path, [PLAN], [line(20), older, odd], owner=Owner.here())
-    assert rows(run)[1]["speed"].found == "- samples/s, - a step"
+    written(tmp_path, [PLAN], [line(20), older, odd], 700.0, Owner.here())
+    answer = run_cli("doctor", "--run", "r", cwd=tmp_path)
+    assert (answer.status, answer.heavy) == (3, [])
+    assert "- samples/s, - a step" in answer.out
+    assert "1 failure, 0 warnings: the run makes no progress." in answer.out
     answer = run_cli("doctor", "--run", "r", "--json", cwd=tmp_path)
     newest = json.loads(answer.out, parse_constant=pytest.fail)["findings"]["newest"]
     assert newest["samples_per_s"] is None
 
 
-def test_the_command_takes_a_name_avoids_torch_and_reports_a_missing_run(tmp_path: Path):
-    written(tmp_path, [PLAN], [line(10)], 700.0, Owner.here())
-    answer = run_cli("doctor", "--run", "r", cwd=tmp_path)
-    assert (answer.status, answer.heavy) == (3, [])
-    assert "1 failure, 0 warnings: the run makes no progress." in answer.out
-    answer = run_cli("doctor", "--run", "q", cwd=tmp_path)
-    assert (answer.status, answer.out) == (ConfigError.exit_status, "")
-    assert "no run there" in answer.err
+def test_the_process_host_and_slurm_job_to_signal_are_named(monkeypatch: pytest.MonkeyPatch):
+    def told(host: str = "") -> str:
+        owner = Owner.parse(json.dumps(asdict(Owner.here())).encode())
+        assert owner is not None
+        return how_to_stop(replace(owner, host=host or owner.host))
 
-
-# ------------------------------------------------------------------ how to stop it
-
-
-@pytest.mark.parametrize(
-    ("environment", "far", "expected"),
-    [
-        ({}, False, "kill -INT {pid}"),
-        ({}, True, "ssh node-7 kill -INT {pid}"),
-        ({"SLURM_JOB_ID": "12"}, True, "scancel --batch --signal=TERM 12"),
-        (
-            {"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"},
-            *(False, "scancel --batch --signal=TERM 12_2"),
-        ),
-    ],
-)
-def test_the_process_host_and_slurm_job_to_signal_are_named(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], far: bool, expected: str
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    owner = Owner.parse(json.dumps(asdict(Owner.here())).encode())
-    assert owner is not None
-    owner = replace(owner, host="node-7") if far else owner
-    assert expected.format(pid=os.getpid()) in how_to_stop(owner)
+    command = f"kill -INT {os.getpid()}"
+    assert (told(), told("node-7")) == (command, f"ssh node-7 {command}")
+    monkeypatch.setenv("SLURM_JOB_ID", "14")
+    assert told("node-7").endswith("scancel --batch --signal=TERM 14")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert told().endswith("scancel --batch --signal=TERM 12_2")
 
 
 def test_a_run_that_does_what_doctor_says_ends_with_a_checkpoint(tmp_path: Path):
@@ -212,25 +187,26 @@ def test_a_run_that_does_what_doctor_says_ends_with_a_checkpoint(tmp_path: Path)
         answer = run_cli("doctor", "--run", "mine", "--json", cwd=tmp_path)
         return {row["check"]: row["found"] for row in json.loads(answer.out)["rows"]}
 
-    command = [sys.executable, "-m", "raytrain_ddp.fit", "--local", "--name", "mine"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with WarmPython(
-        [*command, "--epochs", "1000", "--log.every-steps", "1"],
+    process = WarmPython(
+        [
+            sys.executable,
+            *["-m", "raytrain_ddp.fit", "--local", "--name", "mine", "--epochs", "1000"],
+        ],
         cwd=tmp_path,
         env={**os.environ, **ENVIRONMENT},
-        **pipes,
-    ) as process:
-        log = tmp_path / "runs/mine" / METRICS_FILE
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
         assert process.stdout is not None
         for text in process.stdout:
             if "checkpoint" in text or "eval" in text:
                 break
-        assert log.exists()
         stop = told()["to stop"]
         assert stop == f"kill -INT {process.pid}"
         subprocess.run(stop.split(), check=True)
         process.communicate(timeout=60)
     assert process.returncode == 130
-    found = told()
-    assert "status 130" in found["driver"]
-    assert found["checkpoint"].split(",")[0] in found["progress"]
+    assert "status 130" in told()["driver"]
+    assert told()["checkpoint"].split(",")[0] in told()["progress"]
