@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,8 @@ class ChaosArgs(RecipeArgs):
     """Start with a different number of workers each time, 1 to --workers. Requires --exact and
     --local, and compares with a run on one worker."""
     local: bool = False
-    """Without Ray: Gloo workers on this machine, which restart in a fraction of a second."""
+    """Without Ray, on Linux: Gloo workers on this machine, which restart in a fraction of a
+    second."""
 
 
 COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
@@ -67,6 +69,7 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
     exact = args.config.exact
     require(exact or not args.resize, "--resize", True, "needs --exact: otherwise the bits differ")
     require(args.local or not args.resize, "--resize", True, "needs --local")
+    require(not args.local or sys.platform == "linux", "--local", True, "needs Linux")
     args.config.require_slots(args.workers)
     for name in sorted(given_flags(argv) & _DECIDED):
         flag = f"--{name.replace('_', '-')}"
