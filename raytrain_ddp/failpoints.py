@@ -57,7 +57,7 @@ SITES = frozenset(
 ACTIONS = frozenset(
     {
         *("kill", "exit", "raise", "term", "stop", "gil"),
-        *("sleep", "enospc", "eio", "nan", "flip", "node"),
+        *("sleep", "enospc", "eio", "nan", "flip"),
     }
 )
 
@@ -100,9 +100,6 @@ class Failpoint:
         """Performs the action. Returns the factor for the caller's loss or weight."""
         if self.action in ("kill", "term", "stop"):
             os.kill(os.getpid(), _SIGNALS[self.action])
-        elif self.action == "node":
-            os.kill(int(os.environ.get("RAY_RAYLET_PID", os.getppid())), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "exit":
             os._exit(int(self.argument))
         elif self.action == "raise":

@@ -7,49 +7,26 @@ is imported and of how long it takes have processes of their own, by `subprocess
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
-import select
-import socket
-import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-SERVER = Path(__file__).with_name("warm_server.py")
+from raytrain_ddp.warm import fork_client
+
+PROGRAM = str(Path(__file__).with_name("given_program.py"))
+MORE = ("matplotlib.pyplot", "torch.distributed.nn", "timm")
 
 
-class _Server:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.channel: socket.socket | None = None
-
-    def start(self) -> socket.socket:
-        if self.channel is None:
-            self.channel, theirs = socket.socketpair()
-            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-            with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, str(SERVER), str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    env={**environment, "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
-            atexit.register(self.end)
-        return self.channel
-
-    def end(self) -> None:
-        assert self.channel is not None
-        self.channel.close()
-        self._process.wait()
+def _start() -> int:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return fork_client.start_server(_address(), os.getpid(), 1, environ=environment, modules=MORE)
 
 
-_server = _Server()
+def _address() -> str:
+    return f"raytrain-fork-test-{os.getpid()}"
 
 
 class WarmPython(subprocess.Popen[Any]):
@@ -59,50 +36,40 @@ class WarmPython(subprocess.Popen[Any]):
     must have OMP_NUM_THREADS=1: it is read when torch is loaded.
     """
 
-    _status: int  # a pipe
+    _forked: fork_client.Forked
 
     def _execute_child(self, args: Sequence[Any], *given: Any) -> None:  # type: ignore[override]
         _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *rest = given
         pipes, session = rest[:6], rest[11]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         python, *command = map(os.fspath, args)
-        environment = dict(os.environ if env is None else env)
+        environment = os.environ if env is None else env
         assert python == sys.executable
         assert not any((preexec_fn, pass_fds, shell))
         assert environment.get("OMP_NUM_THREADS") == "1"
-        self._status, theirs = os.pipe()
         request = {
-            "command": command,
-            "environment": environment,
+            **fork_client.own_state([PROGRAM, *command], environment),
             "folder": os.path.abspath(cwd or "."),
             "session": session,
+            "spares": 0,
+            "waits": True,
         }
-        data = json.dumps(request).encode()
         files = [own if own >= 0 else n for n, own in enumerate((p2cread, c2pwrite, errwrite))]
-        with _server.lock:
-            channel = _server.start()
-            socket.send_fds(channel, [struct.pack("!I", len(data))], [*files, theirs])
-            channel.sendall(data)
-            answer = channel.recv(4)
-        assert answer, "the server has ended"
-        (self.pid,) = struct.unpack("!I", answer)
-        self._child_created = True
-        os.close(theirs)
+        forked = fork_client.forked(_address(), _start, request, files)
+        if forked is None:  # a module on PYTHONPATH hides one that is loaded
+            raise AssertionError("the server has refused, or has ended")
+        self._forked, self.pid, self._child_created = forked, forked.pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _wait(self, timeout: float | None) -> int:
+        self.returncode = self._forked.wait(timeout)
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            (self.returncode,) = struct.unpack("!i", os.read(self._status, 4))
-            os.close(self._status)
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode
 
     def _internal_poll(self, *_: object, **__: object) -> int | None:
-        try:
-            return self._wait(0)
-        except subprocess.TimeoutExpired:
-            return None
+        self.returncode = self._forked.poll()
+        return self.returncode
 
 
 def run(

@@ -194,15 +194,13 @@ def start_warm_server(config: TrainConfig, address: str | None) -> str:
             mode = _forks(config)
             return why_cold(mode) if mode else "they need Linux, and this environment's Python"
     elif not is_connected():
-        cluster = explicit_address(address or os.environ["RAY_ADDRESS"])
-        _announce(config, cluster=cluster)
+        _announce(config)
     return ""
 
 
-def _announce(config: TrainConfig, job: str = "", cluster: str = "") -> None:
-    scaling = config.scaling
-    if scaling.spares and (mode := _forks(config)):
-        announce_job(mode, scaling.threads, scaling.num_workers, job, cluster)
+def _announce(config: TrainConfig, job: str = "") -> None:
+    if config.scaling.spares and _forks(config):
+        announce_job(config.scaling.num_workers, job)
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Starts a Ray worker by a fork of this node's fork server; Ray runs it instead of Python.
+"""Asks a fork server for a process: a fork of a Python that has the heavy modules loaded.
 
 Ray's raylet runs ``python -I -S fork_client.py MODE OWNER THREADS SPARES default_worker.py
-ARGUMENTS``. The forked process gets the arguments, environment, open files, working folder,
-limits, niceness and signal handling of this one, and this one ends. If anything is not as it
-should be, this process becomes the usual worker by exec.
+ARGUMENTS`` in place of Python. The forked process gets the arguments, environment, open files,
+working folder, limits, niceness and signal handling of this one, and this one ends. If anything is
+not as it should be, this process becomes the usual worker by exec.
 
 It imports nothing but the standard library: starting it must cost milliseconds.
 """
@@ -13,24 +13,24 @@ from __future__ import annotations
 import hashlib
 import marshal
 import os
-import re
 import resource
+import select
 import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
-READY, REFUSED = b"r", b"n"
-MOST_BYTES = 1 << 24
+READY = b"r"
+NUMBER = struct.Struct("!i")
+LEAST_FREE = 0.1  # of the memory; below, no server is started
+OF_NODE = "raytrain-fork-node"
+_OF_RUN = "raytrain-fork-run"
 _READY_WITHIN_S = 60.0
 _BOUND_WITHIN_S = 10.0
-_ANNOUNCED_WITHIN_S = 0.2
-_OF_RUN, _OF_NODE = "raytrain-fork-run", "raytrain-fork-node"
-LEAST_FREE = 0.1  # of the memory; below, no server is started
 # Read when Python or a library is loaded: another value needs another server.
 _READ_AT_START = (
     *("BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "GLIBC_", "GOMP_", "KMP_", "LC_", "LD_", "MALLOC_"),
@@ -48,11 +48,12 @@ _OF_PYTHON = ("INSPECT", "PROFILEIMPORTTIME", "SAFEPATH", "VERBOSE")
 
 def main(argv: list[str]) -> None:
     mode, owner, threads, spares, *command = argv
-    try:
-        if not unsuited(mode) and fork_by_server(int(owner), int(threads), int(spares), command):
+    with suppress(OSError, ValueError, KeyError):
+        address, pid = address_of(int(owner), int(threads), command[0]), int(owner) or raylet()
+        request = {**own_state(command), "spares": int(spares), "waits": False}
+        start = lambda: start_server(address, pid, int(threads))  # noqa: E731
+        if not unsuited(mode) and forked(address, start, request):
             return
-    except (OSError, ValueError, KeyError):
-        pass
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -68,37 +69,64 @@ def unsuited(mode: str, environment: Mapping[str, str] = os.environ) -> str:
     return f"{names[0]} is set" if names else ""
 
 
-def fork_by_server(owner: int, threads: int, spares: int, command: list[str]) -> bool:
-    """Whether a server has forked a process for `command`: a script and its arguments.
+class Forked:
+    """A forked process, as far as its server reports it."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid, self._connection = pid, connection
+        self.returncode: int | None = None
+
+    def wait(self, within_s: float | None = None) -> int | None:
+        """Its exit status (negative: the signal that ended it) if it ends within that time; None:
+        it has not ended. Only if the request has said that the status is wanted."""
+        if self.returncode is None and select.select([self._connection], [], [], within_s)[0]:
+            answer = self._connection.recv(NUMBER.size)
+            self.returncode = NUMBER.unpack(answer)[0] if answer else 1  # the server has ended
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def forked(
+    address: str,
+    start: Callable[[], int],
+    request: Mapping[str, Any],
+    files: Sequence[int] = (0, 1, 2),
+) -> Forked | None:
+    """Makes the server at an address fork a process; None: it refuses, or does not start.
 
     Args:
-        owner: the process whose server it is, and which it ends with; 0: this node's raylet.
-        threads: OMP_NUM_THREADS while the server loads its modules, unless it is set.
-        spares: processes that the server keeps ready for the next ones.
+        start: starts the server and returns its pid, if there is none; see `start_server`.
+        request: what the process is to be: `own_state`, and how the server handles it.
+        files: its first three files.
     """
-    address = address_of(owner, threads, command[0])
-    owner = owner or raylet()
-    connection = connect(address)
+    connection = connect(address, start)
     if connection is None:
-        if free_memory() < LEAST_FREE:
-            return False
-        os.close(os.pidfd_open(owner))  # fails where the server would: on Linux before 5.3
-        connection = connect(address, start_server(address, owner, threads))
-    if connection is None:
-        return False
-    with connection:
+        return None
+    with ExitStack() as unless_forked:
+        unless_forked.enter_context(connection)
         connection.settimeout(_READY_WITHIN_S)
         if not is_own(connection) or connection.recv(1) != READY:
-            return False
+            return None
         connection.settimeout(None)  # from now on, a second process could be the result
-        send_request(connection, marshal.dumps(own_state(command, spares)), [0, 1, 2])
-        return connection.recv(1) == READY
+        send_request(connection, request, files)
+        if pid := connection.recv(NUMBER.size):
+            unless_forked.pop_all()
+            return Forked(NUMBER.unpack(pid)[0], connection)
+        return None
 
 
-def send_request(connection: socket.socket, request: bytes, files: list[int]) -> None:
-    """Sends what a process is to be, and its first three files."""
-    socket.send_fds(connection, [struct.pack("!I", len(request))], files)
-    connection.sendall(request)
+def send_request(connection: socket.socket, request: Any, files: Sequence[int] = (0, 1, 2)) -> None:
+    encoded = marshal.dumps(request)
+    socket.send_fds(connection, [NUMBER.pack(len(encoded))], [*files])
+    connection.sendall(encoded)
 
 
 def address_of(
@@ -107,20 +135,17 @@ def address_of(
     """The abstract socket of the server for this process's Python, packages and environment.
 
     Args:
-        owner: see `fork_by_server`.
+        owner: the process that the server ends with; 0: this node's raylet.
+        threads: OMP_NUM_THREADS while the server loads its modules, unless it is set.
         script: Ray's default_worker.py; installing or removing a package changes the folder that
             Ray is in.
     """
     packages = os.path.abspath(script).rpartition("/ray/_private/")[0]
-    python = os.stat(sys.executable)
-    prefix = _OF_RUN if owner else _OF_NODE
-    owner = owner or raylet(environment)
-    facts = [
-        *(owner, started_at(owner), threads, sys.executable, python.st_mtime_ns, packages),
-        os.stat(packages or "/").st_mtime_ns,
-        *sorted((name, value) for name, value in environment.items() if is_read_at_start(name)),
-    ]
-    return f"{prefix}-{os.getuid()}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
+    changed = [os.stat(path).st_mtime_ns for path in (sys.executable, packages or "/")]
+    facts = [owner or raylet(environment), threads, sys.executable, packages, changed]
+    read = sorted((name, v) for name, v in environment.items() if is_read_at_start(name))
+    digest = hashlib.sha256(repr((facts, read)).encode()).hexdigest()[:24]
+    return f"{_OF_RUN if owner else OF_NODE}-{os.getuid()}-{digest}"
 
 
 def raylet(environment: Mapping[str, str] = os.environ) -> int:
@@ -128,98 +153,28 @@ def raylet(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment["RAY_RAYLET_PID"])
 
 
-def raylets(cluster: str) -> list[int]:
-    """The pids of this user's raylets on this machine.
-
-    Args:
-        cluster: HOST:PORT that they were started with; "auto": any.
-    """
-    host, _, port = cluster.rpartition(":")
-    if cluster == "auto":
-        place = "[^\0]*"
-    elif host == "localhost" or host.startswith("127."):  # Ray may use another of its addresses
-        place = f"[^\0]*:{re.escape(port)}"
-    else:
-        place = re.escape(cluster)
-    started_with = re.compile(os.fsencode(f"\0--gcs-address={place}\0"))
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with (
-                open(f"/proc/{pid}/comm", "rb") as name,
-                open(f"/proc/{pid}/cmdline", "rb") as line,
-            ):
-                is_raylet = name.read() == b"raylet\n" and started_with.search(line.read())
-            if is_raylet and os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                found.append(int(pid))
-        except OSError:  # it has ended
-            pass
-    return found
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with."""
-    with open(f"/proc/{pid}/environ", encoding="utf-8", errors="surrogateescape") as file:
-        pairs = [line.partition("=") for line in file.read().split("\0")]
-    found = {name: value for name, equals, value in pairs if equals}
-    if "/ray/core/" in found.get("LD_PRELOAD", ""):  # Ray's jemalloc, for raylets only
-        del found["LD_PRELOAD"]
-    return found
-
-
-def expect_job(processes: int, job: str) -> bool:
-    """Announces to this node's servers that a new job will soon ask for so many processes; returns
-    whether there are any.
-
-    Args:
-        job: its RAY_JOB_ID; "": the one after that of the last request.
-    """
-    is_known = False
-    prefix = f"@{_OF_NODE}-{os.getuid()}-"
-    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
-        names = {line.split()[-1] for line in file}
-    for name in names:
-        if name.startswith(prefix) and (connection := connect(name[1:])) is not None:
-            is_known = True
-            with connection, suppress(TimeoutError):  # it is loading its modules
-                connection.settimeout(_ANNOUNCED_WITHIN_S)
-                if is_own(connection) and connection.recv(1) == READY:
-                    request = marshal.dumps({"expected": processes, "job": job})
-                    send_request(connection, request, [0, 1, 2])
-    return is_known
-
-
 def is_read_at_start(name: str) -> bool:
     return name in _ALSO_READ or (name.startswith(_READ_AT_START) and name not in _READ_LATER)
 
 
-def started_at(pid: int) -> str:
-    """The start of a process in clock ticks since boot.
-
-    Raises:
-        OSError: there is no such process.
-    """
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[19]
-
-
-def connect(address: str, server: int = 0) -> socket.socket | None:
+def connect(address: str, start: Callable[[], int] | None = None) -> socket.socket | None:
     """A connection to the server at this abstract socket; None if there is none.
 
     Args:
-        server: the pid of one that is starting; it ends if there is another.
+        start: starts it, if there is none, and returns its pid; it ends if there is another one.
     """
-    deadline = time.monotonic() + _BOUND_WITHIN_S
+    server, deadline = 0, time.monotonic() + _BOUND_WITHIN_S
     while True:
-        ended = not server or os.waitpid(server, os.WNOHANG)[0]
+        ended = server and os.waitpid(server, os.WNOHANG)[0]
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(f"\0{address}")
             return connection
         except ConnectionRefusedError:
             connection.close()
-        if ended or time.monotonic() >= deadline:
+        if start is None or ended or time.monotonic() >= deadline:
             return None
+        server = server or start()
         time.sleep(0.02)
 
 
@@ -243,38 +198,49 @@ def start_server(
     threads: int,
     expected: int = 0,
     environ: Mapping[str, str] = os.environ,
+    modules: Sequence[str] = (),
 ) -> int:
     """Starts a server in the background, with no terminal and no output; returns its pid.
 
     Args:
+        owner: the process that it ends with.
         expected: processes of the same job that follow the first one soon.
         environ: of the server.
+        modules: loaded besides the usual ones.
+
+    Raises:
+        OSError: too little memory is free, there is no such owner, or this system cannot watch it:
+            Linux before 5.3.
     """
+    if free_memory() < LEAST_FREE:
+        raise OSError
+    os.close(os.pidfd_open(owner))
     server = os.path.join(os.path.dirname(os.path.abspath(__file__)), "fork_server.py")
     # Folders of PYTHONPATH join the path of each worker.
     environment = {name: v for name, v in environ.items() if name != "PYTHONPATH"}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    command = [sys.executable, server, address, str(owner), str(expected)]
+    command = [sys.executable, server, address, str(owner), str(expected), *modules]
     return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
 
 
-def own_state(command: list[str], spares: int) -> dict[str, Any]:
-    """What a process started by exec would inherit from this one."""
+def own_state(
+    command: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """What a process started by exec would inherit from this one: a script and its arguments."""
     mask = os.umask(0)
     os.umask(mask)
-    # Python itself ignores SIGPIPE and, in places, SIGXFSZ.
-    ignored = [int(number) for number in signal.valid_signals() if is_ignored(number)]
     limits = {number for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
     with open("/proc/self/oom_score_adj", encoding="ascii") as file:
         oom_score = file.read()
     return {
-        "command": command,
-        "spares": spares,
-        "environment": dict(os.environb),
+        "command": [*command],
+        "session": True,
+        "environment": {os.fsencode(k): os.fsencode(v) for k, v in environment.items()},
         "folder": os.getcwd(),
         "mask": mask,
-        "ignored": ignored,
+        # Python itself ignores SIGPIPE and, in places, SIGXFSZ.
+        "ignored": [int(number) for number in signal.valid_signals() if is_ignored(number)],
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
         "limits": [(number, resource.getrlimit(number)) for number in limits],
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),

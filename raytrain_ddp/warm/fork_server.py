@@ -1,23 +1,25 @@
-"""A process per node that has the heavy modules loaded, and forks Ray workers from itself.
+"""A Python that has the heavy modules loaded, and forks from itself what it is asked for.
 
-Run by fork_client.py as ``python fork_server.py ADDRESS OWNER EXPECTED``. It has no thread and no
-CUDA context, and never imports Ray, whose random numbers would then be equal in all workers. It
-ends when its owner ends, and ends what it has forked with it.
+Run by fork_client.py as ``python fork_server.py ADDRESS OWNER EXPECTED [MODULE ...]``. It has no
+thread and no CUDA context, and never imports Ray, whose random numbers would then be equal in all
+workers. It ends when its owner ends, and ends what it has forked with it.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import marshal
 import os
 import select
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raytrain_ddp.warm import fork_child
@@ -38,15 +40,22 @@ torch torch._dynamo torch._inductor.config torch.distributed torch.nn.parallel t
 torch.utils.data torch.utils.flop_counter torch.utils.tensorboard
 torchvision torchvision.transforms.v2 torchmetrics torchmetrics.classification
 """
-IDLE_S = 3600.0
+_RAY = ("ray", "ray.train", "ray.train.torch")
+_JOB = b"RAY_JOB_ID"
+# Not read when Ray is loaded. RAY_JOB_ID is: Ray ends a worker that has that of another job.
+_READ_LATER = (b"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
 _OF_CLUSTER = "AutoscalingCoordinator"  # an actor of Ray Train; any other counts
+IDLE_S = 3600.0
 _LOOK_S = 10.0
 _GRACE_S = 5.0
 _REQUEST_WITHIN_S = 5.0
+_QUIET_S = 3.0  # after the last request: loading takes half a second of CPU
+_EXPECTED_WITHIN_S = 30.0
+_TAKEN_WITHIN_S = 2.0
 _LEAST_FREE = 0.05
 
 
-def main(address: str, owner: int, expected: int) -> None:
+def main(address: str, owner: int, expected: int, modules: Sequence[str]) -> None:
     """Serves until the owner ends, memory is short, or an hour has passed without a request while
     no job has a process."""
     fork_child.close_all_but({0, 1, 2})
@@ -60,16 +69,20 @@ def main(address: str, owner: int, expected: int) -> None:
         return  # there is one already
     listener.listen(128)
     sys.path.pop(0)  # this folder
-    variables = load()
-    children = serve(listener, owner_end, variables if is_fit_to_fork() else None, expected)
+    variables = load(modules)
+    children = Server(listener, owner_end, variables if is_fit_to_fork() else None).serve(expected)
     listener.close()
     if select.select([owner_end], [], [], 0)[0]:
         end(children)
     os._exit(0)  # nothing is left to clean up
 
 
-def load() -> dict[str, str]:
-    """Imports the modules; returns the environment variables that they have set."""
+def load(modules: Sequence[str] = ()) -> dict[str, str]:
+    """Imports the modules; returns the environment variables that they have set.
+
+    Args:
+        modules: besides the usual ones. Of this package: those of the tree that this file is in.
+    """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks for GPUs without a CUDA context
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of PyArrow's jemalloc
     before = {*os.environ}
@@ -77,6 +90,10 @@ def load() -> dict[str, str]:
     for name in _MODULES.split():
         with suppress(Exception):
             importlib.import_module(name)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    for name in modules:
+        importlib.import_module(name)
+    sys.path.pop(0)
     gc.freeze()  # a worker's garbage collector would copy the pages
     gc.enable()
     if (child := os.fork()) == 0:  # ends the threads that NumPy's OpenBLAS starts when loaded
@@ -94,71 +111,222 @@ def is_fit_to_fork() -> bool:
     return threads == 1 and not on_gpu and "ray" not in sys.modules
 
 
-def serve(
-    listener: socket.socket, owner_end: int, variables: dict[str, str] | None, expected: int
-) -> dict[int, int]:
+@dataclass
+class Server:
     """Forks on request.
 
     Args:
         variables: added to the environments of the processes; None: refuses all requests.
-        expected: processes that follow the first one soon.
-
-    Returns:
-        The pidfds and pids of the forked processes that live.
+        children: the processes that live: pidfd -> (pid, where its status goes, if it is wanted).
     """
-    children: dict[int, int] = {}
-    spares = fork_child.Spares(variables or {}, expected=expected)
-    asked = time.monotonic()
-    while True:
-        watched = [listener.fileno(), owner_end, *children, *spares.waiting]
-        ready, _, _ = select.select(watched, [], [], min(_LOOK_S, spares.look_s))
-        if owner_end in ready:
-            return children
-        for file in spares.waiting.keys() & set(ready):
-            spares.hear(file)
-        for ended in children.keys() & set(ready):
-            os.waitpid(children.pop(ended), 0)
-            os.close(ended)
-        if listener.fileno() in ready:
-            asked = time.monotonic()
-            with suppress(OSError, ValueError, EOFError), listener.accept()[0] as connection:
-                child = answer(connection, variables, spares)
-                if child:
-                    children[os.pidfd_open(child)] = child
-        else:
-            spares.fill()
-        idle = time.monotonic() - asked > IDLE_S and all(map(outlasts_jobs, children.values()))
-        if idle or client.free_memory() < _LEAST_FREE:
-            return children
+
+    listener: socket.socket
+    owner_end: int
+    variables: Mapping[str, str] | None
+    children: dict[int, tuple[int, socket.socket | None]] = field(default_factory=dict)
+
+    def serve(self, expected: int) -> dict[int, int]:
+        """Returns the pidfds and pids of the processes that live at its end.
+
+        Args:
+            expected: processes that follow the first one soon.
+        """
+        spares = Spares(self.variables or {}, expected)
+        asked = time.monotonic()
+        while True:
+            watched = [self.listener.fileno(), self.owner_end, *self.children, *spares.waiting]
+            ready, _, _ = select.select(watched, [], [], min(_LOOK_S, spares.look_s))
+            living = {pidfd: pid for pidfd, (pid, _) in self.children.items()}
+            if self.owner_end in ready:
+                return living
+            for file in spares.waiting.keys() & set(ready):
+                spares.hear(file)
+            for pidfd in living.keys() & set(ready):
+                self._reap(pidfd)
+            if self.listener.fileno() in ready:
+                asked = time.monotonic()
+                refused = suppress(OSError, ValueError, EOFError)
+                with refused, self.listener.accept()[0] as connection:
+                    self._answer(connection, spares)
+            spares.tend()
+            idle = time.monotonic() - asked > IDLE_S and all(map(outlasts_jobs, living.values()))
+            is_awaited = any(awaited for _, awaited in self.children.values())
+            if idle or (client.free_memory() < _LEAST_FREE and not is_awaited):
+                return living
+
+    def _reap(self, pidfd: int) -> None:
+        pid, awaited = self.children.pop(pidfd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(pidfd)
+        if awaited:
+            with suppress(OSError), awaited:
+                awaited.sendall(client.NUMBER.pack(status))
+
+    def _answer(self, connection: socket.socket, spares: Spares) -> None:
+        if self.variables is None or not client.is_own(connection):
+            return
+        connection.settimeout(_REQUEST_WITHIN_S)
+        connection.sendall(client.READY)
+        given, files = fork_child.received(connection)
+        try:
+            if "expected" in given:
+                spares.expect(given["expected"], given["job"].encode())
+                return
+            if hides_modules(given["environment"].get(b"PYTHONPATH", b"")):
+                return
+            pid = spares.take(given, files) or os.fork()
+            if pid == 0:
+                fork_child.become(given, files, self.variables)
+            self.children[os.pidfd_open(pid)] = pid, connection.dup() if given["waits"] else None
+            with suppress(OSError):  # the client has ended: the process is still one of ours
+                connection.sendall(client.NUMBER.pack(pid))
+        finally:
+            fork_child.close(files)
 
 
-def answer(
-    connection: socket.socket, variables: dict[str, str] | None, spares: fork_child.Spares
-) -> int:
-    """Handles one request; returns the pid of the new process, or 0."""
-    if not client.is_own(connection):
+@dataclass
+class Spare:
+    """A process that was forked before it is asked for, has loaded Ray, too, and waits.
+
+    Args:
+        loaded_with: what its modules depend on, see _read_by_ray().
+        connection: to the process.
+        ready: whether it has loaded Ray.
+    """
+
+    pid: int
+    loaded_with: object
+    connection: socket.socket
+    ready: bool = False
+
+    def end(self) -> None:
+        self.connection.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@dataclass
+class Spares:
+    """The spares of a server: a worker that is one of them starts sooner.
+
+    Args:
+        variables: added to the environments of the processes.
+        number: how many there are to be, until `due`; then as many as the last request wants.
+        waiting: by the file number of their connections.
+        last: the last request, or one like it of an expected job.
+    """
+
+    variables: Mapping[str, str]
+    number: int = 0
+    waiting: dict[int, Spare] = field(default_factory=dict)
+    last: Mapping[str, Any] | None = None
+    due: float = float("inf")
+
+    @property
+    def look_s(self) -> float:
+        """Seconds after which tend() has something to do."""
+        return max(0.0, self.due - time.monotonic())
+
+    def take(self, given: Mapping[str, Any], files: list[int]) -> int:
+        """The pid of a spare that becomes the process that was asked for; 0: there is none."""
+        self.last, self.due = given, time.monotonic() + _QUIET_S
+        self.number = max(0, self.number - 1)
+        wanted = _read_by_ray(given)
+        for file, spare in sorted(self.waiting.items(), key=lambda each: not each[1].ready):
+            if spare.loaded_with != wanted:
+                continue
+            del self.waiting[file]
+            with suppress(OSError), spare.connection as connection:
+                client.send_request(connection, given, files)
+                # One that is not ready yet is still ahead of a new process.
+                if not spare.ready or connection.recv(1) == client.READY:
+                    return spare.pid
+            spare.end()  # so that there are not two
         return 0
-    connection.settimeout(_REQUEST_WITHIN_S)
-    connection.sendall(client.REFUSED if variables is None else client.READY)
-    if variables is None:
-        return 0
-    request, files = fork_child.received_request(connection)
+
+    def hear(self, file: int) -> None:
+        """Handles what a spare has sent: it is ready, or has ended."""
+        spare = self.waiting[file]
+        with suppress(OSError):
+            spare.ready = spare.connection.recv(1) == client.READY
+        if not spare.ready:  # nothing takes its place, which might end in the same way
+            self.waiting.pop(file).end()
+            self.number -= 1
+
+    def expect(self, processes: int, job: bytes) -> None:
+        """A new job will soon ask for so many: spares for it load Ray meanwhile.
+
+        Args:
+            job: its RAY_JOB_ID; empty: presumably the next one.
+        """
+        if self.last is not None and self.last["spares"]:
+            self.last, self.number = _of_job(self.last, job), processes
+            self.due = time.monotonic() + _EXPECTED_WITHIN_S
+
+    def tend(self) -> None:
+        """Starts spares, and ends those that do not suit the last request once it is some time
+        ago."""
+        if self.last is None:
+            return
+        wanted = _read_by_ray(self.last)
+        if time.monotonic() >= self.due:
+            self.due, self.number = float("inf"), self.last["spares"]
+            for file, spare in [*self.waiting.items()]:
+                if spare.loaded_with != wanted or len(self.waiting) > self.number:
+                    self.waiting.pop(file).end()
+        suited = sum(spare.loaded_with == wanted for spare in self.waiting.values())
+        loading = sum(not spare.ready for spare in self.waiting.values())
+        # Leaves a core to the new job's driver, which is starting, too.
+        at_once = max(1, len(os.sched_getaffinity(0)) - 1)
+        for _ in range(min(self.number - suited, at_once - loading)):
+            if client.free_memory() > client.LEAST_FREE:
+                self._start(self.last, wanted)
+
+    def _start(self, given: Mapping[str, Any], loaded_with: object) -> None:
+        own, its = socket.socketpair()
+        with its:
+            pid = os.fork()
+            if pid == 0:
+                wait(its, given, self.variables)
+        own.settimeout(_TAKEN_WITHIN_S)
+        self.waiting[own.fileno()] = Spare(pid, loaded_with, own)
+
+
+def wait(connection: socket.socket, given: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+    """In the forked process: loads Ray, and waits for a request; does not return."""
     try:
-        given = marshal.loads(request)
-        if "expected" in given:
-            spares.expect(given["expected"], given["job"].encode())
-            return 0
-        if hides_modules(given["environment"].get(b"PYTHONPATH", b"")):
-            connection.sendall(client.REFUSED)
-            return 0
-        child = spares.take(given, request, files) or os.fork()
-        if child == 0:
-            fork_child.become(given, files, variables)
-        with suppress(OSError):  # the client has ended: the process is still one of ours
+        fork_child.close_all_but({0, 1, 2, connection.fileno()})
+        fork_child.take_environment(given, variables)
+        before = [*sys.path]
+        sys.path[:0] = fork_child.module_folders(given)
+        for name in _RAY:
+            importlib.import_module(name)
+        sys.path[:] = before
+        with suppress(BrokenPipeError):  # it was taken before it was ready
             connection.sendall(client.READY)
-        return child
-    finally:
-        fork_child.close(files)
+        request, files = fork_child.received(connection)
+        with suppress(BrokenPipeError):
+            connection.sendall(client.READY)
+    except BaseException:  # the server has ended, or Ray cannot be loaded
+        os._exit(1)
+    fork_child.become(request, files, variables)
+
+
+def _read_by_ray(given: Mapping[str, Any]) -> object:
+    """What of a request may change the modules of Ray: the environment, and where they lie."""
+    environment = {k: v for k, v in given["environment"].items() if k not in _READ_LATER}
+    return environment, fork_child.module_folders(given)
+
+
+def _of_job(given: Mapping[str, Any], job: bytes) -> dict[str, Any]:
+    """A request as this job's would be; see `Spares.expect`. Ray numbers its jobs: four bytes, the
+    lowest first."""
+    environment = dict(given["environment"])
+    with suppress(KeyError, ValueError, OverflowError):
+        last = int.from_bytes(bytes.fromhex(environment[_JOB].decode()), "little")
+        environment[_JOB] = job or (last + 1).to_bytes(4, "little").hex().encode()
+    return {**given, "environment": environment}
 
 
 def hides_modules(path: bytes) -> bool:
@@ -192,4 +360,4 @@ def end(children: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ p="${{1%/lib/python*}}/bin/python3"; [ -x "$p" ] || p=python3; exec "$p" "$@\"""
 
 _AUTO = 2  # workers on CPUs, see scaling.num_workers
 _MOST = 8  # workers that are prepared: further ones may be placed elsewhere
+_ANNOUNCED_WITHIN_S = 0.2
 _started: set[str] = set()  # servers of this process
 
 
@@ -32,23 +32,24 @@ def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
     return f"sh -c {shlex.quote(command)} sh"
 
 
-def announce_job(
-    mode: str, threads: int, workers: object, job: str = "", cluster: str = ""
-) -> None:
-    """Makes servers on this machine prepare processes for a job.
+def announce_job(workers: object, job: str = "") -> None:
+    """Makes the servers of this machine's raylets prepare processes for a job.
 
     Args:
         workers: how many, if it is an integer.
-        job: its id, if it has connected to Ray.
-        cluster: if there is no server, that of this cluster's raylet is started; see `raylets`.
+        job: its id, if it has connected to Ray; "": the one after that of the last request.
     """
+    request = {"expected": _processes(workers), "job": job}
+    prefix = f"@{fork_client.OF_NODE}-{os.getuid()}-"
     with suppress(OSError):
-        is_known = fork_client.expect_job(_processes(workers), job)
-        raylets = [] if is_known or not cluster else fork_client.raylets(cluster)
-        if len(raylets) == 1:  # otherwise, the first worker starts the one of the right raylet
-            environment = fork_client.environment_of(raylets[0])
-            environment["RAY_RAYLET_PID"] = str(raylets[0])
-            _start(mode, 0, threads, workers, environment)
+        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+        names = {line.split()[-1] for line in sockets.splitlines()}
+        for name in names:
+            if name.startswith(prefix) and (connection := fork_client.connect(name[1:])):
+                with connection, suppress(TimeoutError):  # it is loading its modules
+                    connection.settimeout(_ANNOUNCED_WITHIN_S)
+                    if fork_client.is_own(connection) and connection.recv(1) == fork_client.READY:
+                        fork_client.send_request(connection, request)
 
 
 def why_cold(mode: str) -> str:
@@ -68,23 +69,17 @@ def start_early(mode: str, threads: int, workers: object = 0, owner: int = 0) ->
         workers: of the job, as in `announce_job`; 0: no processes are prepared.
         owner: the process that it ends with; 0: this one.
     """
-    with suppress(OSError):  # the workers start as usual
-        _start(mode, owner or os.getpid(), threads, workers, os.environ)
-
-
-def _start(
-    mode: str, owner: int, threads: int, workers: object, environment: Mapping[str, str]
-) -> None:
     ray = importlib.util.find_spec("ray")
-    if ray is None or ray.origin is None or fork_client.unsuited(mode, environment):
+    if ray is None or ray.origin is None or why_cold(mode):
         return
     script = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
-    address = fork_client.address_of(owner, threads, script, environment)
-    if fork_client.free_memory() >= fork_client.LEAST_FREE and address not in _started:
-        _started.add(address)
-        expected = _processes(workers) - 1 if workers else 0
-        pid = owner or fork_client.raylet(environment)
-        fork_client.start_server(address, pid, threads, expected, environment)
+    owner = owner or os.getpid()
+    with suppress(OSError):  # the workers start as usual
+        address = fork_client.address_of(owner, threads, script)
+        if address not in _started:
+            _started.add(address)
+            expected = _processes(workers) - 1 if workers else 0
+            fork_client.start_server(address, owner, threads, expected)
 
 
 def _processes(workers: object) -> int:

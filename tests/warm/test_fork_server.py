@@ -74,7 +74,7 @@ class Place:
                 text = f"{head}{modules}{rest.partition(chr(34) * 3)[2]}"
             text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
             changes.setdefault("_QUIET_S = 3.0", "_QUIET_S = 0.1")
-            ready = "        request, files = received"
+            ready = "        request, files = fork_child.received"
             changes.setdefault(
                 ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
             )

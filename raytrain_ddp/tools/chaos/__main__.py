@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
 from raytrain_ddp.config.effects import given_flags, require_effect, value_of
@@ -34,14 +35,11 @@ class ChaosArgs(RecipeArgs):
     workers: int = 3
     """Number of workers. Fewer than three prove less, as two can sum in one order only."""
     resize: bool = False
-    """Start with a different number of workers each time, 1 to --workers. Requires --exact, and
-    compares with a run on one worker. With --nodes, workers come and go with their nodes."""
+    """Start with a different number of workers each time, 1 to --workers. Requires --exact and
+    --local, and compares with a run on one worker."""
     local: bool = False
-    """Without Ray: Gloo workers on this machine, which restart in a fraction of a second."""
-    nodes: int = 0
-    """Use a Ray cluster of this many one-worker nodes on this machine. 0: an embedded Ray."""
-    node_kills: int | None = None
-    """With --nodes: number of times that a node is killed. Default: 1."""
+    """Without Ray, on Linux: Gloo workers on this machine, which restart in a fraction of a
+    second."""
 
 
 COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
@@ -50,41 +48,30 @@ COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if the runs are equal, else 1."""
     args = parse(argv)
-    kills = _KILLS_LOCAL if args.local else _KILLS_ON_RAY
-    from raytrain_ddp.tools.chaos.experiment import ChaosOptions, chaos
-    from raytrain_ddp.tools.chaos.screen import ChaosDisplay
+    if args.kills is None:
+        args = replace(args, kills=_KILLS_LOCAL if args.local else _KILLS_ON_RAY)
+    from raytrain_ddp.tools.chaos.experiment import chaos
+    from raytrain_ddp.tools.chaos.screen import Screen
 
-    order = ChaosOptions(
-        config=args.config,
-        kills=kills if args.kills is None else args.kills,
-        drivers=args.drivers,
-        node_kills=int(args.nodes > 0) if args.node_kills is None else args.node_kills,
-        workers=args.nodes or args.workers,
-        resize=args.resize,
-        local=args.local,
-        nodes=args.nodes,
-    )
-    with ChaosDisplay() as screen:
-        outcome = chaos(order, screen)
-    screen.outcome(outcome, f"raytrain chaos {shlex.join(argv)}".strip())
+    with Screen() as screen:
+        outcome = chaos(args, screen)
+    screen.outcome(outcome.rows, outcome.undisturbed, outcome.disturbed)
+    kept = f"NOT equal; both are kept in {outcome.folder}"
+    print("equal to the last bit" if outcome.equal else kept)
+    print(f"repeat      raytrain chaos {shlex.join(argv)}".rstrip())
     return 0 if outcome.equal else 1
 
 
 def parse(argv: Sequence[str]) -> ChaosArgs:
     """Raises ConfigError for a recipe, a flag or a value that is wrong."""
     args = parse_with_recipe(argv, COMMAND)
-    require_least(args, kills=0, drivers=0, workers=1, nodes=0, node_kills=0)
-    require(args.nodes > 0 or not args.node_kills, "--node-kills", args.node_kills, "needs --nodes")
-    require(not (args.local and args.nodes), "--nodes", args.nodes, "is for Ray: remove --local")
-    if args.resize:
-        require(args.config.exact, "--resize", True, "needs --exact: otherwise the bits differ")
-        there = args.local or args.nodes > 0
-        require(there, "--resize", True, "needs --local, or --nodes to add and remove workers")
-    args.config.require_slots(args.nodes or args.workers)
-    given = given_flags(argv)
-    once = "workers" not in given or not args.nodes
-    require(once, "--workers", args.workers, "--nodes already sets it")
-    for name in sorted(given & _DECIDED):
+    require_least(args, kills=0, drivers=0, workers=1)
+    exact = args.config.exact
+    require(exact or not args.resize, "--resize", True, "needs --exact: otherwise the bits differ")
+    require(args.local or not args.resize, "--resize", True, "needs --local")
+    require(not args.local or sys.platform == "linux", "--local", True, "needs Linux")
+    args.config.require_slots(args.workers)
+    for name in sorted(given_flags(argv) & _DECIDED):
         flag = f"--{name.replace('_', '-')}"
         require(False, flag, value_of(args.config, name), "chaos sets this itself")
     use_gpu = args.config.scaling.use_gpu

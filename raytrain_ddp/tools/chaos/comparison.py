@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from json import dumps
-from typing import Any
+from typing import NamedTuple
 
 from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, read_history
 from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage
@@ -14,20 +12,30 @@ from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
 from raytrain_ddp.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class RunResults:
-    """One run's results: hashes of what must be equal, and files that must not exist."""
+class Row(NamedTuple):
+    """A fact about both runs, which must be equal."""
 
-    weights: str
-    optimizer: str
-    samples: str
-    log: str
-    steps: Sequence[int]
-    leftovers: Sequence[str]
+    what: str
+    undisturbed: str
+    disturbed: str
+
+    @property
+    def equal(self) -> bool:
+        return self.undisturbed == self.disturbed
 
 
-def results_of(run: Storage) -> RunResults:
-    """Reads a run's folder. Everything is verified against the newest checkpoint's manifest.
+def compare(undisturbed: Storage, disturbed: Storage) -> list[Row]:
+    """Compares the results of two runs that have ended."""
+    ours = results_of(undisturbed)
+    try:
+        theirs = results_of(disturbed)
+    except CheckpointError as error:
+        return [Row("newest checkpoint", "whole", str(error))]
+    return [Row(what, value, theirs.get(what, "")) for what, value in ours.items()]
+
+
+def results_of(run: Storage) -> dict[str, str]:
+    """What must be equal in equal runs: the beginnings of hashes, steps, and files left over.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged, or there is none.
@@ -38,41 +46,32 @@ def results_of(run: Storage) -> RunResults:
         raise CheckpointError(f"{run}: there is no checkpoint.")
     newest = store.open(names[0])
     newest.verify()
-    history = [_timeless(record) for record in read_history(run)]
-    audit = [record for record in history if record["kind"] == "audit"]
-    others = [record for record in history if record["kind"] != "audit"]
-    hashes = {name: file.sha256 for name, file in newest.manifest.files.items()}
-    weights = [hashes[n] for n in ("model.safetensors", "trained.safetensors") if n in hashes]
-    return RunResults(
-        weights=" ".join(weights),  # with an average, also those that are trained
-        optimizer=" ".join(hashes[n] for n in sorted(hashes) if n.startswith("optimizer")),
-        samples=_digest(audit),
-        log=_digest(others),
-        steps=[record["step"] for record in others if record["kind"] == "train"],
-        leftovers=leftovers(run),
-    )
+    files = sorted((name, file.sha256) for name, file in newest.manifest.files.items())
+    history = [{k: v for k, v in each.items() if k not in CLOCKS} for each in read_history(run)]
+    log = [record for record in history if record["kind"] != "audit"]
+    hashed = {
+        # With an average, also those that are trained.
+        "weights": [f for f in files if f[0] in ("model.safetensors", "trained.safetensors")],
+        "optimizer": [f for f in files if f[0].startswith("optimizer")],
+        "samples": [record for record in history if record["kind"] == "audit"],
+        "log": log,
+    }
+    total, left = newest.manifest.step, leftovers(run)
+    once = [r["step"] for r in log if r["kind"] == "train"] == [*range(1, total + 1)]
+    return {
+        **{f"{what} (sha256)": _digest(records) for what, records in hashed.items()},
+        f"steps 1 to {total} in the log": "each once" if once else "no",
+        "leftover files": f"{len(left)} {', '.join(left[:3])}".strip(),
+    }
 
 
 def leftovers(run: Storage) -> list[str]:
     """Temporary files, and folders of checkpoints without a manifest."""
     entries = run.walk()
     whole = {e.removesuffix(MANIFEST_FILE) for e in entries if e.endswith(MANIFEST_FILE)}
-    return [
-        entry
-        for entry in entries
-        if TEMP_PREFIX in entry
-        or (
-            entry.endswith("/")
-            and CheckpointName.parse(entry.rstrip("/").rpartition("/")[2])
-            and entry not in whole
-        )
-    ]
+    folders = {e for e in entries if e.endswith("/") and CheckpointName.parse(e.split("/")[-2])}
+    return [e for e in entries if TEMP_PREFIX in e or e in folders - whole]
 
 
-def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in CLOCKS}
-
-
-def _digest(records: Sequence[Mapping[str, Any]]) -> str:
-    lines = (dumps(record, sort_keys=True) for record in records)
-    return sha256("\n".join(lines).encode()).hexdigest()
+def _digest(records: object) -> str:
+    return sha256(dumps(records, sort_keys=True).encode()).hexdigest()[:16]

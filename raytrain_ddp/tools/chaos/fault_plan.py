@@ -6,8 +6,9 @@ when its log reaches a step, and the same command is run again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 from typing import TypeVar
 
@@ -19,10 +20,7 @@ DRIVER = "driver"
 _OF_STEPS = ("train.before_step", "train.loss", "train.after_backward", "train.after_step")
 _OF_STARTS = ("start.opened", "start.warmed_up", "start.loaded")
 _OF_PRUNING = ("prune.manifest", "prune.done")
-_OF_COMMITS = (
-    *("checkpoint.snapshot", "checkpoint.begin", "checkpoint.manifest"),
-    "checkpoint.committed",
-)
+_OF_COMMITS = ("snapshot", "begin", "manifest", "committed")
 _PAYLOADS = 4  # files of a checkpoint: model, optimizer, state, log
 
 # Steps take most of a run's time; commits, pruning and starts are the most delicate.
@@ -39,57 +37,63 @@ class Fault:
     step: int | None = None
     hit: int | None = None
     after: int | None = None
-    action: str = "kill"
 
     def __str__(self) -> str:
         """In the syntax of failpoints.py."""
         step = "step" if self.rank is None else "from"
         values = {"rank": self.rank, step: self.step, "hit": self.hit, "after": self.after}
         given = ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
-        return f"{self.site}:{self.action}{'@' if given else ''}{given}"
+        return f"{self.site}:kill{'@' if given else ''}{given}"
 
 
-@dataclass(frozen=True)
-class RunShape:
-    """The properties of a run that the plan depends on. `save_every` is in steps."""
-
-    total_steps: int
-    world_size: int
-    save_every: int
+def armed(plan: Sequence[Fault]) -> str:
+    """The plan in the syntax of failpoints.py: the faults that processes inflict on themselves."""
+    return ";".join(str(fault) for fault in plan if fault.site != DRIVER)
 
 
 def draw_faults(
-    seed: int, shape: RunShape, kills: int, drivers: int = 0, nodes: int = 0
+    seed: int, total_steps: int, workers: int, save_every: int, kills: int, drivers: int = 0
 ) -> list[Fault]:
-    """`kills` killed workers, `drivers` killed drivers, `nodes` killed nodes, roughly in the order
-    in which they occur. A pure function; no fault occurs twice.
+    """`kills` killed workers and `drivers` killed drivers, roughly in the order in which they
+    occur. A pure function; no fault occurs twice.
 
     Faults with a step occur at that step, in whichever start of the run reaches it first; those of
     a commit come in pairs, so that it is killed twice. Faults of starts and pruning occur at the
     next one after a number of others: so starts that follow a kill are killed, even repeatedly.
 
+    Args:
+        total_steps, workers: of the run.
+        save_every: steps between its checkpoints.
+
     Raises:
         ConfigError: the run is too short for that many.
     """
-    random = Random(seed)
-    pools = _pools(random, shape)
-    of_steps: list[Fault] = []
+    random, ranks = Random(seed), range(workers)
+    steps, saves = range(2, total_steps), range(save_every, total_steps, save_every)
+    commits = [_shuffled(random, _of_commit(step)) for step in saves]
+    pairs = [faults[n : n + 2] for faults in commits for n in range(0, len(faults), 2)]
+    of_steps = [Fault(*each) for each in product(_OF_STEPS, ranks, steps)]
+    pools = {
+        "step": _shuffled(random, of_steps),
+        "read": _shuffled(random, [Fault("data.read", *at) for at in product(ranks, steps)]),
+        "commit": [fault for pair in _shuffled(random, pairs) for fault in pair],
+    }
+    plan: list[Fault] = []
     at_once: list[Fault] = []
     for _ in range(kills):
         kind = _kind(random)
         if kind == "start":
-            site = one_of(random, _OF_STARTS)
-            at_once.append(Fault(site, one_of(random, range(shape.world_size))))
+            at_once.append(Fault(one_of(random, _OF_STARTS), one_of(random, ranks)))
         elif kind == "prune":
             at_once.append(Fault(one_of(random, _OF_PRUNING)))
+        elif pool := pools[kind] or pools["step"]:
+            plan.append(pool.pop())
         else:
-            of_steps.append(_taken(pools, kind))
-    of_steps += [replace(_taken(pools, "step"), action="node") for _ in range(nodes)]
-    steps = _shuffled(random, range(2, shape.total_steps))
+            raise _too_short("kills")
     if drivers > len(steps):
         raise _too_short("drivers")
-    of_steps += [Fault(DRIVER, step=step) for step in steps[:drivers]]
-    plan = sorted(of_steps, key=lambda fault: fault.step or 0)
+    plan += [Fault(DRIVER, step=step) for step in _shuffled(random, steps)[:drivers]]
+    plan.sort(key=lambda fault: fault.step or 0)
     for fault in at_once:
         plan.insert(1 + int(random.random() * len(plan)), fault)
     return [
@@ -98,42 +102,10 @@ def draw_faults(
     ]
 
 
-def armed(plan: Sequence[Fault]) -> str:
-    """The plan in the syntax of failpoints.py: the faults that processes inflict on themselves."""
-    return ";".join(str(fault) for fault in plan if fault.site != DRIVER)
-
-
-def _pools(random: Random, shape: RunShape) -> dict[str, list[Fault]]:
-    """Kind -> all faults at a step; drawn from the end.
-
-    Excludes the first and the last step.
-    """
-    ranks, steps = range(shape.world_size), range(2, shape.total_steps)
-    saves = range(shape.save_every, shape.total_steps, shape.save_every)
-    pairs = [pair for step in saves for pair in _pairs(_shuffled(random, _of_commit(step)))]
-    of_steps = [Fault(site, r, s) for site in _OF_STEPS for r in ranks for s in steps]
-    return {
-        "step": _shuffled(random, of_steps),
-        "read": _shuffled(random, [Fault("data.read", r, s) for r in ranks for s in steps]),
-        "commit": [fault for pair in _shuffled(random, pairs) for fault in pair],
-    }
-
-
 def _of_commit(step: int) -> list[Fault]:
     """All faults within one commit; each may end one attempt at it."""
     payloads = [Fault("checkpoint.payload", step=step, hit=n + 1) for n in range(_PAYLOADS)]
-    return payloads + [Fault(site, step=step) for site in _OF_COMMITS]
-
-
-def _pairs(items: Sequence[T]) -> list[Sequence[T]]:
-    return [items[n : n + 2] for n in range(0, len(items), 2)]
-
-
-def _taken(pools: Mapping[str, list[Fault]], kind: str) -> Fault:
-    pool = pools[kind] or pools["step"]
-    if not pool:
-        raise _too_short("kills")
-    return pool.pop()
+    return payloads + [Fault(f"checkpoint.{site}", step=step) for site in _OF_COMMITS]
 
 
 def _too_short(what: str) -> ConfigError:
@@ -154,7 +126,6 @@ def one_of(random: Random, items: Sequence[T]) -> T:
     return items[int(random.random() * len(items))]
 
 
-def _shuffled(random: Random, items: Sequence[T]) -> list[T]:
+def _shuffled(random: Random, items: Iterable[T]) -> list[T]:
     """As `one_of`, uses only `random.random`."""
-    keys = [random.random() for _ in items]
-    return [items[place] for place in sorted(range(len(items)), key=keys.__getitem__)]
+    return [item for _, item in sorted(((random.random(), i) for i in items), key=lambda x: x[0])]
