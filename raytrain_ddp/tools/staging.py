@@ -86,7 +86,7 @@ class Staging:
         try:
             before = read_json(self.plan)
         except DataError as error:
-            if not overwrite:
+            if self.parts() and not overwrite:
                 raise DataError(f"{error} To begin anew: {anew}.") from None
         if before == plan:
             return

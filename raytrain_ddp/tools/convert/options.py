@@ -1,19 +1,35 @@
-"""The options of `convert`. Imports nothing heavy."""
+"""The options of `convert`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.config.validation import MAY_BE_EMPTY, require, require_least
+from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require, require_least
 
 _QUALITY = 90
 
 
 @dataclass(frozen=True)
-class ConvertConfig:
-    """Equal configs and equal sources give equal bytes, on any number of processes."""
+class ConvertArgs:
+    """Convert images to Parquet shards for training.
 
+    The shards have the layout of Hugging Face `datasets`. They depend on SRC and the flags only,
+    not on the number of threads. The same command again resumes where it was stopped. DST appears
+    when it is complete.
+    """
+
+    source: str = field(metadata=positional("SRC"))
+    """Any --data.source of fit: folder, Parquet, tar files, list, torchvision:NAME, or URI."""
+    dest: str = field(metadata=positional("DST"))
+    """Folder to create."""
+    verify: bool = False
+    """If DST is complete, read all of it and compare it with its dataset.json."""
+    workers: int | None = None
+    """Number of threads. Default: one per CPU."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Convert on a running Ray cluster. SRC and DST must be shared folders."""
     eval_source: str | None = None
     """Source of the evaluation split. Default: the validation and test splits of SRC."""
     train_split: str = "auto"
@@ -55,7 +71,9 @@ class ConvertConfig:
     """Number of training images, evenly spaced, that mean and std are computed from. 0: all."""
 
     def __post_init__(self) -> None:
-        require_least(self, resize_short=0, stats_images=0)
+        require_least(self, workers=1, resize_short=0, stats_images=0)
+        ok = self.address is None or self.workers is None
+        require(ok, "--workers", self.workers, "has no effect with --address")
         require(1 <= self.quality <= 100, "--quality", self.quality, "must be 1 to 100")
         ok = self.resize_short > 0 or self.quality == _QUALITY
         require(ok, "--quality", self.quality, "has no effect without --resize-short")
