@@ -20,7 +20,6 @@ import PIL
 import pyarrow as pa
 
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.permutation import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
@@ -42,6 +41,7 @@ from raytrain_ddp.uri import without_secrets
 _FORMAT = {"format": "raytrain_ddp", "version": 1}
 _FIELDS = {"source", "arguments", "content", "files", "rows", "class_names", "mean", "std"}
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
+_SAMPLED = 2000  # images of which mean and standard deviation are computed
 _TRIED = 64  # images resized to estimate the total size
 _FREE = {"source", "dest", "verify", "workers", "address", "root", "bad_records"}
 
@@ -78,7 +78,6 @@ def convert(
             what = f"DST {args.dest} is complete, but of other input ({'; '.join(changes)})"
             raise ConfigError(f"{what}: use another folder, or delete it.")
         return made, None
-    data.begin_counting()
     stage = Staging(folder, "converting", f"DST {args.dest}")
     with stage.held(), stage.writing():
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
@@ -159,15 +158,22 @@ def _convert_split(
     images."""
     copy = stage.folder / f"{split.name}.arrow"
     listed = list_rows(split, copy, phase)
-    bad = [(row.number, row.why) for row in listed if row.why]
-    if bad and args.bad_records == "error":
-        raise _bad_record(split, *bad[0])
+    bad: dict[int, str] = {}
+
+    def require_good(more: Iterable[tuple[int, str]]) -> None:
+        bad.update(more)
+        for number in bad if args.bad_records == "error" else ():
+            where, why = split.source.where(number), bad[number].rstrip(".")
+            remedy = "Repair or remove it, or set --bad-records skip."
+            raise DataError(f"{where}: not a readable image: {why}. {remedy}")
+
+    require_good((row.number, row.why) for row in listed if row.why)
     order = range(len(listed))
     if args.shuffle:
         order = sorted_permutation(len(listed), args.seed, 0, _STREAM).tolist()
     rows = [listed[number] for number in order if not listed[number].why]
     if split.name == "train":  # at equal distances in the order
-        images = min(args.stats_images, len(rows)) or len(rows)
+        images = min(_SAMPLED, len(rows))
         places = {place * len(rows) // images for place in range(images)}
         rows = [row._replace(is_sampled=place in places) for place, row in enumerate(rows)]
     shards = math.ceil(_foreseen_bytes(rows, copy, args) / (args.shard_mib * MIB))
@@ -185,13 +191,13 @@ def _convert_split(
     ]
     found = {task.name: read_json(stage.folder / f"{task.name}.json") for task in tasks}
     done = {name: each for name, each in found.items() if each and _is_in(stage.result, each)}
+    require_good(each for record in done.values() for each in record["bad"])
     missing = [task for task in tasks if task.name not in done]
     tell = phase(f"{split.name}: writing", len(rows))
     tell(len(rows) - sum(len(task.rows) for task in missing), 0)
-    try:
-        done |= {record["path"]: record for record in write(missing, tell)}
-    except BadRecord as error:
-        raise _bad_record(split, *error.args) from None
+    for record in write(missing, tell):
+        done[record["path"]] = record
+        require_good(record["bad"])
     records = [done[task.name] for task in tasks]
     kept = sum(record["rows"] for record in records)
     if not kept:
@@ -200,8 +206,7 @@ def _convert_split(
     for record in records:
         about = {name: record[name] for name in ("path", "rows", "bytes", "sha256")}
         dataset["files"].append({"split": split.name, **about})
-        bad += record["bad"]
-    for number, why in sorted(map(tuple, bad)):
+    for number, why in sorted(bad.items()):
         where = split.source.where(number)
         dataset["skipped"].append({"split": split.name, "where": where, "why": why})
     return [each for record in records for each in record["sums"]]
@@ -215,12 +220,6 @@ def _foreseen_bytes(rows: list[Row], copy: Path, args: ConvertArgs) -> int:
     tried = [rows[place * len(rows) // _TRIED] for place in range(_TRIED if rows else 0)]
     for _, content in images_of(tried, copy):
         with suppress(Exception):  # decoders raise any type; writing the shard reports it
+            assert isinstance(content, bytes)
             sizes.append(len(shrink_image(content, args.resize_short, args.quality)))
     return int(np.mean(sizes) * len(rows)) if sizes else 0
-
-
-def _bad_record(split: SourceSplit, row: int, why: str) -> DataError:
-    return DataError(
-        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
-        "or set --bad-records skip."
-    )

@@ -56,28 +56,18 @@ class ConvertArgs:
     """Shuffle each split once, over all its rows."""
     shard_mib: float = 256.0
     """Approximate size of the images in a file, in MiB."""
-    row_group_mib: float = 8.0
-    """Maximum size of the images in a row group, in MiB (but at least one image). A loader keeps 64
-    MiB of row groups per lane of a block shuffle, so 8 of these; and 8 MiB are enough for the
-    throughput of an object store."""
-    rows_per_group: int = 256
-    """Maximum number of rows in a row group."""
     bad_records: Literal["error", "skip"] = "error"
     """What to do with images that cannot be decoded. error: stop (exit status 4); skip: leave them
     out, and list them in dataset.json."""
     check: bool = True
     """Decode each image, to find those that cannot be decoded."""
-    stats_images: int = 2000
-    """Number of training images, evenly spaced, that mean and std are computed from. 0: all."""
 
     def __post_init__(self) -> None:
-        require_least(self, workers=1, resize_short=0, stats_images=0)
-        ok = self.address is None or self.workers is None
-        require(ok, "--workers", self.workers, "has no effect with --address")
+        require_least(self, workers=1, resize_short=0)
         require(1 <= self.quality <= 100, "--quality", self.quality, "must be 1 to 100")
         ok = self.resize_short > 0 or self.quality == _QUALITY
         require(ok, "--quality", self.quality, "has no effect without --resize-short")
         require(0 <= self.seed < 2**64, "--seed", self.seed, "must be 0 or more, below 2**64")
-        for name in ("shard_mib", "row_group_mib", "rows_per_group"):
-            value = getattr(self, name)
-            require(value > 0, f"--{name.replace('_', '-')}", value, "must be above 0")
+        require(self.shard_mib > 0, "--shard-mib", self.shard_mib, "must be above 0")
+        ok = self.address is None or self.workers is None
+        require(ok, "--workers", self.workers, "has no effect with --address")

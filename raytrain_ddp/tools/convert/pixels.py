@@ -64,7 +64,7 @@ def described(images: Sequence[Sequence[int]]) -> dict[str, Any]:
         DataError: there are no images.
     """
     if not images:
-        raise DataError("none of the sampled images can be decoded: set --stats-images 0 (all).")
+        raise DataError("none of the images for mean and std can be decoded.")
     table = np.array(images, np.int64)
     scale = 255 * (table[:, 0] * table[:, 1]).sum()
     mean = table[:, 2:5].sum(0) / scale

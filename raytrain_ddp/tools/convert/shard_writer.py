@@ -22,9 +22,13 @@ from raytrain_ddp.tools.convert.pixels import shrink_image, sums_of
 from raytrain_ddp.tools.convert.source_rows import Row, Tell, open_copy
 
 MIB = 2**20
+# A loader keeps 64 MiB of row groups for each lane of a block shuffle, so 8 of these. And 8 MiB are
+# enough for the throughput of an object store.
+_ROW_GROUP_BYTES = 8 * MIB
+_ROW_GROUP_ROWS = 256
 
 Record = dict[str, Any]
-"""Of a complete shard: path, rows, bytes, sha256; bad: (row, why) of those that were skipped;
+"""Of a complete shard: path, rows, bytes, sha256; bad: (row, why) of those that cannot be decoded;
 sums: `sums_of` each sampled image."""
 
 
@@ -43,7 +47,6 @@ def write_shard(task: ShardTask, tell: Tell = lambda *_: None) -> Record:
     """Writes the shard and its record, both durably.
 
     Raises:
-        BadRecord: (row, reason), with `bad_records = "error"`.
         DataError: a source file is missing, or `folder` does not exist here.
         OSError: the shard cannot be written.
     """
@@ -81,21 +84,18 @@ def _schema(class_names: list[str]) -> pa.Schema:
 
 
 def _row_groups(task: ShardTask, record: Record, tell: Tell) -> Iterator[list[dict[str, Any]]]:
-    """The rows to store. Adds to `record` what was skipped and summed."""
-    args = task.args
+    """The rows to store. Adds to `record` what is bad and summed."""
     group: list[dict[str, Any]] = []
     size = 0
     for row, content in images_of(task.rows, task.copy):
-        tell(1, len(content) if isinstance(content, bytes) else 0)
+        tell(1, row.size)
         try:
-            image = _checked(content, row, args, record)
-        except BadRecord as why:
-            if args.bad_records == "error":
-                raise BadRecord(row.number, str(why)) from why
-            record["bad"].append((row.number, str(why)))
+            image = _checked(content, row, task.args, record)
+        except Exception as error:  # decoders raise any type
+            record["bad"].append((row.number, reason_for(error)))
             continue
-        is_full = len(group) == args.rows_per_group
-        if group and (is_full or size + len(image) > args.row_group_mib * MIB):
+        is_full = len(group) == _ROW_GROUP_ROWS or size + len(image) > _ROW_GROUP_BYTES
+        if group and is_full:
             yield group
             group, size = [], 0
         group.append({"image": {"bytes": image, "path": row.path}, "label": row.label})
@@ -104,7 +104,7 @@ def _row_groups(task: ShardTask, record: Record, tell: Tell) -> Iterator[list[di
         yield group
 
 
-def images_of(rows: Iterable[Row], copy: Path) -> Iterator[tuple[Row, Any]]:
+def images_of(rows: Iterable[Row], copy: Path) -> Iterator[tuple[Row, bytes | BadRecord]]:
     """The rows with their images as they are in the source, or a BadRecord."""
     copied = open_copy(copy)["image"] if copy.exists() else []
     for row in rows:
@@ -112,18 +112,15 @@ def images_of(rows: Iterable[Row], copy: Path) -> Iterator[tuple[Row, Any]]:
 
 
 def _checked(content: bytes | BadRecord, row: Row, args: ConvertArgs, record: Record) -> bytes:
-    """The bytes to store; raises BadRecord if the image has to be decoded, and cannot be."""
+    """The bytes to store; raises any error if there is no image, or it cannot be decoded."""
     if isinstance(content, BadRecord):
         raise content
-    try:
-        if args.resize_short:
-            content = shrink_image(content, args.resize_short, args.quality)
-        if row.is_sampled or (args.check and not args.resize_short):
-            pixels = open_encoded_image(content).pixels()
-            if row.is_sampled:
-                record["sums"].append(sums_of(pixels))
-    except Exception as error:  # decoders raise any type
-        raise BadRecord(reason_for(error)) from None
+    if args.resize_short:
+        content = shrink_image(content, args.resize_short, args.quality)
+    if row.is_sampled or (args.check and not args.resize_short):
+        pixels = open_encoded_image(content).pixels()
+        if row.is_sampled:
+            record["sums"].append(sums_of(pixels))
     return content
 
 
