@@ -35,9 +35,9 @@ def another_run(folder: Path) -> AbstractContextManager[object]:
 
 @contextmanager
 def another_conversion(folder: Path) -> Iterator[None]:
-    state = folder / ".out.converting/state"
-    state.mkdir(parents=True)
-    with (state / "lock").open("w") as lock:
+    staging = folder / ".out.converting"
+    staging.mkdir()
+    with (staging / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -1,14 +1,18 @@
 """Converts any source of images to a folder of Parquet shards.
 
-The shards do not depend on the number of processes or on interruptions."""
+The shards depend on the source and the options only, not on who writes them, or on interruptions.
+The folder is made as staging.py says; its parts are the records of complete shards, and the copies
+of source_rows.py."""
 
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,254 +20,206 @@ import PIL
 import pyarrow as pa
 
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.permutation import sorted_permutation
-from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import Splits, notes_of
-from raytrain_ddp.errors import DataError, PreflightError
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
-from raytrain_ddp.tools.convert.destination import (
-    FORMAT,
-    Stage,
-    check_dest,
-    content_of,
-    read_dataset_file,
-    require_same,
-    require_up_to_date,
-    seen_of,
-    shaping,
-)
-from raytrain_ddp.tools.convert.options import ConvertConfig
-from raytrain_ddp.tools.convert.pixels import PixelCounts, shrink_image
-from raytrain_ddp.tools.convert.shard_writer import (
-    MIB,
+from raytrain_ddp.files import different, expanded, read_json, require_utf8, sha256_of, write_json
+from raytrain_ddp.tools.convert.options import ConvertArgs
+from raytrain_ddp.tools.convert.pixels import described, shrink_image
+from raytrain_ddp.tools.convert.shard_writer import MIB, Record, ShardTask, images_of
+from raytrain_ddp.tools.convert.source_rows import (
     Phase,
-    Record,
-    ShardDone,
-    ShardTask,
-    finished_shard,
-    read_image,
-    write_shard,
+    Row,
+    SourceSplit,
+    Tell,
+    list_rows,
+    open_source_splits,
 )
-from raytrain_ddp.tools.convert.source_splits import SourceSplit, open_source_splits
-from raytrain_ddp.tools.convert.spool import SpoolListing
-from raytrain_ddp.tools.convert.task_runners import TaskRunner
+from raytrain_ddp.tools.staging import Staging
 from raytrain_ddp.uri import without_secrets
 
+_FORMAT = {"format": "raytrain_ddp", "version": 1}
+_FIELDS = {"source", "arguments", "content", "files", "rows", "class_names", "mean", "std"}
 _STREAM = 0x5EED_C0DE  # separates this shuffle's random bits from training's
+_SAMPLED = 2000  # images of which mean and standard deviation are computed
 _TRIED = 64  # images resized to estimate the total size
-_SLACK = 1.02  # overhead of a shard over its images
+_FREE = {"source", "dest", "verify", "workers", "address", "root", "bad_records"}
 
-
-@dataclass(frozen=True)
-class Converted:
-    """A complete data set.
-
-    Args:
-        dataset: the content of its ``dataset.json``.
-        found: it existed already.
-        summary: of the source, see `Splits.summary`; None if the data set existed.
-        note: about the source, if the data set existed.
-    """
-
-    dataset: Mapping[str, Any]
-    found: bool
-    summary: DataSummary | None = None
-    note: str = ""
+Writer = Callable[[Iterable[ShardTask], Tell], Iterator[Record]]
+"""Writes shards, in any order."""
 
 
 def convert(
-    source: str, dest: str, config: ConvertConfig, run: TaskRunner, phase: Phase
-) -> Converted:
-    """Converts `source` into the folder `dest`, resumes an earlier conversion, or finds it
-    complete.
+    args: ConvertArgs, write: Writer, phase: Phase
+) -> tuple[dict[str, Any], DataSummary | None]:
+    """Converts a source, continues an earlier conversion, or finds it complete. Returns the content
+    of ``dataset.json`` and a summary of the source; None: the data set was complete.
 
     Raises:
-        ConfigError: `dest` is something else, or was started with another source or config.
-        DataError: the source is missing or damaged.
-        PreflightError: too little disk space, or `dest` cannot be written.
-        RunLockedError: another process is converting into `dest`.
+        ConfigError: the folder is something else, or is of another source or config.
+        DataError: the source or the data set is damaged.
+        PreflightError: the folder cannot be written.
+        RunLockedError: another process is converting into it.
     """
-    stage = Stage(check_dest(source, dest))
-    given = {"source": without_secrets(source), "arguments": shaping(config)}
-    for place in (stage.dest, stage.folder):
-        if (place / DATASET_FILE).is_file():
-            dataset = read_dataset_file(place)
-            require_same(stage.dest, dataset, given)
-            note = require_up_to_date(place, dataset, source, config)
-            if place == stage.folder:  # stopped when only the final rename was missing
-                with _reporting_disk_errors(stage), stage.held():
-                    stage.give_name()
-            return Converted(dataset, found=place == stage.dest, note=note)
-    splits, notes = open_source_splits(source, config)
-    first = splits[1] if len(splits) > 1 else None
-    notes += tuple(notes_of(splits[0].source, "the training set"))
-    for split in splits[1:]:
-        notes += tuple(notes_of(split.source, f"the {split.name} split"))
-    named = f"the {first.name} split" if first else ""
-    data = Splits(splits[0].source, first.source if first else None, named, notes)
-    data.begin_counting()
-    with _reporting_disk_errors(stage), stage.held():
-        content = seen_of(splits)
+    folder = _require_place(args)
+    made = _made(folder, args.verify, phase)
+    # A conversion that stopped at a bad record may continue with skip.
+    arguments = {name: value for name, value in asdict(args).items() if name not in _FREE}
+    plan = {"source": without_secrets(args.source), "arguments": arguments}
+    try:
+        splits, data = open_source_splits(args)
+        plan["content"] = {split.name: split.source.fingerprint() for split in splits}
+    except (DataError, PreflightError):
+        if made is None:
+            raise
+        plan["content"] = made["content"]  # the source may be deleted once it is converted
+    if made is not None:
+        if changes := different({name: made[name] for name in plan}, plan):
+            what = f"DST {args.dest} is complete, but of other input ({'; '.join(changes)})"
+            raise ConfigError(f"{what}: use another folder, or delete it.")
+        return made, None
+    stage = Staging(folder, "converting", f"DST {args.dest}")
+    with stage.held(), stage.writing():
         versions = {"pyarrow": pa.__version__, "pillow": PIL.__version__}
-        stage.begin({**given, "content": content, "written with": versions})
-        classes = tuple(splits[0].class_names)
-        done = [_convert_split(split, classes, stage, config, run, phase) for split in splits]
-        dataset = _dataset(source, config, classes, done)
-        dataset |= {"content": content_of(splits), "seen": content}
-        stage.finish([file["path"] for file in dataset["files"]], dataset)
-    return Converted(dataset, found=False, summary=data.summary())
+        stage.begin({**plan, "written with": versions})
+        stage.result.mkdir(exist_ok=True)
+        names = {"class_names": splits[0].source.class_names}
+        dataset = {**_FORMAT, **plan, **names, "files": [], "rows": {}, "skipped": []}
+        sums: list[list[int]] = []
+        for split in splits:
+            sums += _convert_split(split, dataset, stage, args, write, phase)
+        dataset |= described(sums)
+        write_json(stage.result / DATASET_FILE, dataset, stage.folder)
+        stage.finish()
+    return dataset, data.summary()
 
 
-@dataclass(frozen=True)
-class _SplitDone:
-    name: str
-    shards: list[ShardDone]
-    skipped: list[dict[str, str]]
+def _require_place(args: ConvertArgs) -> Path:
+    """The folder to write, as an absolute path without links."""
+    folder, source = expanded(args.dest).resolve(), Path(args.source)
+    if "://" not in args.source:
+        source = expanded(args.source).resolve()
+    require_utf8("SRC", source)
+    require_utf8("DST", folder)
+    wrong = ""
+    if source.is_dir() and (folder == source or source in folder.parents):
+        wrong = f"is inside SRC {args.source}"
+    elif folder.exists() and (not folder.is_dir() or os.path.ismount(folder)):
+        wrong = "is a file or a mount point"
+    elif folder.exists() and not (folder / DATASET_FILE).exists() and (names := os.listdir(folder)):
+        wrong = f"has other files ({first_names(sorted(names), 3)})"
+    if wrong:
+        raise ConfigError(f"DST {args.dest} {wrong}: use a new folder.")
+    return folder
 
-    @property
-    def rows(self) -> int:
-        return sum(shard.rows for shard in self.shards)
+
+def _made(folder: Path, verify: bool, phase: Phase) -> dict[str, Any] | None:
+    """The content of ``dataset.json``; None: there is no such file.
+
+    Args:
+        verify: every byte of the files is read.
+
+    Raises:
+        DataError: it is damaged; or a file that it lists is missing, or not as it was written.
+    """
+    if not folder.is_dir() or (content := read_json(folder / DATASET_FILE)) is None:
+        return None
+    if not _FORMAT.items() <= content.items() or _FIELDS - content.keys():
+        raise DataError(f"{folder / DATASET_FILE}: is damaged: delete {folder}, and convert again.")
+    files, wrong = content["files"], []
+    tell = phase("verifying", sum(file["rows"] for file in files)) if verify else lambda *_: None
+    with ThreadPoolExecutor() as pool:
+        whole = pool.map(lambda file: _is_in(folder, file, verify), files)
+        for file, is_whole in zip(files, whole, strict=True):
+            wrong += [] if is_whole else [file["path"]]
+            tell(file["rows"], file["bytes"])
+    if wrong:
+        names = first_names(wrong)
+        raise DataError(f"{folder}: not as written: {names}. Delete {folder}, and convert again.")
+    return content
+
+
+def _is_in(folder: Path, file: dict[str, Any], verify: bool = False) -> bool:
+    """Whether a file is there, and has its size, or even the content that was written."""
+    path = folder / file["path"]
+    is_in = path.is_file() and path.stat().st_size == file["bytes"]
+    return bool(is_in and not (verify and sha256_of(path) != file["sha256"]))
 
 
 def _convert_split(
     split: SourceSplit,
-    classes: tuple[str, ...],
-    stage: Stage,
-    config: ConvertConfig,
-    run: TaskRunner,
+    dataset: dict[str, Any],
+    stage: Staging,
+    args: ConvertArgs,
+    write: Writer,
     phase: Phase,
-) -> _SplitDone:
-    if split.files is None:  # the images are temporarily stored twice
-        _require_space(stage, 2 * split.size_bytes() - stage.size_bytes(split.name))
-    listing = split.list_rows(stage, run, phase)
-    if listing.bad and config.bad_records == "error":
-        raise _bad_record(split, *next(iter(listing.bad.items())))
-    order = np.arange(split.rows, dtype=np.int64)
-    if config.shuffle:
-        order = sorted_permutation(split.rows, config.seed, 0, _STREAM)
-    order = order[listing.sizes[order] >= 0]
-    size = _foreseen_bytes(listing, order, config)
-    count = max(1, min(len(order), math.ceil(size / (config.shard_mib * MIB))))
-    names = [f"{split.name}-{number:05d}-of-{count:05d}.parquet" for number in range(count)]
-    found = (finished_shard(stage.folder, name, stage.part(name)) for name in names)
-    done = {shard.name: shard for shard in found if shard is not None}
-    _require_space(stage, int(size * _SLACK) - sum(shard.bytes for shard in done.values()))
-    tell = phase(f"{split.name}: writing", len(order))
-    tell(sum(shard.rows + len(shard.bad) for shard in done.values()), 0)
-    sampled = _sampled(order, config) if split.name == "train" else frozenset[int]()
-    tasks = (
+) -> list[list[int]]:
+    """Writes the shards that are missing, and adds all to `dataset`. Returns `sums_of` the sampled
+    images."""
+    copy = stage.folder / f"{split.name}.arrow"
+    listed = list_rows(split, copy, phase)
+    bad: dict[int, str] = {}
+
+    def require_good(more: Iterable[tuple[int, str]]) -> None:
+        bad.update(more)
+        for number in bad if args.bad_records == "error" else ():
+            where, why = split.source.where(number), bad[number].rstrip(".")
+            remedy = "Repair or remove it, or set --bad-records skip."
+            raise DataError(f"{where}: not a readable image: {why}. {remedy}")
+
+    require_good((row.number, row.why) for row in listed if row.why)
+    order = range(len(listed))
+    if args.shuffle:
+        order = sorted_permutation(len(listed), args.seed, 0, _STREAM).tolist()
+    rows = [listed[number] for number in order if not listed[number].why]
+    if split.name == "train":  # at equal distances in the order
+        images = min(_SAMPLED, len(rows))
+        places = {place * len(rows) // images for place in range(images)}
+        rows = [row._replace(is_sampled=place in places) for place, row in enumerate(rows)]
+    shards = math.ceil(_foreseen_bytes(rows, copy, args) / (args.shard_mib * MIB))
+    shards = max(1, min(len(rows), shards))
+    bounds = [number * len(rows) // shards for number in range(shards + 1)]
+    fixed = (copy, split.source.class_names, args)
+    tasks = [
         ShardTask(
-            name=name,
-            stage=str(stage.folder),
-            records=records,
-            sampled=sampled & {record.row for record in records},
-            class_names=classes,
-            config=config,
+            f"{split.name}-{number:05d}-of-{shards:05d}.parquet",
+            stage.folder,
+            rows[bounds[number] : bounds[number + 1]],
+            *fixed,
         )
-        for name, records in _cut(listing, order, names)
-        if name not in done
-    )
-    try:
-        done.update({shard.name: shard for shard in run(write_shard, tasks, tell)})
-    except BadRecord as bad:
-        raise _bad_record(split, *bad.args) from None
-    bad_rows = {**listing.bad, **{row: why for shard in done.values() for row, why in shard.bad}}
-    if len(bad_rows) == split.rows:
-        raise DataError(f"split {split.name!r}: none of its {split.rows} images can be decoded.")
-    skipped = [
-        {"split": split.name, "where": split.source.where(row), "why": why}
-        for row, why in sorted(bad_rows.items())
+        for number in range(shards)
     ]
-    return _SplitDone(split.name, [done[name] for name in names], skipped)
+    found = {task.name: read_json(stage.folder / f"{task.name}.json") for task in tasks}
+    done = {name: each for name, each in found.items() if each and _is_in(stage.result, each)}
+    require_good(each for record in done.values() for each in record["bad"])
+    missing = [task for task in tasks if task.name not in done]
+    tell = phase(f"{split.name}: writing", len(rows))
+    tell(len(rows) - sum(len(task.rows) for task in missing), 0)
+    for record in write(missing, tell):
+        done[record["path"]] = record
+        require_good(record["bad"])
+    records = [done[task.name] for task in tasks]
+    kept = sum(record["rows"] for record in records)
+    if not kept:
+        raise DataError(f"split {split.name!r}: none of its {len(listed)} images can be decoded.")
+    dataset["rows"][split.name] = kept
+    for record in records:
+        about = {name: record[name] for name in ("path", "rows", "bytes", "sha256")}
+        dataset["files"].append({"split": split.name, **about})
+    for number, why in sorted(bad.items()):
+        where = split.source.where(number)
+        dataset["skipped"].append({"split": split.name, "where": where, "why": why})
+    return [each for record in records for each in record["sums"]]
 
 
-def _cut(
-    listing: SpoolListing, order: Rows, names: list[str]
-) -> Iterator[tuple[str, list[Record]]]:
-    """Divides the order into runs of equal length (+-1), one per name."""
-    for number, name in enumerate(names):
-        start, stop = (n * len(order) // len(names) for n in (number, number + 1))
-        yield name, [listing.record(row) for row in order[start:stop].tolist()]
-
-
-def _sampled(order: Rows, config: ConvertConfig) -> frozenset[int]:
-    """Rows at equal distances in the order."""
-    count = min(config.stats_images, len(order)) or len(order)
-    return frozenset(order[np.arange(count) * len(order) // max(1, count)].tolist())
-
-
-def _foreseen_bytes(listing: SpoolListing, order: Rows, config: ConvertConfig) -> int:
-    """The estimated size of all images as written; if resized, extrapolated from a sample."""
-    if not config.resize_short:
-        return int(listing.sizes[order].sum())
+def _foreseen_bytes(rows: list[Row], copy: Path, args: ConvertArgs) -> int:
+    """The size of all images; if resized, extrapolated from a sample."""
+    if not args.resize_short:
+        return sum(row.size for row in rows)
     sizes = []
-    for row in order[np.arange(_TRIED) * len(order) // _TRIED].tolist() if len(order) else ():
+    tried = [rows[place * len(rows) // _TRIED] for place in range(_TRIED if rows else 0)]
+    for _, content in images_of(tried, copy):
         with suppress(Exception):  # decoders raise any type; writing the shard reports it
-            content = read_image(listing.record(row))
-            sizes.append(len(shrink_image(content, config.resize_short, config.quality)))
-    return int(np.mean(sizes) * len(order)) if sizes else 0
-
-
-def _dataset(
-    source: str, config: ConvertConfig, classes: tuple[str, ...], splits: list[_SplitDone]
-) -> dict[str, Any]:
-    pixels = PixelCounts.none()
-    for shard in splits[0].shards:
-        pixels = pixels.plus(shard.pixels)
-    if not pixels.images:
-        raise DataError("none of the sampled images can be decoded: set --stats-images 0 (all).")
-    mean, std = pixels.mean_std()
-    return {
-        **FORMAT,
-        "source": without_secrets(source),
-        "seed": config.seed,
-        "files": [
-            {
-                "path": shard.name,
-                "split": split.name,
-                "rows": shard.rows,
-                "bytes": shard.bytes,
-                "sha256": shard.sha256,
-            }
-            for split in splits
-            for shard in split.shards
-        ],
-        "rows": {split.name: split.rows for split in splits},
-        "class_names": list(classes),
-        "mean": mean,
-        "std": std,
-        "sampled": {"images": pixels.images, "height": [*pixels.height], "width": [*pixels.width]},
-        "skipped": [record for split in splits for record in split.skipped],
-        "arguments": {**shaping(config), "bad_records": config.bad_records},
-    }
-
-
-def _bad_record(split: SourceSplit, row: int, why: str) -> DataError:
-    return DataError(
-        f"{split.source.where(row)}: not a readable image: {why.rstrip('.')}. Repair or remove it, "
-        "or set --bad-records skip."
-    )
-
-
-def _size(count: int) -> str:
-    return f"{count / MIB:,.0f} MiB" if count >= 10 * MIB else f"{count / 1024:,.0f} KiB"
-
-
-def _require_space(stage: Stage, need: int) -> None:
-    free = shutil.disk_usage(stage.folder).free
-    if need > free:
-        raise PreflightError(
-            f"{stage.dest}: about {_size(need)} is needed, but only {_size(free)} is free."
-        )
-
-
-@contextmanager
-def _reporting_disk_errors(stage: Stage) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kept = f" Finished work is kept in {stage.folder}: run the same command again to continue."
-        raise PreflightError(
-            f"{stage.dest}: cannot be written: {error}.{kept if stage.has_work() else ''}"
-        ) from error
+            assert isinstance(content, bytes)
+            sizes.append(len(shrink_image(content, args.resize_short, args.quality)))
+    return int(np.mean(sizes) * len(rows)) if sizes else 0

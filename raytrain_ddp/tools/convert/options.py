@@ -1,19 +1,35 @@
-"""The options of `convert`. Imports nothing heavy."""
+"""The options of `convert`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.config.validation import MAY_BE_EMPTY, require, require_least
+from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require, require_least
 
 _QUALITY = 90
 
 
 @dataclass(frozen=True)
-class ConvertConfig:
-    """Equal configs and equal sources give equal bytes, on any number of processes."""
+class ConvertArgs:
+    """Convert images to Parquet shards for training.
 
+    The shards have the layout of Hugging Face `datasets`. They depend on SRC and the flags only,
+    not on the number of threads. The same command again resumes where it was stopped. DST appears
+    when it is complete.
+    """
+
+    source: str = field(metadata=positional("SRC"))
+    """Any --data.source of fit: folder, Parquet, tar files, list, torchvision:NAME, or URI."""
+    dest: str = field(metadata=positional("DST"))
+    """Folder to create."""
+    verify: bool = False
+    """If DST is complete, read all of it and compare it with its dataset.json."""
+    workers: int | None = None
+    """Number of threads. Default: one per CPU."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Convert on a running Ray cluster. SRC and DST must be shared folders."""
     eval_source: str | None = None
     """Source of the evaluation split. Default: the validation and test splits of SRC."""
     train_split: str = "auto"
@@ -40,26 +56,18 @@ class ConvertConfig:
     """Shuffle each split once, over all its rows."""
     shard_mib: float = 256.0
     """Approximate size of the images in a file, in MiB."""
-    row_group_mib: float = 8.0
-    """Maximum size of the images in a row group, in MiB (but at least one image). A loader keeps 64
-    MiB of row groups per lane of a block shuffle, so 8 of these; and 8 MiB are enough for the
-    throughput of an object store."""
-    rows_per_group: int = 256
-    """Maximum number of rows in a row group."""
     bad_records: Literal["error", "skip"] = "error"
     """What to do with images that cannot be decoded. error: stop (exit status 4); skip: leave them
     out, and list them in dataset.json."""
     check: bool = True
     """Decode each image, to find those that cannot be decoded."""
-    stats_images: int = 2000
-    """Number of training images, evenly spaced, that mean and std are computed from. 0: all."""
 
     def __post_init__(self) -> None:
-        require_least(self, resize_short=0, stats_images=0)
+        require_least(self, workers=1, resize_short=0)
         require(1 <= self.quality <= 100, "--quality", self.quality, "must be 1 to 100")
         ok = self.resize_short > 0 or self.quality == _QUALITY
         require(ok, "--quality", self.quality, "has no effect without --resize-short")
         require(0 <= self.seed < 2**64, "--seed", self.seed, "must be 0 or more, below 2**64")
-        for name in ("shard_mib", "row_group_mib", "rows_per_group"):
-            value = getattr(self, name)
-            require(value > 0, f"--{name.replace('_', '-')}", value, "must be above 0")
+        require(self.shard_mib > 0, "--shard-mib", self.shard_mib, "must be above 0")
+        ok = self.address is None or self.workers is None
+        require(ok, "--workers", self.workers, "has no effect with --address")

@@ -49,7 +49,7 @@ def offered(line: str) -> list[str]:
         ("fit --exact t", ["true"]),
         ("fit --help sc", ["schedule", "scaling"]),
         ("fit --storage ", []),
-        ("convert --verify ", []),
+        ("convert --workers ", []),
         ("run --env ", ["torchrun", "slurm"]),
         ("run --nproc", ["--nproc-per-node"]),
         ("nothing --x", []),

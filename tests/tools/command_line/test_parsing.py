@@ -131,7 +131,7 @@ def test_a_switch_accepts_only_a_boolean_word():
     assert (args.open, args.predict, args.runs) == (False, False, ("a", "b"))
     assert command("evaluate").parse(["--per-class", "small"]).run == "small"
     args = command("convert").parse(["a", "--workers", "2", "b", "--check=no"])
-    assert (args.source, args.dest, args.workers, args.shards.check) == ("a", "b", 2, False)
+    assert (args.source, args.dest, args.workers, args.check) == ("a", "b", 2, False)
 
 
 def test_run_accepts_booleans_only_after_an_equals_sign():
