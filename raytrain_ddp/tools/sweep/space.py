@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any, Literal
 
-from raytrain_ddp.command_line.flags import Flag, changes, flags_of
-from raytrain_ddp.command_line.suggestions import meant
 from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.field_types import as_text
+from raytrain_ddp.config.flags import Flag, changes, flags_of
+from raytrain_ddp.config.suggestions import meant
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import scalar
 from raytrain_ddp.config.withdrawn import withdrawn
@@ -260,7 +260,7 @@ def _dimension(word: str, flag: Flag, text: str) -> Dimension:
     for name in (field, flag.path[0]):
         if name in _NOT_SEARCHED:
             raise ConfigError(f"--space {word}: {field} cannot vary: {_NOT_SEARCHED[name]}.")
-    if flag.counts != (1, 1):
+    if flag.nargs is not None:
         raise ConfigError(f"--space {word}: {field} takes several values, and cannot vary.")
     parts = text.split(":")
     log = parts[0] == "log" and len(parts) == 3
