@@ -26,7 +26,8 @@ RANKS = [
     {"errors", "events"},
     {"messages", "records"},
     {"files", "failpoints", "library_imports", "process_state", "signals", "uri", "user_code"},
-    {"warm", "spot"},
+    {"formatting"},
+    {"warm", "spot", "bottleneck"},
     {"config"},
     {"data", "checkpoint"},
     {"tasks"},
@@ -34,11 +35,10 @@ RANKS = [
     {"tools"},
     {"inference"},
     {"result"},
-    {"display"},
     {"ray_backend"},
     {"driver"},
+    {"display"},
     {"launcher"},
-    {"command_line"},
     {"sweep"},  # the report shows it
     COMMANDS - {"watch", "sweep"},
     {"watch"},  # shows the pages of the report

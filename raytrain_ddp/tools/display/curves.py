@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from raytrain_ddp.events import Eval, Train
+from raytrain_ddp.formatting import (
+    FRACTION,
+    format_count,
+    format_metric,
+    format_number,
+)
 from raytrain_ddp.tools.display.axes import (
     MOST_POINTS,
     Line,
@@ -22,12 +28,6 @@ from raytrain_ddp.tools.display.axes import (
     smoothed,
     thinned,
     tick_percent,
-)
-from raytrain_ddp.tools.display.formatting import (
-    FRACTION,
-    format_count,
-    format_metric,
-    format_number,
 )
 
 COLORS = 8

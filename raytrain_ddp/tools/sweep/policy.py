@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from raytrain_ddp.tools.display.formatting import format_metric
+from raytrain_ddp.formatting import format_metric
 from raytrain_ddp.tools.sweep.sweep_state import Settings, Sweep, Trial
 
 

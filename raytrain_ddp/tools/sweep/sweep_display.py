@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from raytrain_ddp.tools.display.formatting import format_metric, format_seconds, plural
-from raytrain_ddp.tools.display.progress_display import BLOCK_WIDTH, SPINNER
-from raytrain_ddp.tools.display.redraw import LastingStream, RedrawnBlock
-from raytrain_ddp.tools.display.terminal import terminal
+from raytrain_ddp.formatting import format_metric, format_seconds, plural
+from raytrain_ddp.tools.display.progress_display import BLOCK_WIDTH
+from raytrain_ddp.tools.display.terminal import LastingStream, terminal
 from raytrain_ddp.tools.sweep.conductor import Conductor
 from raytrain_ddp.tools.sweep.sweep_state import OVER, Sweep, Trial
 from raytrain_ddp.tools.sweep.trial_configs import value_text
@@ -39,8 +38,7 @@ class SweepDisplay:
             utf = console.encoding.startswith("utf")
             live = utf and console.is_interactive and console.file.isatty()
         self._console, self._live = console, live
-        self._picture = RedrawnBlock(self.__rich__)
-        self._block = Live(self._picture, console=console, refresh_per_second=4, transient=True)
+        self._block = Live(self, console=console, refresh_per_second=4, transient=True)
         self._began, self._phase = clock(), ""
         self._name, self._conductor, self._parallel = "", cast(Conductor, None), 1
 
@@ -108,15 +106,12 @@ class SweepDisplay:
             since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
             encoding = self._console.encoding
             text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
-        if self._picture.is_broken(self._console.width):  # or what is printed would be erased
-            self._block.refresh()
         self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
 
     def __rich__(self) -> Text:
         waited = format_seconds(clock() - self._began)
         if self._phase or self._conductor is None:
-            spinner = SPINNER[int(10 * clock()) % 10]
-            return Text.assemble((spinner, "cyan"), f" {self._phase}  ", (waited, "dim"))
+            return Text.assemble(f"{self._phase}  ", (waited, "dim"))
         width = min(self._console.width, BLOCK_WIDTH)
         lines = [Text.assemble(*part) for part in self._lines(waited, width)]
         for line in lines:
