@@ -22,8 +22,9 @@ from pathlib import Path
 
 from raytrain_ddp import errors, events
 from raytrain_ddp.__main__ import COMMANDS, _command
-from raytrain_ddp.command_line.flags import Flag, listed
-from raytrain_ddp.command_line.help_page import _default, help_of
+from raytrain_ddp.config.field_types import listed
+from raytrain_ddp.config.flags import Flag
+from raytrain_ddp.config.help_page import default_of, help_of
 from raytrain_ddp.config.recipe import load_with_info, shipped_recipes
 from raytrain_ddp.config.train_config import TrainConfig
 
@@ -44,7 +45,7 @@ def flags_of(command: str) -> list[Flag]:
     """All that a command takes, in the order of its help."""
     made = _command(command)
     given = {"config": TrainConfig()} if "config" in _fields(made.args) else {}
-    return [*made.flags(made.defaults(**given))]
+    return made.flags(**given)
 
 
 def _fields(kind: type) -> set[str]:
@@ -62,7 +63,7 @@ def table(flags: Iterable[Flag], free: bool = False) -> str:
     for flag in flags:
         name = flag.metavar if flag.positional else f"--{flag.name}"
         value = "" if flag.positional else listed(flag.takes.split("|"))
-        default = _default(flag) or ("false" if flag.is_switch else "")
+        default = default_of(flag) or ("false" if flag.is_switch else "")
         row = [f"`{name}`", cell(value), f"`{default}`" if default else "", cell(help_of(flag))]
         rows.append(row + ["yes" if flag.metadata.get("free") else "no"] * free)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

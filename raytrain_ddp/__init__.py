@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
     from raytrain_ddp.data.order.sample_rng import Draws as Draws
-    from raytrain_ddp.driver.fit_driver import fit as fit
-    from raytrain_ddp.driver.fit_driver import fit_locally as fit_locally
     from raytrain_ddp.errors import RaytrainError as RaytrainError
+    from raytrain_ddp.fit import fit as fit
+    from raytrain_ddp.fit import fit_locally as fit_locally
     from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
     from raytrain_ddp.tools.inference.loaded_model import load as load
@@ -61,8 +61,8 @@ _HOMES = {
     "Source": "data.loading.sources",
     "Task": "tasks.task",
     "TrainConfig": "config.train_config",
-    "fit": "driver.fit_driver",
-    "fit_locally": "driver.fit_driver",
+    "fit": "fit",
+    "fit_locally": "fit",
     "load": "tools.inference.loaded_model",
     "plot": "tools.report.write",
     "report": "tools.report.write",

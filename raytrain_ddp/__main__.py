@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -9,9 +10,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from raytrain_ddp.command_line import run_command
-from raytrain_ddp.command_line.commands import program
-from raytrain_ddp.command_line.completion import SHELLS, complete, script
+from raytrain_ddp.config.command_line import add_flags
+from raytrain_ddp.config.process import run_command
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean
 from raytrain_ddp.library_imports import protect
@@ -44,12 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
         print(f"raytrain_ddp {version('raytrain_ddp')}")
         return 0
-    if name == "--print-completion":
-        print(script(rest[0] if rest else ""), end="")
-        return 0
-    if name == "--complete":  # called by the scripts of --print-completion
-        print("".join(f"{line}\n" for line in complete(rest, COMMANDS, _command)), end="")
-        return 0
     if name not in COMMANDS:
         hint = (
             withdrawn(name)
@@ -81,18 +76,26 @@ def _command(name: str) -> Any:
     return _module(name).COMMAND
 
 
+def parser() -> argparse.ArgumentParser:
+    """All commands with their flags, for shtab, which makes shells complete them."""
+    whole = argparse.ArgumentParser("raytrain")
+    commands = whole.add_subparsers()
+    for name, about in COMMANDS.items():
+        command = _command(name)
+        flags = command.flags(config=TrainConfig())
+        add_flags(commands.add_parser(name, help=about), flags, completing=True)
+    return whole
+
+
 def _help() -> str:
-    lines = [f"usage: {program()} COMMAND [ARGUMENT ...]", ""]
-    lines += ["Distributed PyTorch training on Ray.", ""]
-    lines += [f"  {name:<10} {about}" for name, about in COMMANDS.items()]
-    lines += [
-        "",
-        f"{program()} COMMAND --help shows the flags of a command, and --version the version.",
-        "",
-        "Completion of commands, flags, and values with the tab key:",
-        *(f"  {shell + ':':<6} {how}" for shell, how in SHELLS.items()),
-    ]
-    return "\n".join(lines)
+    commands = "\n".join(f"  {name:<10} {about}" for name, about in COMMANDS.items())
+    return f"""usage: raytrain COMMAND [ARGUMENT ...]
+
+Distributed PyTorch training on Ray.
+
+{commands}
+
+raytrain COMMAND --help shows the flags of a command, and --version the version."""
 
 
 if __name__ == "__main__":

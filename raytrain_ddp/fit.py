@@ -2,16 +2,118 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.command_line import FIT, parse_fit, run_command
-from raytrain_ddp.config.effects import under_torchrun
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.effects import require_effect, under_torchrun
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.recipe import default_name, described, dumps
+from raytrain_ddp.config.validation import ADDRESS
+from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
+from raytrain_ddp.errors import ConfigError
 
-COMMAND = FIT
+if TYPE_CHECKING:
+    from raytrain_ddp.config.train_config import TrainConfig
+    from raytrain_ddp.driver.listener import Listener
+    from raytrain_ddp.result import FitResult
+
+_PROFILE_STEPS = 5
+
+
+@dataclass(frozen=True)
+class FitArgs(RecipeArgs):
+    """Train a model on Ray: one worker per GPU, on this machine or on a cluster.
+
+    Without arguments, train a small network on the bundled digits on two CPU workers. The same
+    command again resumes where the run stopped.
+    """
+
+    print_config: bool = False
+    """Print the whole config as TOML and exit."""
+    describe: bool = False
+    """Print where the recipe comes from and what it reaches, and exit. Without a recipe: list all
+    recipes that ship with the package."""
+    dry_run: bool = False
+    """Print batches, steps, workers, sizes; start nothing."""
+    find_micro_batch: bool = False
+    """Print the largest --micro-batch that fits the memory of this machine's GPU, and exit."""
+    emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
+    """Print a Slurm, KubeRay, or `ray up` file, and exit. The file starts this run on a cluster.
+    command: print the command line of this run."""
+    audit: bool = False
+    """Log a hash of the sample ids and pixels of each step, to compare runs. See --log.audit."""
+    profile: bool = False
+    """Trace five steps with torch.profiler on rank 0. Same as --log.profile-steps 5; see also
+    --log.profile-ranks."""
+    resume_from: str | None = field(default=None, metadata={"metavar": "RUN"})
+    """Start a new run from the last state of another run, or from a checkpoint. A note lists how
+    their configs differ."""
+    local: bool = False
+    """Train in this process, or under torchrun, without Ray."""
+    address: str | None = field(default=None, metadata=ADDRESS)
+    """Address of a running Ray cluster. auto: the one on this machine. Default: RAY_ADDRESS if set,
+    else a Ray is started for this run."""
+    dashboard: bool = False
+    """Start the dashboard of the Ray that is started for this run."""
+
+
+COMMAND = Command(
+    "fit",
+    FitArgs,
+    "[RECIPE] [--FLAG VALUE ...]",
+    {
+        "Data": ["data.source", "data.eval-source", "data.image-size"],
+        "Model": ["model.name", "model.weights", "task"],
+        "Optimization": ["epochs", "batch-size", "optim.name", "optim.lr", "compute.precision"],
+        "Scaling": ["scaling.num-workers", "scaling.use-gpu", "exact", "address"],
+        "Run and checkpoints": ["name", "storage", "checkpoint.every-s", "seed"],
+        "Instead of training": ["dry-run", "print-config", "emit"],
+    },
+)
+
+
+_IDLE = {  # a flag, and those that have no effect with it
+    "print_config": "dry_run emit find_micro_batch resume_from local address dashboard",
+    "dry_run": "emit find_micro_batch address dashboard",
+    "emit": "find_micro_batch resume_from local address dashboard",
+    "find_micro_batch": "resume_from local address dashboard",
+    "local": "address dashboard",
+    "torchrun": "address dashboard",
+    "address": "dashboard",
+}
+
+
+def parse_fit(argv: Sequence[str]) -> FitArgs:
+    """Raises ConfigError for a recipe or a flag that is wrong, SystemExit (0) after --help."""
+    args = parse_with_recipe(argv, COMMAND)
+    _require_one_thing(args)
+    others = [word for word in argv if word[:2] == "--" and word.partition("=")[0] != "--describe"]
+    if args.describe and others:
+        raise ConfigError(f"{others[0]} has no effect with --describe: remove it.")
+    log = args.config.log
+    if args.audit:
+        log = replace(log, audit=True)
+    if args.profile and not log.profile_steps:
+        log = replace(log, profile_steps=_PROFILE_STEPS)
+    args = replace(args, config=replace(args.config, log=log))
+    require_effect(argv, args.config, on_ray=not (args.local or under_torchrun()))
+    return args
+
+
+def _require_one_thing(args: FitArgs) -> None:
+    """Raises ConfigError if one flag makes another one ineffective."""
+    for first, others in _IDLE.items():
+        is_given = under_torchrun() if first == "torchrun" else getattr(args, first)
+        for other in others.split() if is_given else ():
+            if getattr(args, other):
+                words = [f"--{other}", first if first == "torchrun" else f"--{first}"]
+                idle, by = (word.replace("_", "-") for word in words)
+                raise ConfigError(f"{idle} has no effect with {by}: remove one of them.")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,20 +146,80 @@ def main(argv: Sequence[str]) -> int:
 
         print(dry_run(args.config, name, args.resume_from, args.local))
         return 0
-    from raytrain_ddp.driver.fit_driver import fit, fit_locally
-
     options: dict[str, Any] = {"resume_from": args.resume_from, "default_name": name}
     if args.local or under_torchrun():
         return fit_locally(args.config, **options).exit_status
     return fit(args.config, address=args.address, dashboard=args.dashboard, **options).exit_status
 
 
+def fit(
+    config: TrainConfig | None = None,
+    *,
+    address: str | None = None,
+    dashboard: bool = False,
+    default_name: str | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
+    display: Listener | None = None,
+) -> FitResult:
+    """Trains on Ray; resumes from the newest checkpoint if the run exists.
+
+    Args:
+        config: if it has no name, resumes the run with this config, or starts a new one.
+        address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
+            else an embedded Ray that lasts as long as the run.
+        dashboard: start the embedded Ray with its dashboard.
+        default_name: name of a new run if the config has none; a number is appended if it is taken.
+        resume_from: a run or checkpoint whose state a new run starts from.
+        display: shows the run. Default: on the terminal or in the notebook.
+
+    Raises:
+        RaytrainError: one of errors.py, each with its exit status.
+        KeyboardInterrupt: Ctrl-C before training began, or twice.
+    """
+    from raytrain_ddp.driver import fit_driver
+
+    return fit_driver.fit(
+        config,
+        address=address,
+        dashboard=dashboard,
+        default_name=default_name,
+        resume_from=resume_from,
+        display=display or _display(),
+    )
+
+
+def fit_locally(
+    config: TrainConfig | None = None,
+    *,
+    default_name: str | None = None,
+    resume_from: str | os.PathLike[str] | None = None,
+    display: Listener | None = None,
+) -> FitResult:
+    """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
+
+    Only rank 0 shows and writes; all ranks return the result. An exception raised by the task
+    propagates unchanged, where `fit` raises a `TaskError` with its traceback.
+    """
+    from raytrain_ddp.driver import fit_driver
+
+    return fit_driver.fit_locally(
+        config,
+        default_name=default_name,
+        resume_from=resume_from,
+        display=display or _display(),
+    )
+
+
+def _display() -> Listener:
+    from raytrain_ddp.tools.display.progress_display import Display
+
+    return Display()
+
+
 class _CallableModule(ModuleType):
     """Lets ``raytrain_ddp.fit(config)`` work also where this module hides the function `fit`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from raytrain_ddp.driver.fit_driver import fit
-
         return fit(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from raytrain_ddp.data.discovery.data_check import Found, locate
 from raytrain_ddp.data.discovery.discovery import open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.splits import Splits, open_splits
-from raytrain_ddp.tools.display.formatting import format_data
+from raytrain_ddp.formatting import format_data
 
 Parts = dict[str, set[str]]
 

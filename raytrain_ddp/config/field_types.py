@@ -90,7 +90,7 @@ def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str
         kind = section.kinds()[name]
         rule = described(kind)
         with suppress(ValueError):
-            fitting[name] = _fitted(kind, value)
+            fitting[name] = fitted(kind, value)
             if _is_finite(fitting[name]):
                 continue
             rule = "finite"
@@ -129,8 +129,8 @@ def as_text(value: str | bool | int | float | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _fitted(kind: Any, value: Any) -> Any:
-    """Raises ValueError if the value is of another type."""
+def fitted(kind: Any, value: Any) -> Any:
+    """The value as that type. Raises ValueError if it is of another one."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         own = [each for each in args if type(value) is each]
@@ -141,11 +141,11 @@ def _fitted(kind: Any, value: Any) -> Any:
         value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
         if not isinstance(value, tuple | list) or (... not in args and len(value) != len(args)):
             raise ValueError
-        return tuple(_fitted(args[0], each) for each in value)
+        return tuple(fitted(args[0], each) for each in value)
     elif origin is dict:
         if not isinstance(value, Mapping):
             raise ValueError
-        return {_fitted(str, key): _fitted(args[1], each) for key, each in value.items()}
+        return {fitted(str, key): fitted(args[1], each) for key, each in value.items()}
     elif kind in (int, float):
         return _number(kind, value)
     elif kind is str:
@@ -168,7 +168,7 @@ def _is_finite(value: Any) -> bool:
 def _first_fitting(kinds: Iterable[Any], value: Any) -> Any:
     for kind in kinds:
         with suppress(ValueError):
-            return _fitted(kind, value)
+            return fitted(kind, value)
     raise ValueError
 
 

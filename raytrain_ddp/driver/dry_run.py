@@ -17,6 +17,7 @@ from raytrain_ddp.driver.preflight import check, is_complete
 from raytrain_ddp.driver.run_naming import NamedRun, new_code_note
 from raytrain_ddp.driver.run_ownership import require_free
 from raytrain_ddp.events import Note
+from raytrain_ddp.formatting import format_data
 from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.placement import (
     Layout,
@@ -25,7 +26,6 @@ from raytrain_ddp.ray_backend.placement import (
     local_resources,
     missing_resources,
 )
-from raytrain_ddp.tools.display.formatting import format_data
 
 if TYPE_CHECKING:
     from torch import nn

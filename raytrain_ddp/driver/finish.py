@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
@@ -12,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
@@ -24,7 +24,6 @@ from raytrain_ddp.checkpoint.run_folder import (
     checkpoint_store,
     read_events,
     read_history,
-    read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
@@ -33,18 +32,9 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records
 from raytrain_ddp.result import FitResult
-from raytrain_ddp.tools.display.bottleneck import split_of
-from raytrain_ddp.tools.report.curves import draw_curves
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1
-
-
-def draw_run_curves(config: TrainConfig, run: Storage) -> None:
-    """Redraws the run's curves. Raises OSError."""
-    image = io.BytesIO()
-    draw_curves(read_log(run), image, str(config.name))
-    run.write_atomic(CURVES_FILE, image.getvalue())
 
 
 def result_of(
@@ -114,7 +104,6 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         best = next((r.step for r in reversed(log) if isinstance(r, Eval) and r.best), None)
         kept = next((name for name in store.names() if name.step == best), None)
         store.prune(config.checkpoint.keep_last, kept)
-    draw_run_curves(config, run)
 
 
 def run_summary(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Literal
-
-from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -22,24 +19,22 @@ from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (
-    draw_run_curves,
     is_tidy,
     result_of,
     run_summary,
     tidy,
     wait_for_rank_0,
 )
+from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
-from raytrain_ddp.events import End, Eval, Note, Plan
+from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
-from raytrain_ddp.tools.display.progress_display import Display
-from raytrain_ddp.tools.report.curves import load_matplotlib
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession
@@ -57,7 +52,7 @@ def fit(
     dashboard: bool = False,
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
-    display: Display | None = None,
+    display: Listener | None = None,
 ) -> FitResult:
     """Trains on Ray; resumes from the newest checkpoint if the run exists.
 
@@ -68,6 +63,7 @@ def fit(
         dashboard: start the embedded Ray with its dashboard.
         default_name: name of a new run if the config has none; a number is appended if it is taken.
         resume_from: a run or checkpoint whose state a new run starts from.
+        display: shows the run. Default: nothing is shown or drawn.
 
     Raises:
         RaytrainError: one of errors.py, each with its exit status.
@@ -76,16 +72,16 @@ def fit(
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     run, branch = run_and_branch(config, default_name, resume_from)
-    with display or Display() as shown:
+    with display or Listener() as shown:
         with driven(run, shown.handle, branch) as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
             if manifest is not None and is_complete(config, manifest):
-                result = _complete(run, manifest, tell)
+                result = _complete(run, manifest, shown, tell)
             else:
                 outcome, watch = _train_on_ray(
                     config, folder, address, dashboard, tell, manifest.step if manifest else 0
                 )
-                _draw(config, folder, tell)
+                _draw(config, folder, shown, tell)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
         flags = f" --address {address}" if address else ""
@@ -99,7 +95,7 @@ def fit_locally(
     *,
     default_name: str | None = None,
     resume_from: str | os.PathLike[str] | None = None,
-    display: Display | None = None,
+    display: Listener | None = None,
     session: Callable[..., LocalSession] | None = None,
 ) -> FitResult:
     """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
@@ -118,12 +114,12 @@ def fit_locally(
         run, branch = run_and_branch(config, default_name, resume_from)
     else:
         run, branch = run_of_rank_0(config, rank, default_name), None
-    with display or (Display() if main else Display(Console(quiet=True), live=False)) as shown:
+    with (main and display) or Listener() as shown:
         led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
         with led as (run, tell):
             config, folder, manifest = run.config, run.folder, run.manifest
             if manifest is not None and is_complete(config, manifest):
-                result = _complete(run, manifest, tell, main)
+                result = _complete(run, manifest, shown, tell, main)
             else:
                 tell(Phase("loading torch"))
                 from raytrain_ddp.training import loop  # noqa: F401
@@ -133,7 +129,7 @@ def fit_locally(
                         config, folder, main, manifest is None, tell, session
                     )
                 if main:
-                    _draw(config, folder, tell)
+                    _draw(config, folder, shown, tell)
                 else:
                     wait_for_rank_0(folder, outcome.step)
                 result = _end(config, folder, outcome, watch, started)
@@ -201,26 +197,20 @@ def write_config(config: TrainConfig, run: Storage) -> None:
 
 
 class _Starts:
-    """Forwards events, and records when training began, at first and after the last failure.
-
-    After the last evaluation it loads what draws the curves, while the workers end.
-    """
+    """Forwards events, and records when training began, at first and after the last failure."""
 
     def __init__(self, show: Show) -> None:
         self._show = show
         self.first_began = self.began = time.monotonic()
         self._none_yet = True
         self.survived = False  # whether workers kept their state at the last start
-        self._last_step = 0
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Plan):
-            self.began, self._last_step = time.monotonic(), event.total_steps
+            self.began = time.monotonic()
             self.survived = event.replaced is not None
             if self._none_yet:
                 self.first_began, self._none_yet = self.began, False
-        elif isinstance(event, Eval) and event.step == self._last_step:
-            threading.Thread(target=load_matplotlib, name="matplotlib", daemon=True).start()
         self._show(event)
 
 
@@ -302,20 +292,23 @@ def _end(
     return answered(config, lambda: result_of(run, status, done, in_all, seconds, signal))
 
 
-def _draw(config: TrainConfig, run: Storage, show: Show) -> None:
+def _draw(config: TrainConfig, run: Storage, listener: Listener, show: Show) -> None:
     try:
-        draw_run_curves(config, run)
+        listener.draw(run, str(config.name))
     except Exception as error:  # not a reason to fail: everything is trained and saved
         show(Note(f"curves.png cannot be drawn: {first_line(error)}"))
 
 
-def _complete(run: NamedRun, manifest: Manifest, show: Show, main: bool = True) -> FitResult:
+def _complete(
+    run: NamedRun, manifest: Manifest, listener: Listener, show: Show, main: bool = True
+) -> FitResult:
     """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder
     if main and not answered(config, lambda: is_tidy(folder)):
         # Another process that drives the run tidies it as well; a read-only storage stays as it is.
         with suppress(RaytrainError, OSError), owned(run, show) as tell:
             tidy(config, folder, manifest)
+            listener.draw(folder, str(config.name))
             tell(End(0, manifest.step))
     step = manifest.step
     return answered(config, lambda: result_of(folder, "already complete", step, step, {}))

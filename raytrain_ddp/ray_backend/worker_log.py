@@ -9,16 +9,16 @@ import socket
 import time
 from collections.abc import Mapping
 
+from raytrain_ddp.bottleneck import StepSplit
 from raytrain_ddp.events import Checkpoint, Eval, Note, Plan, Preempted, Train
-from raytrain_ddp.messages import Event, Outcome
-from raytrain_ddp.tools.display.bottleneck import StepSplit
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     format_bytes,
     format_count,
     format_metric,
     format_number,
     format_seconds,
 )
+from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.training.runtime.world import World
 
 _LINE_EVERY_S = 10.0

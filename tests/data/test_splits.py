@@ -25,7 +25,7 @@ from raytrain_ddp.data.discovery.discovery import open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, FolderImages
 from raytrain_ddp.errors import ConfigError, DataError
-from raytrain_ddp.tools.display.formatting import format_data
+from raytrain_ddp.formatting import format_data
 
 datasets = pytest.importorskip("datasets")
 

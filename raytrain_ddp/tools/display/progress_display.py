@@ -6,23 +6,25 @@ library and rich, so that the first line is there before Ray or torch are.
 
 from __future__ import annotations
 
+import io
 import math
-import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import wrap
-from typing import IO, cast
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.live import Live
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.spinner import Spinner
 from rich.text import Text
 
+from raytrain_ddp.bottleneck import Pace, StepSplit
+from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
-from raytrain_ddp.messages import Event, Pause, Phase
-from raytrain_ddp.result import FitResult
-from raytrain_ddp.tools.display.bottleneck import Pace, StepSplit
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     format_bytes,
     format_count,
     format_data,
@@ -34,27 +36,16 @@ from raytrain_ddp.tools.display.formatting import (
     format_share,
     plural,
 )
-from raytrain_ddp.tools.display.notebook import NotebookBlock, in_notebook, notebook_console
-from raytrain_ddp.tools.display.redraw import LastingStream, RedrawnBlock
-from raytrain_ddp.tools.display.terminal import terminal
+from raytrain_ddp.messages import Event, Pause, Phase
+from raytrain_ddp.result import FitResult
+from raytrain_ddp.tools.display.terminal import Screen
+
+if TYPE_CHECKING:
+    from raytrain_ddp.checkpoint.storage import Storage
 
 PLAIN_LINE_EVERY_S = 2.0
 LIMIT_EVERY_S = 60.0  # at most, and only if another one
 BLOCK_WIDTH, CELL_WIDTH = 100, 20  # characters: the first at most, the second at least
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-
-clock = time.monotonic
-
-
-def flow(parts: Sequence[Text], width: int, indent: int = 4) -> Text:
-    """The parts, two spaces between them, in as many lines as they need."""
-    out, column = Text(), 0
-    for part in parts:
-        fits = column + 2 + part.cell_len <= width
-        gap = "" if not column else "  " if fits else "\n" + " " * indent
-        column = part.cell_len + (column + len(gap) if fits or not column else indent)
-        out.append(gap).append_text(part)
-    return out
 
 
 @dataclass(frozen=True)
@@ -67,27 +58,26 @@ class _Now:
     line: Train | None = None
 
 
-class Display:
+class Display(Listener):
     """Shows the events of a run, by default live on a terminal and in a notebook, plain elsewhere.
 
     One thread calls ``handle`` (another may for checkpoints); rich's refresh thread only reads.
+
+    Args:
+        console, live, clock: see `Screen`.
     """
 
-    def __init__(self, console: Console | None = None, live: bool | None = None) -> None:
-        is_notebook = console is None and live is None and in_notebook()
-        console = console or (notebook_console() if is_notebook else terminal(file=sys.stdout))
-        self._console = console
-        console.file = cast(IO[str], LastingStream(console.file))
-        if live is None:  # isatty besides: FORCE_COLOR makes rich take a pipe for a terminal
-            utf = console.encoding.startswith("utf")
-            live = is_notebook or (utf and console.is_interactive and console.file.isatty())
-        self._live = live
-        self._picture = RedrawnBlock(self.__rich__)
-        self._block: Live | NotebookBlock = NotebookBlock(self.__rich__)
-        if not is_notebook:
-            self._block = Live(self._picture, console=console, refresh_per_second=8, transient=True)
-        self._began = clock()
-        self._phase: tuple[str, float] | None = None  # name, since when
+    def __init__(
+        self,
+        console: Console | None = None,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._screen, self._clock = Screen(self.block, console, live, clock), clock
+        self._live, self._print = self._screen.is_live, self._screen.print
+        self._spinner, self._phase = Spinner("dots", style="cyan"), ("", 0.0)  # name, since when
+        self._bar = Progress(BarColumn(None), TextColumn("{task.description}"), expand=True)
+        self._bar.add_task("")
         self._now: _Now | None = None  # before the first plan
         self._pace, self._ends_at = Pace(0, 0, 0.0), math.nan  # when all will be done, by our clock
         self._smooth_loss, self._saved = math.nan, ""
@@ -95,19 +85,18 @@ class Display:
         self._held_back, self._printed_at = False, -math.inf  # of the latest training line
 
     def __enter__(self) -> Display:
-        if self._live:
-            self._block.start()
+        self._screen.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._settle()
-        self._block.stop()
+        self._screen.__exit__()
 
     def handle(self, event: Event) -> None:
         """Takes in one event of any kind; those that people need not see are ignored."""
         match event:
             case Phase():
-                self._settle(next_phase=(event.name, clock()))
+                self._settle(next_phase=(event.name, self._clock()))
                 if not self._live:
                     self._print(Text(event.name))
             case Plan():
@@ -132,49 +121,53 @@ class Display:
                 if event.traceback:
                     self._print(Text.from_ansi(event.traceback.rstrip()), copied=True)
 
+    def draw(self, run: Storage, name: str) -> None:
+        """Draws the run's curves.png. Raises OSError."""
+        from raytrain_ddp.checkpoint.run_folder import CURVES_FILE, read_log
+        from raytrain_ddp.tools.display.curves_png import draw_curves
+
+        image = io.BytesIO()
+        draw_curves(read_log(run), image, name)
+        run.write_atomic(CURVES_FILE, image.getvalue())
+
     def summary(
         self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """Prints the end of a run, in place of the live block.
-
-        Args:
-            limit: what stood most in the way of computing.
-            more: (title, path or command).
-        """
+        """Prints the end of a run, in place of the live block; see `Listener`."""
         self.__exit__()
         of = f"of {end.total_steps}"
         if end.step > end.total_steps:  # it had already gone further
             of = f"({end.total_steps} asked for)"
-        reached = f"\n{run}: {end.status} at step {end.step} {of}"
         color = "yellow" if end.status == "interrupted" else "green"
+        reached = f"\n{run}: {end.status} at step {end.step} {of}"
         self._print(Text(reached, style=f"bold {color}"), copied=True)
-        rows: list[tuple[str, list[Text]]] = [
-            (name, [_cell("step", str(int(metrics["step"]))), *_metrics(metrics, end.monitor)])
-            for name, metrics in (("best", end.best), ("last", end.last))
-            if metrics
-        ]
+        for name, metrics in (("best", end.best), ("last", end.last)):
+            if metrics:
+                step = _cell("step", str(int(metrics["step"])))
+                self._row(name, step, *_metrics(metrics, end.monitor))
         if end.seconds:
             parts = {k: format_seconds(s) for k, s in end.seconds.items()}
             if any(title.startswith("until") for title in parts):
                 parts = {k.replace("training", "training since then"): s for k, s in parts.items()}
-            rows.append(("time", [_cell(title, shown) for title, shown in parts.items()]))
+            self._row("time", *(_cell(title, shown) for title, shown in parts.items()))
         if limit:
-            room = max(1, self._console.width - 4) if self._live else 10**6
-            rows.append(("training", [Text("\n    ".join(wrap(limit, room)))]))
-        rows += [(name, [Text(text)]) for name, text in more]
-        for name, cells in rows:
-            self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=True)
+            self._row("training", Text(limit), copied=not self._live)
+        for name, text in more:
+            self._row(name, Text(text))
 
-    def _settle(self, next_phase: tuple[str, float] | None = None) -> None:
+    def _row(self, name: str, *cells: Text, copied: bool = True) -> None:
+        self._print(Text(f"  {name:<17}", style="dim"), *cells, copied=copied)
+
+    def _settle(self, next_phase: tuple[str, float] = ("", 0.0)) -> None:
         """Ends what is open: a phase leaves its duration, a held-back training line is printed."""
-        phase, self._phase = self._phase, next_phase
+        (phase, began), self._phase = self._phase, next_phase
         held_back, self._held_back = self._held_back, False
         if self._live and phase:
-            self._print(Text(f"  {phase[0]}  {format_seconds(clock() - phase[1])}", style="dim"))
+            took = format_seconds(self._clock() - began)
+            self._print(Text(f"  {phase}  {took}", style="dim"))
         elif not self._live and held_back and self._now and self._now.line:
-            self._printed_at = clock()
-            line = self._now.line
-            self._print(*_place(self._now), *self._measured(self._now, line, line.loss))
+            self._printed_at = self._clock()
+            self._print(*_place(self._now), *self._measured(self._now, self._now.line.loss))
 
     def _begin(self, plan: Plan) -> None:
         self._settle()
@@ -202,20 +195,21 @@ class Display:
 
     def _train(self, line: Train) -> None:
         assert self._now is not None  # a plan comes first
-        if self._phase or line.epoch != self._now.epoch:
+        if self._phase[0] or line.epoch != self._now.epoch:
             self._settle()  # the last line of an epoch is not held back forever
         # The live block smooths the loss lightly for the eye; what is not finite shows at once.
         loss, before = line.loss, self._smooth_loss
         self._smooth_loss = 0.7 * before + 0.3 * loss if math.isfinite(before + loss) else loss
-        self._ends_at = clock() + self._pace.left_s(line.step, line.seconds)
+        self._ends_at = self._clock() + self._pace.left_s(line.step, line.seconds)
         self._split.add(line)
         self._now = _Now(self._now.plan, line.step, line.epoch, line)
         self._held_back = True
         epoch_ends = line.step % self._now.plan.steps_per_epoch == 0
-        if epoch_ends or clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
+        if epoch_ends or self._clock() - self._printed_at >= PLAIN_LINE_EVERY_S:
             self._settle()
-        if not self._live and clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled:
-            self._limit_at = clock()
+        is_due = self._clock() - self._limit_at >= LIMIT_EVERY_S and self._split.is_settled
+        if not self._live and is_due:
+            self._limit_at = self._clock()
             previous, self._limit = self._limit, self._split.limit()
             if _without_figures(self._limit) != _without_figures(previous):
                 self._print(Text(self._limit))
@@ -228,10 +222,14 @@ class Display:
         star = [Text("★" if self._live else "* best", style="bold green")]
         cells = [*_metrics(event.metrics), *(star if event.best else [])]
         self._print(*_place(self._now), Text("eval", style="cyan"), *cells)
+        if event.step == self._now.plan.total_steps:  # half a second, while the workers end
+            threading.Thread(target=_load_matplotlib, name="matplotlib", daemon=True).start()
 
-    def _measured(self, now: _Now, line: Train, loss: float) -> list[Text]:
+    def _measured(self, now: _Now, loss: float) -> list[Text]:
         """The figures of the latest training line, and the time left."""
-        ends_at, timing = self._ends_at, line.timing
+        line, ends_at = now.line, self._ends_at
+        if line is None:
+            return []
         cells = [
             _cell("loss", format_number(loss)),
             _cell("lr", format_number(line.lr)),
@@ -239,51 +237,44 @@ class Display:
         ]
         if self._live:
             cells += [_cell(p, format_share(s)) for p, s in self._split.shares().items()]
-            if timing.mfu is not None:
-                cells.append(_cell("MFU", format_share(timing.mfu)))
-            cells.append(_cell("memory", format_bytes(timing.peak_memory_bytes)))
+            if line.timing.mfu is not None:
+                cells.append(_cell("MFU", format_share(line.timing.mfu)))
+            cells.append(_cell("memory", format_bytes(line.timing.peak_memory_bytes)))
         else:
-            cells += _largest_but_compute(timing.split_s)
+            cells += _largest_but_compute(line.timing.split_s)
         for count, label in ((line.skipped, "skipped"), (line.nonfinite, "not finite")):
             if count:
                 cells.append(_cell(label, str(count)))
         if math.isfinite(ends_at) and now.step < now.plan.total_steps:
-            cells.append(_cell("", format_seconds(max(0.0, ends_at - clock())), " left"))
+            cells.append(_cell("", format_seconds(max(0.0, ends_at - self._clock())), " left"))
         return cells
 
-    def _print(self, *parts: Text, copied: bool = False) -> None:
-        """Permanent lines above the block; what may be copied (a path, a command) is not broken."""
-        text = flow(parts, self._console.width if self._live else 10**6)
-        if not self._live:  # no style: no control codes, not even where FORCE_COLOR is set
-            since = "" if copied else f"{format_seconds(clock() - self._began):>7}  "
-            encoding = self._console.encoding
-            text = Text((since + text.plain).encode(encoding, "replace").decode(encoding))
-        if self._picture.is_broken(self._console.width):  # or what is printed would be erased
-            self._block.refresh()
-        self._console.print(text, soft_wrap=copied or not self._live, highlight=False)
-
-    def __rich__(self) -> Text:
-        """The live part, drawn 8 times a second: the open phase, or the block of the training."""
-        phase, now = self._phase, self._now  # read once: `handle` may replace them
+    def block(self) -> RenderableType:
+        """The live part, drawn several times a second: the open phase, or the training."""
+        (phase, began), now = self._phase, self._now  # read once: `handle` may replace them
         if phase:
-            spinner, waited = SPINNER[int(10 * clock()) % 10], format_seconds(clock() - phase[1])
-            return Text.assemble((spinner, "cyan"), f" {phase[0]}  ", (waited, "dim"))
+            waited = format_seconds(self._clock() - began)
+            self._spinner.update(text=Text.assemble(f"{phase}  ", (waited, "dim")))
+            return self._spinner
         if now is None:
             return Text("")
-        cells = _place(now)
-        if now.line is not None:
-            cells += self._measured(now, now.line, self._smooth_loss)
+        cells = [*_place(now), *self._measured(now, self._smooth_loss)]
         cells += [_cell("saved step", self._saved)] if self._saved else []
-        width = min(self._console.width, BLOCK_WIDTH)
-        wide = (width + 2) // max(1, width // CELL_WIDTH)  # each cell, with the gap after it
         for cell in cells:
-            cell.truncate(wide - 2, overflow="ellipsis", pad=True)
+            cell.no_wrap, cell.overflow = True, "ellipsis"
+        width = min(self._screen.console.width, BLOCK_WIDTH)
+        column = width // max(1, width // CELL_WIDTH) - 2  # and a gap of 2
         part = min(1.0, now.step / now.plan.total_steps)  # more, if fewer epochs are wanted now
-        tail = f"{int(100 * part):4} %  {format_seconds(clock() - self._began)}"
-        done = int(part * (width - len(tail)))
-        bar = ("━" * done, "cyan"), ("─" * (width - len(tail) - done), "dim"), tail
-        limit = Text("\n".join(wrap(self._split.limit(), width)))
-        return Text("\n").join([Text.assemble(*bar), flow(cells, width, indent=0), limit])
+        tail = f"{int(100 * part):3} %  {format_seconds(self._screen.waited_s)}"
+        self._bar.update(self._bar.task_ids[0], completed=100 * part, description=tail)
+        shown = Group(self._bar, Columns(cells, (0, 2), width=column), self._split.limit())
+        return Constrain(shown, width)
+
+
+def _load_matplotlib() -> None:
+    from raytrain_ddp.tools.display.curves_png import load_matplotlib
+
+    load_matplotlib()
 
 
 def _place(now: _Now) -> list[Text]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
 from raytrain_ddp.config.validation import CONTROL
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, status_of
 
 # Libraries that print which of their objects were not freed (nanobind's).
 _PRINT_REMAINS = {"jaxlib", "onnx", "triton"}
+_NO_RAY = (
+    "Ray is not installed: run pip install 'ray[default,train]', or train without Ray, with "
+    "--local or torchrun."
+)
 _BROKEN_PIPE = 128 + signal.SIGPIPE
 
 
@@ -29,21 +31,18 @@ def run_command(main: Callable[[Sequence[str]], int]) -> None:
     _open_closed_streams()
     try:
         status = _status_of(main)
-    except BrokenPipeError:
-        if not _reader_is_gone():  # another connection broke
-            raise
-        status = _BROKEN_PIPE
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             print(f"error: {error.filename}: {error.strerror}.", file=sys.stderr)
             status = ConfigError.exit_status
-        elif error.filename is not None or _takes_output():
-            raise
+        elif error.filename is None and (status := _lost_output(newline=True)):
+            pass
         else:
-            status = _lost(sys.stdout, error)
+            raise
     if _PRINT_REMAINS.isdisjoint(sys.modules):
         gc.freeze()  # or Python frees each object of all modules at its end: 0.8 s with torch
-    sys.exit(_flushed(status))
+    lost = _lost_output()
+    sys.exit(status or lost)
 
 
 def _status_of(main: Callable[[Sequence[str]], int]) -> int:
@@ -52,8 +51,13 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
         _require_folder()
         return main(given)
     except (RaytrainError, ModuleNotFoundError) as error:
-        known = error if isinstance(error, RaytrainError) else _without_ray(error)
-        print(f"error: {_printable(str(known))}", file=sys.stderr)
+        if not isinstance(error, RaytrainError) and error.name != "ray":
+            raise
+        known = error if isinstance(error, RaytrainError) else PreflightError(_NO_RAY)
+        escaped = CONTROL.sub(
+            lambda found: found[0] if found[0] in "\n\t" else ascii(found[0])[1:-1], str(known)
+        )  # such as in the name of a file
+        print(f"error: {escaped}", file=sys.stderr)
         return status_of(known)
     except KeyboardInterrupt as stop:
         print("stopped", file=sys.stderr)
@@ -68,22 +72,6 @@ def _status_of(main: Callable[[Sequence[str]], int]) -> int:
         return 1
 
 
-def _printable(text: str) -> str:
-    """Escapes control characters, such as those in the name of a file."""
-    shown = lambda found: found[0] if found[0] in "\n\t" else repr(found[0])[1:-1]  # noqa: E731
-    return CONTROL.sub(shown, text)
-
-
-def _without_ray(error: ModuleNotFoundError) -> PreflightError:
-    """Returns the error to report if Ray is missing; raises `error` for any other module."""
-    if error.name != "ray":
-        raise error
-    return PreflightError(
-        "Ray is not installed: run pip install 'ray[default,train]', or train without Ray, with "
-        "--local or torchrun."
-    )
-
-
 def _require_folder() -> None:
     """Raises PreflightError if the working folder was deleted: libraries end in odd ways there."""
     try:
@@ -94,42 +82,25 @@ def _require_folder() -> None:
         ) from None
 
 
-def _flushed(status: int) -> int:
-    """Flushes the buffered output; returns the exit status, nonzero if that fails."""
+def _lost_output(newline: bool = False) -> int:
+    """Flushes the buffered output; the exit status if it cannot be written, which is then dropped,
+    else 0.
+
+    Args:
+        newline: write one to standard output, which may keep nothing of what it could not write.
+    """
+    status = 0
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            print(end="\n" * (newline and stream is sys.stdout), file=stream, flush=True)
         except OSError as error:
-            lost = _lost(stream, error)
-            status = status or lost
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
+            is_pipe = isinstance(error, BrokenPipeError)
+            if not is_pipe:
+                print(f"error: cannot write the output: {error}", file=sys.stderr)
+            status = status or (_BROKEN_PIPE if is_pipe else 1)
     return status
-
-
-def _lost(stream: TextIO, error: OSError) -> int:
-    """Drops what the stream holds, and says why; returns the exit status."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, stream.fileno())  # otherwise, Python tries again at exit
-    if isinstance(error, BrokenPipeError):
-        return _BROKEN_PIPE
-    print(f"error: cannot write the output: {error}", file=sys.stderr)
-    return 1
-
-
-def _takes_output() -> bool:
-    """Whether standard output can be written. It may keep nothing of what it could not write."""
-    try:
-        print(flush=True)
-    except OSError:
-        return False
-    return True
-
-
-def _reader_is_gone() -> bool:
-    """Whether standard output or error is a pipe without a reader."""
-    poll = select.poll()
-    for fd in (1, 2):
-        poll.register(fd, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _open_closed_streams() -> None:
