@@ -12,8 +12,9 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.command_line import Command, run_command
-from raytrain_ddp.command_line.flags import flat, positional
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.flags import flat, positional
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import MAY_BE_EMPTY
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError
 from raytrain_ddp.events import Eval, Plan

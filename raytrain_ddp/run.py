@@ -8,7 +8,8 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytrain_ddp.command_line import Command, run_command
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.files import is_utf8
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions

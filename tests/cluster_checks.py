@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.tools.spot import __main__ as spot
 
 jsonschema, yaml = pytest.importorskip("jsonschema"), pytest.importorskip("yaml")

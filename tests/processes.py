@@ -33,7 +33,7 @@ CALL_TIMEOUT_S = 200.0
 _RUN_CLI = """
 import json, os, sys, time
 from importlib import import_module
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.process import run_command
 
 sys.argv = ["raytrain", *sys.argv[2:]]
 before, status = {*sys.modules}, None

@@ -18,13 +18,13 @@ from rich.console import Console
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.tools.display.progress_display import Display
 
 TRAIN = ("--name", "small", "--local", "--batch-size", "256", "--micro-batch", "64")

@@ -14,7 +14,7 @@ from refused import Row
 from refused_config import VALUES
 
 from raytrain_ddp import errors
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import warm_python
 from processes import ENVIRONMENT
 
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.errors import PreflightError
 
 BUFFERED = {k: v for k, v in {**os.environ, **ENVIRONMENT}.items() if k != "PYTHONUNBUFFERED"}
@@ -23,7 +23,7 @@ CALLS = [
 # A command's main.
 MAIN = """
 import sys
-from raytrain_ddp.command_line import run_command
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.errors import PreflightError
 def main(argv):
     {0}

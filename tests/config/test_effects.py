@@ -13,7 +13,6 @@ import pytest
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.effects import (
     effect_notes,
     idle,
@@ -27,6 +26,7 @@ from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.fit import parse_fit
 
 # The field or flag that has no effect on these command lines.
 IDLE = """

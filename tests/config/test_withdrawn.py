@@ -10,13 +10,13 @@ import tomli_w
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, WITHDRAWN
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.fit import parse_fit
 
 OTHERS = {
     "data.cache": "/x",

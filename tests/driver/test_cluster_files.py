@@ -18,13 +18,13 @@ from cluster_checks import (
 )
 from processes import run_cli
 
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.cluster_files import Kind, emit
 from raytrain_ddp.driver.machine_types import Machines, machines
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.fit import parse_fit
 
 yaml = pytest.importorskip("yaml")
 

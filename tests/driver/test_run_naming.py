@@ -23,7 +23,6 @@ from raytrain_ddp.checkpoint.run_folder import (
     find_checkpoint,
     run_storage,
 )
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.dry_run import dry_run
@@ -32,6 +31,7 @@ from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.driver.run_naming import CLAIM_FILE, find_run
 from raytrain_ddp.driver.run_ownership import driven
 from raytrain_ddp.errors import ConfigError, RunLockedError
+from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.tools.display.progress_display import Display
 
 TASK = f"{Path(__file__).parents[1] / 'tiny.py'}:TinyTask"

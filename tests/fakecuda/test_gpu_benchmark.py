@@ -9,7 +9,7 @@ from pathlib import Path
 import building
 import pytest
 
-from raytrain_ddp.command_line import parse_fit
+from raytrain_ddp.fit import parse_fit
 
 
 @pytest.mark.parametrize("tiny", [False, True])

@@ -25,11 +25,11 @@ from processes import Died, Group
 from tiny import ScriptedSession, newest, plain
 
 from raytrain_ddp.checkpoint.run_folder import run_storage
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.fit import parse_fit
 
 Flags = dict[str, str]
 SIZE = 3

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.effects import given_flags, require_effect, value_of
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import require, require_least
+from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 
 _DECIDED = {
     *("name", "scaling.num_workers", "checkpoint.every_s"),

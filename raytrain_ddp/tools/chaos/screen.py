@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
+from raytrain_ddp.formatting import format_seconds, plural
 from raytrain_ddp.tools.chaos.comparison import Row
-from raytrain_ddp.tools.display.formatting import format_seconds, plural
 from raytrain_ddp.tools.display.terminal import terminal
 
 if TYPE_CHECKING:

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from raytrain_ddp.command_line import Command, run_command
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.process import run_command
+from raytrain_ddp.formatting import format_data
 from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.tools.convert.options import ConvertArgs
-from raytrain_ddp.tools.display.formatting import format_data
 
 COMMAND = Command(
     "convert",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.config.flags import positional
 from raytrain_ddp.config.validation import ADDRESS, MAY_BE_EMPTY, require, require_least
 
 _QUALITY = 90

@@ -124,7 +124,7 @@ class Display(Listener):
     def draw(self, run: Storage, name: str) -> None:
         """Draws the run's curves.png. Raises OSError."""
         from raytrain_ddp.checkpoint.run_folder import CURVES_FILE, read_log
-        from raytrain_ddp.tools.display.curves_png import draw_curves
+        from raytrain_ddp.tools.report.curves import draw_curves
 
         image = io.BytesIO()
         draw_curves(read_log(run), image, name)
@@ -272,7 +272,7 @@ class Display(Listener):
 
 
 def _load_matplotlib() -> None:
-    from raytrain_ddp.tools.display.curves_png import load_matplotlib
+    from raytrain_ddp.tools.report.curves import load_matplotlib
 
     load_matplotlib()
 

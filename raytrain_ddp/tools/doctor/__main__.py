@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 
-from raytrain_ddp.command_line import Command, RecipeArgs, parse_with_recipe, run_command
+from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.effects import given_flags
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import ADDRESS
+from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.records import json_of
 

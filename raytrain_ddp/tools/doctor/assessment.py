@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
-from raytrain_ddp.tools.display.formatting import format_bytes, plural
+from raytrain_ddp.formatting import format_bytes, plural
 from raytrain_ddp.tools.doctor.rows import Report, Row, format_duration, merged
 from raytrain_ddp.tools.doctor.storage_probe import PAYLOAD_MIB
 

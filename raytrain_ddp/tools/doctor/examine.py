@@ -10,6 +10,7 @@ from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import check
 from raytrain_ddp.errors import ConfigError, PreflightError
+from raytrain_ddp.formatting import plural
 from raytrain_ddp.ray_backend.cluster import (
     cluster,
     import_paths,
@@ -24,7 +25,6 @@ from raytrain_ddp.ray_backend.placement import (
     require_capacity,
     workers_that_fit,
 )
-from raytrain_ddp.tools.display.formatting import plural
 from raytrain_ddp.tools.doctor.assessment import assess
 from raytrain_ddp.tools.doctor.cluster_nodes import ask, measure_all_reduces, nodes_with_actors
 from raytrain_ddp.tools.doctor.node_actor import versions

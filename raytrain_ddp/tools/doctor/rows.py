@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_ddp.errors import first_names
-from raytrain_ddp.tools.display.formatting import format_seconds, plural
+from raytrain_ddp.formatting import format_seconds, plural
 
 Verdict = Literal["ok", "warn", "fail"]
 DRIVER = "driver"  # the place of this process, which is on the first node

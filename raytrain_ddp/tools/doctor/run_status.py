@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from raytrain_ddp.bottleneck import StepSplit
 from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
@@ -28,14 +29,13 @@ from raytrain_ddp.events import (
     Straggler,
     Train,
 )
-from raytrain_ddp.records import Timed, to_record
-from raytrain_ddp.tools.display.bottleneck import StepSplit
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     error_summary,
     format_count,
     format_seconds,
     plural,
 )
+from raytrain_ddp.records import Timed, to_record
 from raytrain_ddp.tools.doctor.rows import Report, Row, format_duration
 
 _MIN_S = 30.0  # like the workers' watchdog

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.command_line import Command, run_command
-from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.validation import require_least
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
 from raytrain_ddp.files import expanded, require_alone, require_utf8

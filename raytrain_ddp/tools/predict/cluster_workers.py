@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.files import different
+from raytrain_ddp.formatting import plural
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.worker_process import enter_folder
-from raytrain_ddp.tools.display.formatting import plural
 from raytrain_ddp.tools.predict.part_maker import Progress
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raytrain_ddp.command_line import Command, run_command
-from raytrain_ddp.command_line.flags import positional
+from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.flags import positional
+from raytrain_ddp.config.process import run_command
 
 
 @dataclass(frozen=True)

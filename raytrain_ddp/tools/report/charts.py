@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from raytrain_ddp.tools.display.formatting import format_number
+from raytrain_ddp.formatting import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

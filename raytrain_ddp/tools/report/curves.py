@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from raytrain_ddp.events import Eval, LogRecord, Train
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     FRACTION,
     format_count,
     format_metric,

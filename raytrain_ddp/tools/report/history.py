@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
+from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.errors import signal_name
 from raytrain_ddp.events import (
     Checkpoint,
@@ -20,8 +21,7 @@ from raytrain_ddp.events import (
     SweepStop,
     Train,
 )
-from raytrain_ddp.tools.display.bottleneck import split_of
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     error_summary,
     format_count,
     format_ranks,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.events import CheckpointFailed, Failed
-from raytrain_ddp.tools.display.formatting import (
+from raytrain_ddp.formatting import (
     format_bytes,
     format_count,
     format_metric,

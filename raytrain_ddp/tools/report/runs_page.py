@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.tools.display.formatting import format_metric, format_seconds
+from raytrain_ddp.formatting import format_metric, format_seconds
 from raytrain_ddp.tools.report.charts import INK, SERIES, Chart, Hover
 from raytrain_ddp.tools.report.curves import curves
 from raytrain_ddp.tools.report.history import RunHistory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytrain_ddp.tools.display.formatting import format_count, format_seconds, format_share
+from raytrain_ddp.formatting import format_count, format_seconds, format_share
 from raytrain_ddp.tools.report.charts import (
     INK,
     Chart,

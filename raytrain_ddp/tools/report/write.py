@@ -23,7 +23,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, is_plain_name, open_storage
 from raytrain_ddp.errors import ConfigError, RaytrainError, first_line
 from raytrain_ddp.files import expanded, replace_with
-from raytrain_ddp.tools.display.formatting import plural
+from raytrain_ddp.formatting import plural
 from raytrain_ddp.tools.report.history import RunHistory, history_of
 from raytrain_ddp.tools.report.page import page, sections_of_run
 from raytrain_ddp.tools.report.run_files import read_run

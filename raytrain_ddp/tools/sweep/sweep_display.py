@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain_ddp.config.field_types import as_text
-from raytrain_ddp.tools.display.formatting import format_metric, format_seconds, plural
+from raytrain_ddp.formatting import format_metric, format_seconds, plural
 from raytrain_ddp.tools.sweep.trials import OVER, Sweep, Trial
 
 _BEST, _RUNNING = 5, 8  # rows

@@ -27,8 +27,8 @@ from parquet_files import located
 from PIL import Image
 from processes import run_cli
 
-from raytrain_ddp.command_line import parse_fit
 from raytrain_ddp.errors import RaytrainError, status_of
+from raytrain_ddp.fit import parse_fit
 from raytrain_ddp.tools.convert.__main__ import main
 from raytrain_ddp.tools.convert.pixels import shrink_image
 
