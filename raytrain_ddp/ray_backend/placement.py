@@ -152,7 +152,7 @@ def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> N
                 "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
                 "CUDA_VISIBLE_DEVICES, or train on CPUs with --scaling.use-gpu False."
             )
-        raise PreflightError(f"{layout.said} do not fit on {where}:\n{lines}\n{remedy}")
+        raise PreflightError(f"{where} has no room for {layout.said}:\n{lines}\n{remedy}")
 
 
 def embedded_resources(
