@@ -301,9 +301,9 @@ def _print(
     print(f"{checkpoint}")
     if skipped:
         skipped_note = f"{skipped} bad records left out"
-        print(f"{rows - skipped} of {rows} {task.unit}, each once; {skipped_note}")
+        print(f"{rows - skipped} of {rows} {task.unit}, each exactly once; {skipped_note}")
     else:
-        print(f"{rows} {task.unit}, each once")
+        print(f"{rows} {task.unit}, each exactly once")
     for name, value in values.items():
         if value.numel() == 1:
             print(f"  {name:<8} {value.item():.6f}")

@@ -156,7 +156,7 @@ def test_a_run_writes_all_its_files_and_evaluate_prints_the_metrics_of_training(
     assert answer.status == 0, answer.err
     figures = dict(re.findall(r"^  (\w+) +(\d\.\d+)$", answer.out, re.MULTILINE))
     assert figures == {name: f"{value:.6f}" for name, value in logged.items()}
-    assert "360 images, each once" in answer.out
+    assert "360 images, each exactly once" in answer.out
     supports = re.findall(r"^ *(\d) +(\d+) +\d+ ", answer.out, re.MULTILINE)
     assert [name for name, _ in supports] == list("0123456789")
     assert sum(int(support) for _, support in supports) == 360

@@ -1,4 +1,4 @@
-"""Row groups in memory: read in advance, each once, within a memory limit.
+"""Row groups in memory: read in advance, exactly once, within a memory limit.
 
 The order of an epoch visits each row once, so a block is finished when all its rows have been
 read, and is dropped at once. (If all blocks fit, they stay.)

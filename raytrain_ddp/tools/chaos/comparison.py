@@ -60,7 +60,7 @@ def results_of(run: Storage) -> dict[str, str]:
     once = [r["step"] for r in log if r["kind"] == "train"] == [*range(1, total + 1)]
     return {
         **{f"{what} (sha256)": _digest(records) for what, records in hashed.items()},
-        f"steps 1 to {total} in the log": "each once" if once else "no",
+        f"steps 1 to {total} in the log": "exactly once" if once else "no",
         "leftover files": f"{len(left)} {', '.join(left[:3])}".strip(),
     }
 

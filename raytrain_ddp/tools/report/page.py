@@ -80,7 +80,7 @@ def sections_of_run(history: RunHistory, predicted: Sequence[Part]) -> Sections:
     return [
         ("", [{"wrong": history.cause}, {"cards": _cards(history)}]),
         ("Curves", charts_of(curves([files], marks_of(history)))),
-        ("Evaluated beside the run", charts_of(curves(followed)) if followed else []),
+        ("Evaluations alongside the run", charts_of(curves(followed)) if followed else []),
         ("Speed", charts_of(time_charts(history))),
         ("What happened", _happenings(history)),
         ("Predictions", predicted),

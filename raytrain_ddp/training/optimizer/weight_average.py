@@ -81,7 +81,7 @@ class WeightAverage:
         self.restart()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Of the model, each once; a forward pass may replace a buffer."""
+        """Parameters and buffers of the model by name; a forward pass may replace a buffer."""
         weights = {name: parameter.detach() for name, parameter in self._parameters}
         return weights | {place.name: place.tensor() for place in self._buffers}
 

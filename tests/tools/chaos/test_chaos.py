@@ -147,7 +147,7 @@ def test_two_runs_are_equal_only_if_all_bits_records_and_files_are(workers: Grou
     def wrong() -> list[str]:
         return [row.what.split()[0] for row in compare(one, two) if not row.equal]
 
-    assert results_of(one)["steps 1 to 4 in the log"] == "each once"
+    assert results_of(one)["steps 1 to 4 in the log"] == "exactly once"
     assert results_of(one)["leftover files"] == "0"
     log = tmp_path / "two" / METRICS_FILE
     lines = log.read_text().splitlines()

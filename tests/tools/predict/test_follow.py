@@ -82,7 +82,7 @@ def test_each_checkpoint_is_evaluated_beside_a_run_with_the_metrics_of_the_run(t
         ["step", step, "loss"] for step in ("23", "46", "69")
     ]
     page = write_report([str(run)], None, predict=False, device="auto").read_text()
-    assert "Evaluated beside the run" in page
+    assert "Evaluations alongside the run" in page
 
 
 def test_ctrl_c_ends_it_and_the_next_call_evaluates_what_is_left(
