@@ -1,0 +1,134 @@
+"""Makes the result of a command, a file or a folder, in a hidden folder next to it.
+
+    .NAME.converting/     such as that of `convert`; deleted when the result has its name
+      lock                held by one process at a time
+      plan.json           what is made, and how: compared when the command is repeated
+      result              gets the name NAME by one rename
+      ...                 parts: finished work, which the same command uses again
+
+A part is complete or not there: any process that sees the folder writes it by `files.replace_with`
+or `files.write_json`, with `Staging.folder` as their `state`. If the parts depend on the plan only,
+the result has the same bytes, whoever made them, and however often the command was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RunLockedError
+from raytrain_ddp.files import different, fsync, read_json, require_alone, write_json
+
+
+class Staging:
+    """The folder in which `out` is made. Nothing is written before `held`.
+
+    Args:
+        verb: what the command does, such as "converting".
+        shown: the result, as the user named it, for messages: ``--out a.csv``.
+    """
+
+    def __init__(self, out: Path, verb: str, shown: str) -> None:
+        self.out, self._shown = out, shown
+        self.folder = out.parent / f".{out.name}.{verb}"
+        self.plan = self.folder / "plan.json"
+        self.result = self.folder / "result"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Locks the folder for this process; deletes it at the end unless it has parts.
+
+        Raises:
+            RunLockedError: another process holds the lock.
+            PreflightError: the folder cannot be written to.
+        """
+        refusal = f"{self._shown}: another process is writing it: wait for it, or stop it."
+        with self.writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("w")
+        with lock:
+            require_alone(lock, refusal)
+            if not self._is_here(lock):  # it was deleted by a process that has just finished
+                raise RunLockedError(refusal)
+            try:
+                for left in self.folder.glob("tmp-*"):  # by a process that was killed
+                    _delete(left)
+                yield
+            finally:
+                if self._is_here(lock) and not self.parts():
+                    _delete(self.folder)
+
+    def parts(self) -> list[Path]:
+        """All that is kept if the command is stopped now."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            own = ("lock", self.plan.name, self.result.name)
+            paths = sorted(self.folder.iterdir())
+            return [each for each in paths if each.name not in own and each.name[:4] != "tmp-"]
+        return []
+
+    def begin(self, plan: Mapping[str, Any], overwrite: bool | None = None) -> None:
+        """Records what is made, or compares it with what was begun before.
+
+        Args:
+            plan: all that the parts depend on.
+            overwrite: delete the parts of another plan. None: the command has no such flag.
+
+        Raises:
+            ConfigError: there are parts of another plan.
+            DataError: the record is damaged.
+        """
+        anew = f"delete {self.folder}" if overwrite is None else "--overwrite"
+        before = None
+        try:
+            before = read_json(self.plan)
+        except DataError as error:
+            if not overwrite:
+                raise DataError(f"{error} To begin anew: {anew}.") from None
+        if before == plan:
+            return
+        if self.parts() and not overwrite:
+            changes = "; ".join(different(before or {}, plan))
+            what = f"{self._shown}: was begun with other input ({changes})"
+            raise ConfigError(f"{what}: repeat that command, or {anew}.")
+        with self.writing():
+            for path in (*self.parts(), self.result):
+                _delete(path)
+            write_json(self.plan, plan, self.folder)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Raises PreflightError, which says what is kept, for an OSError such as a full disk."""
+        try:
+            yield
+        except OSError as error:
+            kept = f" Finished work is kept in {self.folder}: the same command continues."
+            reason = f"cannot be written: {error.strerror or error}"
+            raise PreflightError(
+                f"{self._shown}: {reason}.{kept if self.parts() else ''}"
+            ) from error
+
+    def finish(self) -> None:
+        """Gives `result` its name, in place of what has it, and deletes the folder."""
+        with self.writing():
+            fsync(self.result)
+            if self.out.is_dir():  # a rename does not replace it
+                os.replace(self.out, self.folder / "tmp-replaced")
+            os.replace(self.result, self.out)
+            fsync(self.out.parent)
+            _delete(self.folder)
+
+    def _is_here(self, lock: IO[str]) -> bool:
+        with suppress(OSError):
+            return os.path.samestat((self.folder / "lock").stat(), os.fstat(lock.fileno()))
+        return False
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
