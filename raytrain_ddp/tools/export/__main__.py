@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from raytrain_ddp.command_line import Command, run_command
 from raytrain_ddp.command_line.flags import positional
 from raytrain_ddp.config.validation import require_least
-from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError
-from raytrain_ddp.files import expanded, require_alone, require_utf8
+from raytrain_ddp.errors import ConfigError, DataError, RaytrainError
+from raytrain_ddp.files import expanded, require_utf8
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.inference.loaded_model import LoadedModel
@@ -33,10 +31,8 @@ class ExportArgs:
 
     run: str = field(metadata=positional("RUN"))
     """Folder of a run, its name below runs/, or the folder of one checkpoint."""
-    format: Literal["onnx", "torch-export", "safetensors", "timm", "hf", "torchscript"] | None = (
-        None
-    )
-    """What to write. hf: the layout of a timm model on the Hugging Face Hub."""
+    format: Literal["onnx", "torch-export", "safetensors"] | None = None
+    """What to write."""
     out: str | None = field(default=None, metadata={"metavar": "FOLDER"})
     """Folder to create. Default: the name of the run and the format, such as photos-onnx."""
     checkpoint: Literal["best", "last"] | None = None
@@ -59,16 +55,14 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     if args.format is None:
-        raise ConfigError(
-            "--format is missing: onnx, torch-export, torchscript, safetensors, timm or hf."
-        )
+        raise ConfigError("--format is missing: onnx, torch-export or safetensors.")
     require_least(args, image_size=1)
     import torch
 
-    from raytrain_ddp.tasks.model_zoo import timm_name
-    from raytrain_ddp.tools.export.formats import as_text, facts_of, require_format
+    from raytrain_ddp.tools.export.formats import facts_of, require_format
     from raytrain_ddp.tools.export.model_card import model_card
     from raytrain_ddp.tools.inference.loaded_model import load
+    from raytrain_ddp.tools.staging import Staging
 
     model = load(args.run, args.checkpoint, device="cpu")
     form = require_format(args.format, model)
@@ -76,48 +70,22 @@ def main(argv: Sequence[str]) -> int:
     _require_place(out, args.overwrite)
     images = _images(args, model)
     facts = facts_of(model, *images.shape[-2:])
-    with _staged(out, args.overwrite) as stage:
-        _write_json(stage / "preprocessing.json", facts)
-        example = torch.cat([images, images])[:2]
-        form.write(model, example, as_text(facts), stage)
-        checked = _checked(args.format, form.file, model, images, stage)
-        use = form.use.replace("{classes}", str(len(model.class_names)))
-        use = use.replace("{architecture}", timm_name(model.config.model.name)[0])
-        card = model_card(model, facts, args.license, use, f"The export was c{checked[1:]}.")
-        (stage / "README.md").write_text(card, encoding="utf-8")
+    staging = Staging(out, "exporting", f"--out {out}")
+    with staging.held(), staging.writing():
+        _require_place(out, args.overwrite)  # it may be there by now
+        staging.begin({"format": args.format, "checkpoint": str(model.checkpoint)}, True)
+        folder = staging.result
+        folder.mkdir()
+        text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+        (folder / "preprocessing.json").write_text(text, encoding="utf-8")
+        form.write(model, torch.cat([images, images])[:2], facts, folder / form.file)
+        checked = _checked(args.format, form.use, model, facts["activation"], images, folder)
+        card = model_card(model, facts, args.license, form.use, f"The export was c{checked[1:]}.")
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        staging.finish()
     size_kb = (out / form.file).stat().st_size / 1000
     print(f"{model.checkpoint}\n{checked}\n{out / form.file}: {size_kb:,.0f} kB")
     return 0
-
-
-@contextmanager
-def _staged(out: Path, overwrite: bool) -> Iterator[Path]:
-    """An empty folder of this process only, which becomes `out` unless an exception is raised.
-
-    Raises:
-        RunLockedError: another process exports to the same folder.
-        PreflightError: it cannot be written, such as on a full disk.
-    """
-    hidden = out.parent / f".{out.name}.exporting"
-    stage = hidden / "export"
-    try:
-        hidden.mkdir(exist_ok=True)
-        with (hidden / "lock").open("w") as lock:
-            text = "another process is exporting to it: wait for it, or stop it."
-            require_alone(lock, f"--out {out}: {text}")
-            try:
-                _require_place(out, overwrite)  # it may be there by now
-                shutil.rmtree(stage, ignore_errors=True)  # of a killed export
-                stage.mkdir()
-                yield stage
-                if out.exists():
-                    shutil.rmtree(out)
-                stage.rename(out)
-            finally:
-                shutil.rmtree(hidden, ignore_errors=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise PreflightError(f"--out {out}: cannot be written: {reason}.") from None
 
 
 def _require_place(out: Path, overwrite: bool) -> None:
@@ -160,7 +128,9 @@ def _images(args: ExportArgs, model: LoadedModel) -> Any:
     return images.contiguous()
 
 
-def _checked(name: str, file: str, model: LoadedModel, images: Any, stage: Path) -> str:
+def _checked(
+    name: str, use: str, model: LoadedModel, activation: str, images: Any, folder: Path
+) -> str:
     """Compares the export with the model; says how far they differ.
 
     Raises:
@@ -169,41 +139,25 @@ def _checked(name: str, file: str, model: LoadedModel, images: Any, stage: Path)
     import torch
 
     from raytrain_ddp.config.recipe import to_dict
-    from raytrain_ddp.tasks.model_zoo import arguments, timm_name
-    from raytrain_ddp.tools.export.formats import activation
     from raytrain_ddp.tools.export.reload import logits_of_export
 
-    config = model.config
-    request = {
-        "format": name,
-        "file": file,
-        "classes": len(model.class_names),
-        "config": to_dict(config),
-        "architecture": timm_name(config.model.name)[0],
-        "model_args": arguments(config.model),
-    }
-    found, by = logits_of_export(stage, request, images.numpy())
+    built = {"config": to_dict(model.config), "classes": len(model.class_names)}
+    found, by = logits_of_export(folder, use, built, images.numpy())
     with torch.inference_mode():
-        wanted = model(images)
-    outputs = [torch.from_numpy(found), wanted.float()]
-    kind = activation(model)
-    if kind != "none":
-        outputs = [o.softmax(1) if kind == "softmax" else o.sigmoid() for o in outputs]
-    apart = (outputs[0] - outputs[1]).abs().max().item()
-    same = int((outputs[0].argmax(1) == outputs[1].argmax(1)).sum())
-    what = "an output" if kind == "none" else "a probability"
-    checked_by = f"by {by} in a fresh process on {len(images)} images"
-    if not apart <= _TOLERANCE * max(1.0, outputs[1].abs().max().item()):
+        ours, theirs = model(images).float(), torch.from_numpy(found)
+    if activation != "none":
+        as_shares = torch.sigmoid if activation == "sigmoid" else lambda each: each.softmax(1)
+        ours, theirs = as_shares(ours), as_shares(theirs)
+    apart = (theirs - ours).abs().max().item()
+    checked = f"by {by} in a fresh process on {len(images)} images"
+    what = "an output differs" if activation == "none" else "a probability differs"
+    if not apart <= _TOLERANCE * max(1.0, ours.abs().max().item()):
         raise RaytrainError(
-            f"--format {name}: the export gives other results, {checked_by}: {what} differs by "
-            f"{apart:.3g}."
+            f"--format {name}: the export gives other results, {checked}: {what} by {apart:.3g}."
         )
-    same_class = "" if kind == "none" else f", {same} of the same class"
-    return f"checked {checked_by}: {what} differs by at most {apart:.2g}{same_class}"
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    same = int((theirs.argmax(1) == ours.argmax(1)).sum())
+    same_class = "" if activation == "none" else f", {same} of the same class"
+    return f"checked {checked}: {what} by at most {apart:.2g}{same_class}"
 
 
 if __name__ == "__main__":

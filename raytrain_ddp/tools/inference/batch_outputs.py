@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean, first_line
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
@@ -48,12 +48,14 @@ class Asked:
         batch_size: rows of a chunk. Kernels of other sizes may round in another way.
         tta: flip: the mean of the outputs for the image and its mirror image.
         layer: a module whose output is added as `EMBEDDING`, (n, numbers).
+        own_size: the side of the images that the run was evaluated on; 0: unknown.
     """
 
     batch_size: int
-    tta: Literal["none", "flip"] = "none"
-    layer: str | None = None
-    precision: str = "fp32"
+    tta: Literal["none", "flip"]
+    layer: str | None
+    precision: str
+    own_size: int
 
     def __post_init__(self) -> None:
         if self.tta not in ("none", "flip"):
@@ -78,13 +80,18 @@ def outputs(
         bad: has the rows that were omitted from the batches that were yielded so far.
 
     Raises:
-        ConfigError: the task cannot predict, or has no such layer or nothing to flip.
+        ConfigError: the task cannot predict, or has no such layer or nothing to flip; or the model
+            cannot compute images of this size.
         DataError: a batch has other samples than the rows that are not bad.
+        TaskError: `predict` returns something else.
     """
-    predict = _method(task)
-    device = next(model.parameters()).device
+    if not hasattr(task, "predict"):
+        raise ConfigError(
+            f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
+            "or lists by name, with an entry for each sample: add it to the task."
+        )
+    device, size = next(model.parameters()).device, asked.batch_size
     buffers = SavedBuffers(model)
-    size = asked.batch_size
     loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
     with (
         torch.no_grad(),
@@ -103,57 +110,41 @@ def outputs(
                     f"rows {rows[0]} to {rows[-1]} gave {samples} samples: predictions cannot be "
                     "assigned to rows, because collate has dropped some."
                 )
-            if not samples:
-                yield Outputs(rows, kept, {})
-                continue
             seed_slot(device, 0, 0, chunk)
-            values = _computed(predict, model, own, samples, captured)
-            buffers.restore()
-            if asked.tta == "flip":
-                other = _computed(predict, model, _mirrored(own), samples, captured)
-                buffers.restore()
-                values = {name: _mean(value, other[name]) for name, value in values.items()}
+            passes = []
+            for each in (own, _mirrored(own)) if asked.tta == "flip" else (own,):
+                if samples:
+                    passes.append(_computed(task, model, each, samples, asked.own_size, captured))
+                    buffers.restore()
+            values = passes[0] if passes else {}
+            if passes[1:]:
+                values = {name: _mean(value, passes[1][name]) for name, value in values.items()}
                 values.pop("logit", None)  # the classes are ordered by the mean probability
             yield Outputs(rows, kept, values)
 
 
-def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
-    method = getattr(task, "predict", None)
-    if method is None:
-        raise ConfigError(
-            f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
-            "or lists by name, with an entry for each sample: add it to the task."
-        )
-    return method  # type: ignore[no-any-return]
-
-
 def _computed(
-    predict: Callable[[nn.Module, Batch], Any],
-    model: nn.Module,
-    batch: Batch,
-    samples: int,
-    captured: list[Tensor],
+    task: Task, model: nn.Module, batch: Batch, samples: int, own_size: int, captured: list[Any]
 ) -> dict[str, Any]:
     try:
-        values = predict(model, batch)
+        values = task.predict(model, batch)
     except RuntimeError as error:
-        if "shapes cannot be multiplied" not in str(error) or not _has_images(batch):
+        sides = (*batch["image"].shape[-2:],) if _has_images(batch) else ()
+        if not own_size or {*sides} <= {own_size}:
             raise
-        height, width = batch["image"].shape[-2:]
         raise ConfigError(
-            f"the model does not take images of {height} x {width} pixels ({error}): set "
-            "--image-size to the size that it was trained on."
+            f"the model fails on images of {sides[0]} x {sides[1]} pixels ({first_line(error)}): "
+            f"use --image-size {own_size}, as the run's evaluation does."
         ) from error
     wanted = f"a dict of tensors or lists by name, each with {samples} entries"
     if not isinstance(values, Mapping) or not values:
-        raise refused(predict, values, wanted)
-    found = {str(name): _on_cpu(value) for name, value in values.items()}
-    if captured:
-        found[EMBEDDING] = _on_cpu(captured.pop().flatten(1))
+        raise refused(task.predict, values, wanted)
+    layers = {EMBEDDING: captured.pop().flatten(1)} if captured else {}
+    found = {str(name): _on_cpu(value) for name, value in {**values, **layers}.items()}
     for name, value in found.items():
         scalar = isinstance(value, Tensor) and not value.ndim
         if scalar or not isinstance(value, Tensor | list) or len(value) != samples:
-            raise refused(predict, value, wanted, f" That is the value of {name!r}.")
+            raise refused(task.predict, value, wanted, f" That is the value of {name!r}.")
     return found
 
 
@@ -186,22 +177,20 @@ def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
         ConfigError: there is no such layer, or its output is not a tensor.
     """
     taken: list[Tensor] = []
+    modules = {name: module for name, module in model.named_modules() if name}
     if layer is None:
         yield taken
         return
-    names = [name for name, _ in model.named_modules() if name]
-    if layer not in names:
-        top = ", ".join(name for name, _ in model.named_children())
-        hint = did_you_mean(layer, names) or f" Its parts are {top}."
+    if layer not in modules:
+        hint = did_you_mean(layer, modules) or f" Its parts are {', '.join(dict(model.named_children()))}."
         raise ConfigError(f"--layer {layer}: the model has no such layer.{hint}")
 
     def take(_: nn.Module, __: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
-            kind = type(output).__name__
-            raise ConfigError(f"--layer {layer}: its output is a {kind}, not a tensor.")
+            raise ConfigError(f"--layer {layer}: its output is no tensor.")
         taken[:] = [output]
 
-    handle = model.get_submodule(layer).register_forward_hook(take)
+    handle = modules[layer].register_forward_hook(take)
     try:
         yield taken
     finally:

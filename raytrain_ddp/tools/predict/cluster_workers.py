@@ -1,13 +1,16 @@
-"""Makes parts of the output on the nodes of a Ray cluster: an actor for each device."""
+"""Makes parts of the output on the nodes of a Ray cluster: an actor for each device.
+
+`ray.util.ActorPool` also gives work to actors that have not started, and is lost with the first
+that dies: here, only those that are ready get parts, and another makes those of a dead one.
+"""
 
 from __future__ import annotations
 
 import socket
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +20,14 @@ from raytrain_ddp.files import different
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.worker_process import enter_folder
 from raytrain_ddp.tools.display.formatting import plural
-from raytrain_ddp.tools.predict.part_maker import Progress
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.predict.part_maker import Job
 
-_MOST_DEATHS = 3  # over the same part, or before a worker was ready
-_LOOK_EVERY_S = 5.0
-_START_S = 300.0  # for the first worker, and after all have died
-_TELL_EVERY_S = 0.5
-_MOST_PARTS = 32  # handed out at once
+_MAX_DEATHS = 3  # over the same part, or before a worker was ready
+_START_S = 300.0  # for a worker, while none is ready
+_MAX_PARTS = 32  # handed out at once
+_KEPT = "Finished work is kept: the same command continues."
 
 
 @dataclass(frozen=True)
@@ -51,221 +52,144 @@ def places_for(nodes: Sequence[Mapping[str, float]], workers: int | None, device
     Raises:
         PreflightError: there is no such device, or there are fewer than `workers` places.
     """
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    if gpus and device != "cpu":
-        shares = [node.get("CPU", 0) / node["GPU"] for node in nodes if node.get("GPU", 0) >= 1]
-        share = min(shares)
-        _require_places(workers, gpus, "GPUs")
-        return Places(workers or gpus, "cuda", float(int(share)) if share >= 1 else share, 1.0)
-    if device == "cuda":
-        raise PreflightError("--device cuda: the cluster has no GPU.")
+    gpus = 0 if device == "cpu" else sum(int(node.get("GPU", 0)) for node in nodes)
     cpus = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
-    if not cpus:
+    if device == "cuda" and not gpus:
+        raise PreflightError("--device cuda: the cluster has no GPU.")
+    if not gpus and not cpus:
         raise PreflightError("the cluster has neither a GPU nor a CPU for workers.")
-    _require_places(workers, sum(cpus), "CPUs")
+    most, what = (gpus, "GPUs") if gpus else (sum(cpus), "CPUs")
+    if workers is not None and workers > most:
+        raise PreflightError(f"--workers {workers}: the cluster has {most} {what}.")
+    if gpus:
+        share = min(n.get("CPU", 0) / n["GPU"] for n in nodes if n.get("GPU", 0) >= 1)
+        return Places(workers or gpus, "cuda", float(int(share)) if share >= 1 else share, 1.0)
     count, each = workers or len(cpus), min(cpus)
     while sum(own // each for own in cpus) < count:
         each -= 1
     return Places(count, "cpu", float(each), 0.0)
 
 
-def _require_places(workers: int | None, have: int, what: str) -> None:
-    if workers is not None and workers > have:
-        raise PreflightError(f"--workers {workers}: the cluster has {have} {what}.")
+@dataclass
+class PartActor:
+    """A worker: it has the model on its device.
 
-
-@dataclass(frozen=True)
-class _Given:
-    """What a worker gets."""
+    Args:
+        plan: that of the driver, as are `folder` and `import_paths`.
+    """
 
     job: Job
     plan: Mapping[str, Any]
-    device: str
-    threads: int
+    places: Places
     folder: str
     import_paths: Sequence[str]
 
-
-class _PartActor:
-    """A worker: it has the model on its device."""
-
-    def __init__(self, given: _Given) -> None:
-        self._given = given
-
     def open(self) -> None:
         """Raises RaytrainError, naming the node, if the job cannot be done here."""
-        given = self._given
-        enter_folder(given.folder, given.import_paths)
+        enter_folder(self.folder, self.import_paths)
         from raytrain_ddp.tools.predict.part_maker import PartMaker
         from raytrain_ddp.training.runtime.world import choose_device
 
-        where = f"node {socket.gethostname()}"
+        where, remedy = f"node {socket.gethostname()}", "use a shared folder or URIs."
+        threads = max(1, int(self.places.cpus))
         try:
-            maker = PartMaker(given.job, choose_device(given.device), given.threads)
+            self.maker = PartMaker(self.job, choose_device(self.places.device), threads)
         except RaytrainError as error:
-            remedy = "All nodes must see the same files: use a shared folder or URIs."
-            raise type(error)(f"{where}: {error} {remedy}") from None
-        changes = different(given.plan, maker.plan(given.device))
+            why = f"{error} All nodes must see the same files: {remedy}"
+            raise type(error)(f"{where}: {why}") from None
+        changes = "; ".join(different(self.plan, self.maker.plan()))
         if changes:
-            raise DataError(
-                f"{where} sees other files than this machine ({'; '.join(changes)}): use a shared "
-                "folder or URIs."
-            )
-        self._maker = maker
+            raise DataError(f"{where} sees other files than this machine ({changes}): {remedy}")
 
-    def predict(self, parts: Sequence[int]) -> Iterator[Progress]:
-        """Yields each part when it is complete, and progress in between."""
-        rows, reported = 0, time.monotonic()
-        for step in self._maker.made(parts):
-            rows += step.rows
-            if step.table is not None or time.monotonic() - reported > _TELL_EVERY_S:
-                yield step._replace(rows=rows)
-                rows, reported = 0, time.monotonic()
-        if rows:
-            yield Progress(rows)
+    def made(self, parts: Sequence[int]) -> Iterator[Any]:
+        """Yields the table of each part, in order."""
+        yield from (table for _, table in self.maker.made(parts, lambda rows: None))
 
 
-@dataclass
-class _Worker:
-    """An actor, as the driver sees it.
+class Workers:
+    """The actors of a job; the first of them is ready. `end` ends them.
 
     Args:
-        reply: what it answers next: a reference until it is open, then a stream of `Progress`.
-        left: parts that it has been given and that are not complete.
-        rows: of the first of them, which are done.
+        parts: that will be made at most.
     """
 
-    actor: Any
-    reply: Any
-    is_open: bool = False
-    left: deque[int] = field(default_factory=deque)
-    rows: int = 0
+    def __init__(
+        self, job: Job, plan: Mapping[str, Any], places: Places, config: TrainConfig, parts: int
+    ) -> None:
+        import ray
 
-
-@contextmanager
-def working(
-    job: Job, plan: Mapping[str, Any], places: Places, config: TrainConfig, parts: int
-) -> Iterator[Callable[[Sequence[int]], Iterator[Progress]]]:
-    """Starts workers, for this many parts, and waits for the first of them; ends them afterward.
-
-    Yields:
-        A function that makes parts, in any order. Parts of a worker that died are made again by
-        another.
-
-    Raises:
-        RaytrainError: the job cannot be done, or workers die again and again; also when the
-            function is used.
-    """
-    threads, here = max(1, int(places.cpus)), str(Path.cwd())
-    team = _Team(_Given(job, plan, places.device, threads, here, import_paths(config)), places)
-    try:
-        team.begin(min(places.count, parts))
-        yield lambda wanted: team.made(deque(wanted))
-    finally:
-        team.end()
-
-
-class _Team:
-    """The workers, and the parts that no one has been given yet."""
-
-    def __init__(self, given: _Given, places: Places) -> None:
-        self._given, self._places = given, places
-        self._workers: list[_Worker] = []
+        self._given = job, plan, places, str(Path.cwd()), import_paths(config)
+        self._actor = ray.remote(num_cpus=places.cpus, num_gpus=places.gpus)(PartActor)
+        self._count = min(places.count, parts)
+        # By what each answers next, with the parts that it has not made: none while it starts;
+        # then, the answer is a stream of their tables.
+        self._workers: dict[Any, tuple[Any, deque[int]]] = {}
         self._deaths: Counter[int | None] = Counter()
-        self._seen = time.monotonic()  # when a worker was open
-
-    def begin(self, count: int) -> None:
-        for _ in range(count):
+        for _ in range(self._count):
             self._start()
-        while self._workers and not any(worker.is_open for worker in self._workers):
-            for _ in self._listen(deque()):
-                pass
+        ray.wait([*self._workers], timeout=_START_S)
 
-    def made(self, waiting: deque[int]) -> Iterator[Progress]:
-        while waiting or any(worker.left for worker in self._workers):
-            self._hand_out(waiting)
-            yield from self._listen(waiting)
+    def made(self, parts: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """Yields each of the parts and its table, in any order. The parts of a worker that died are
+        made by another.
 
-    def _listen(self, waiting: deque[int]) -> Iterator[Progress]:
-        """Waits for the next replies."""
+        Raises:
+            RaytrainError: the job cannot be done, or workers die again and again.
+        """
         import ray
 
-        replies = {worker.reply: worker for worker in self._workers if worker.reply is not None}
-        ready, _ = ray.wait([*replies], timeout=_LOOK_EVERY_S)
-        if any(worker.is_open for worker in self._workers):
-            self._seen = time.monotonic()
-        elif time.monotonic() - self._seen > _START_S:
-            raise PreflightError(
-                f"no worker started on the cluster within {_START_S:g} s: `ray status` shows "
-                "what it lacks. Finished work is kept: the same command continues."
-            )
-        for reply in ready:
-            worker = replies[reply]
-            self._workers.remove(worker)
-            self._workers.append(worker)  # so that the others are heard before it is again
-            yield from self._heard(worker, waiting)
-
-    def _heard(self, worker: _Worker, waiting: deque[int]) -> Iterator[Progress]:
-        import ray
-
-        try:
-            if not worker.is_open:
-                ray.get(worker.reply)
-                worker.is_open, worker.reply = True, None
-                return
-            progress: Progress = ray.get(next(worker.reply))
-        except StopIteration:
-            worker.reply = None
-        except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)  # an exception of our own code
-            if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
-                raise cause from None
-            yield Progress(-worker.rows)
-            self._lost(worker, waiting, error)
-        else:
-            worker.rows = 0 if progress.table is not None else worker.rows + progress.rows
-            if progress.table is not None:
-                worker.left.remove(progress.part)
-            yield progress
-
-    def _lost(self, worker: _Worker, waiting: deque[int], error: Exception) -> None:
-        part = worker.left[0] if worker.left else None
-        self._deaths[part] += 1
-        if self._deaths[part] >= _MOST_DEATHS:
-            when = "before they were ready" if part is None else "over the same rows"
-            raise RaytrainError(
-                f"{_MOST_DEATHS} workers died {when}: {first_line(error)}. Finished work is kept: "
-                "the same command continues."
-            )
-        waiting.extendleft(reversed(worker.left))
-        self._workers.remove(worker)
-        _kill(worker)
-        self._start()
-
-    def _hand_out(self, waiting: deque[int]) -> None:
-        """Fewer parts at once toward the end, so that all workers end together."""
-        for worker in self._workers:
-            if worker.is_open and worker.reply is None and waiting:
-                share = len(waiting) // (2 * len(self._workers))
-                count = min(max(1, share), _MOST_PARTS)
-                worker.left = deque(waiting.popleft() for _ in range(count))
-                method = worker.actor.predict.options(num_returns="streaming")
-                worker.reply = method.remote([*worker.left])
+        waiting = deque(parts)
+        while (works := any(left for _, left in self._workers.values())) or waiting:
+            ready, _ = ray.wait([*self._workers], timeout=None if works else _START_S)
+            if not ready:
+                raise PreflightError(
+                    f"no worker started on the cluster within {_START_S:g} s: `ray status` shows "
+                    f"what it lacks. {_KEPT}"
+                )
+            for reply in ready:
+                actor, left = self._workers.pop(reply)
+                try:
+                    table = ray.get(next(reply) if left else reply)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                except ray.exceptions.RayError as error:
+                    self._replace(actor, left[0] if left else None, error)
+                    waiting.extendleft(reversed(left))
+                    continue
+                if left:
+                    yield left.popleft(), table
+                if left:
+                    self._workers[reply] = actor, left  # after the others, so that all are heard
+                elif waiting:
+                    self._hand_out(actor, waiting)  # a worker without parts ends
 
     def _start(self) -> None:
-        import ray
+        actor = self._actor.remote(*self._given)
+        self._workers[actor.open.remote()] = actor, deque()
 
-        needs = {"num_cpus": self._places.cpus, "num_gpus": self._places.gpus}
-        actor = ray.remote(**needs)(_PartActor).remote(self._given)
-        self._workers.append(_Worker(actor, actor.open.remote()))
+    def _hand_out(self, actor: Any, waiting: deque[int]) -> None:
+        """Fewer parts at once toward the end, so that all workers end together."""
+        share = min(max(1, len(waiting) // (2 * self._count)), _MAX_PARTS)
+        left = deque(waiting.popleft() for _ in range(share))
+        stream = actor.made.options(num_returns="streaming").remote([*left])
+        self._workers[stream] = actor, left
+
+    def _replace(self, actor: Any, part: int | None, error: Exception) -> None:
+        self._deaths[part] += 1
+        if self._deaths[part] >= _MAX_DEATHS:
+            when = "before they were ready" if part is None else "over the same rows"
+            text = f"{_MAX_DEATHS} workers died {when}: {first_line(error)}. {_KEPT}"
+            raise RaytrainError(text)
+        _kill(actor)
+        self._start()
 
     def end(self) -> None:
-        for worker in self._workers:
-            _kill(worker)
+        for actor, _ in self._workers.values():
+            _kill(actor)
 
 
-def _kill(worker: _Worker) -> None:
+def _kill(actor: Any) -> None:
     import ray
 
     with suppress(Exception):  # it or the cluster is lost
-        ray.kill(worker.actor)
+        ray.kill(actor)
