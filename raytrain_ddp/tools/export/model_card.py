@@ -1,37 +1,27 @@
-"""The model card of an export: README.md with the front matter of the Hugging Face Hub."""
+"""The README.md of an export."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
-
-import yaml
 
 from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, recorded
 from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.errors import first_names
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import log_records
-from raytrain_ddp.tools.export.formats import Facts
 from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 from raytrain_ddp.training.runtime.world import software_versions
 
 _CARD = """\
----
-{front}---
-
 # {name}
 
-`{model}` for the {kind} {names}, trained by raytrain_ddp on `{source}`. {checked}
-
-## Use
+`{model}`, trained by raytrain_ddp on `{source}`. The export was {checked}.
 
 ```python
 {use}```
 
-Images are RGB. {resized} {activation} The names of the outputs, in order, and all numbers are in
-`preprocessing.json`.
+`preprocessing.json` has the names of the outputs in order, the sizes to which RGB images are resized
+and cropped, their normalization, and the activation that makes probabilities of logits.
 
 ## Metrics
 
@@ -46,29 +36,17 @@ Images are RGB. {resized} {activation} The names of the outputs, in order, and a
 ```toml
 {config}```
 """
-_ACTIVATIONS = {
-    "softmax": "The softmax of the logits gives probabilities.",
-    "sigmoid": "The sigmoid of each logit gives the probability of its label.",
-    "none": "The outputs are the predicted numbers.",
-}
-_KINDS = {"softmax": "classes", "sigmoid": "labels", "none": "numbers"}
 
 
-def model_card(model: LoadedModel, facts: Facts, license_: str, use: str, checked: str) -> str:
-    """Data, metrics with their counts, config, versions, hashes, and how to use it.
+def model_card(model: LoadedModel, use: str, checked: str) -> str:
+    """How to use it, metrics with their counts, hashes, versions, and config.
 
     Args:
-        license_: an identifier of the Hub, such as apache-2.0.
-        use: code that loads the model.
+        use: code that computes logits.
         checked: how the export compares with the model.
     """
     config, manifest = publishable(model.config), model.checkpoint.manifest
-    data, activation = recorded(model.checkpoint).get("data", {}), facts["activation"]
-    kind = "image-regression" if activation == "none" else "image-classification"
-    front: dict[str, Any] = {"license": license_, "tags": [kind, "raytrain_ddp"]}
-    front["library_name"] = "timm" if config.model.name.startswith("timm:") else "pytorch"
-    if activation != "none":
-        front["pipeline_tag"] = kind
+    data = recorded(model.checkpoint).get("data", {})
     rows = data.get("eval_rows") or 0
     origin = {
         "checkpoint": f"`{model.checkpoint.name}`, step {manifest.step}",
@@ -86,28 +64,12 @@ def model_card(model: LoadedModel, facts: Facts, license_: str, use: str, checke
         for name, value in (evals[-1] if evals else manifest.metrics).items()
     ]
     return _CARD.format(
-        front=yaml.safe_dump(front, sort_keys=False),
         name=config.name,
         model=config.model.name,
-        kind=_KINDS[activation],
-        names=first_names([f"`{name}`" for name in model.class_names]),
         source=config.data.source,
         checked=checked,
         use=use,
-        resized=_resized(facts),
-        activation=_ACTIVATIONS[activation],
         metrics="\n".join(metrics or ["The run has not been evaluated."]),
         origin="\n".join(f"- {what}: {value}" for what, value in origin.items()),
         config=dumps(config),
-    )
-
-
-def _resized(facts: Facts) -> str:
-    size = facts["image_size"]
-    if isinstance(size, list):
-        return f"They must be {size[0]} pixels high and {size[1]} wide; they are used as they are."
-    return (
-        f"Their shorter side is resized to {facts['resize_shorter_side']} pixels "
-        f"({facts['interpolation']}, antialiased), and the central {size} x {size} pixels are "
-        "used; images of exactly that size are used as they are."
     )
