@@ -20,8 +20,8 @@ _CARD = """\
 ```python
 {use}```
 
-`preprocessing.json` has the names of the outputs in order, the sizes to which RGB images are resized
-and cropped, their normalization, and the activation that makes probabilities of logits.
+`preprocessing.json` has the names of the outputs in order, the sizes to which RGB images are
+resized and cropped, their normalization, and the activation that makes probabilities of logits.
 
 ## Metrics
 

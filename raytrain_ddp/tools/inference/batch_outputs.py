@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from raytrain_ddp.training.runtime.world import autocast
 from raytrain_ddp.training.steps.device_feed import ahead_on_device
 
 if TYPE_CHECKING:
-    from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
 EMBEDDING = "embedding"
 
@@ -40,44 +39,23 @@ class Outputs(NamedTuple):
     values: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is computed for each row, and how.
-
-    Args:
-        batch_size: rows of a chunk. Kernels of other sizes may round in another way.
-        tta: flip: the mean of the outputs for the image and its mirror image.
-        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
-        own_size: the side of the images that the run was evaluated on; 0: unknown.
-    """
-
-    batch_size: int
-    tta: Literal["none", "flip"]
-    layer: str | None
-    precision: str
-    own_size: int
-
-    def __post_init__(self) -> None:
-        if self.tta not in ("none", "flip"):
-            raise ConfigError(f"tta = {self.tta!r}: must be 'none' or 'flip'.")
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"batch_size = {self.batch_size!r}: must be an integer, 1 or more.")
-
-
 def outputs(
-    task: Task,
-    model: nn.Module,
+    loaded: LoadedModel,
     data: Data,
-    asked: Asked,
     chunks: Sequence[int],
     bad: Mapping[int, str],
     threads: LoaderThreads,
+    size: int,
+    tta: Literal["none", "flip"] = "none",
+    layer: str | None = None,
 ) -> Iterator[Outputs]:
     """Yields the outputs of each chunk, in order; computed as `evaluate` does.
 
     Args:
-        model: on the device to compute on.
         bad: has the rows that were omitted from the batches that were yielded so far.
+        size: rows of a chunk. Kernels of other sizes may round in another way.
+        tta: flip: the mean of the outputs for the image and its mirror image.
+        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
 
     Raises:
         ConfigError: the task cannot predict, or has no such layer or nothing to flip; or the model
@@ -85,21 +63,24 @@ def outputs(
         DataError: a batch has other samples than the rows that are not bad.
         TaskError: `predict` returns something else.
     """
-    if not hasattr(task, "predict"):
+    task, model, own_size = loaded.task, loaded.model, loaded.image_size
+    if tta not in ("none", "flip"):
+        raise ConfigError(f"tta = {tta!r}: must be 'none' or 'flip'.")
+    predict = getattr(task, "predict", None)
+    if predict is None:
         raise ConfigError(
             f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
             "or lists by name, with an entry for each sample: add it to the task."
         )
-    device, size = next(model.parameters()).device, asked.batch_size
-    buffers = SavedBuffers(model)
-    loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
+    device, buffers = loaded.device, SavedBuffers(model)
+    batches = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
     with (
         torch.no_grad(),
         evaluating(model),
-        autocast(device, asked.precision),
-        _captured(model, asked.layer) as captured,
-        closing(loaded),
-        closing(ahead_on_device(loaded, device)) as moved,
+        autocast(device, loaded.config.compute.precision),
+        _captured(model, layer) as captured,
+        closing(batches),
+        closing(ahead_on_device(batches, device)) as moved,
     ):
         for chunk, (batch, own) in zip(chunks, moved, strict=True):
             rows = range(chunk * size, min((chunk + 1) * size, data.rows))
@@ -112,9 +93,9 @@ def outputs(
                 )
             seed_slot(device, 0, 0, chunk)
             passes = []
-            for each in (own, _mirrored(own)) if asked.tta == "flip" else (own,):
+            for each in (own, _mirrored(own)) if tta == "flip" else (own,):
                 if samples:
-                    passes.append(_computed(task, model, each, samples, asked.own_size, captured))
+                    passes.append(_computed(predict, model, each, samples, own_size, captured))
                     buffers.restore()
             values = passes[0] if passes else {}
             if passes[1:]:
@@ -124,10 +105,10 @@ def outputs(
 
 
 def _computed(
-    task: Task, model: nn.Module, batch: Batch, samples: int, own_size: int, captured: list[Any]
+    predict: Any, model: nn.Module, batch: Batch, samples: int, own_size: int, captured: list[Any]
 ) -> dict[str, Any]:
     try:
-        values = task.predict(model, batch)
+        values = predict(model, batch)
     except RuntimeError as error:
         sides = (*batch["image"].shape[-2:],) if _has_images(batch) else ()
         if not own_size or {*sides} <= {own_size}:
@@ -138,13 +119,13 @@ def _computed(
         ) from error
     wanted = f"a dict of tensors or lists by name, each with {samples} entries"
     if not isinstance(values, Mapping) or not values:
-        raise refused(task.predict, values, wanted)
+        raise refused(predict, values, wanted)
     layers = {EMBEDDING: captured.pop().flatten(1)} if captured else {}
     found = {str(name): _on_cpu(value) for name, value in {**values, **layers}.items()}
     for name, value in found.items():
         scalar = isinstance(value, Tensor) and not value.ndim
         if scalar or not isinstance(value, Tensor | list) or len(value) != samples:
-            raise refused(task.predict, value, wanted, f" That is the value of {name!r}.")
+            raise refused(predict, value, wanted, f" That is the value of {name!r}.")
     return found
 
 
@@ -182,7 +163,10 @@ def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
         yield taken
         return
     if layer not in modules:
-        hint = did_you_mean(layer, modules) or f" Its parts are {', '.join(dict(model.named_children()))}."
+        hint = (
+            did_you_mean(layer, modules)
+            or f" Its parts are {', '.join(dict(model.named_children()))}."
+        )
         raise ConfigError(f"--layer {layer}: the model has no such layer.{hint}")
 
     def take(_: nn.Module, __: Any, output: Any) -> None:

@@ -192,8 +192,9 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
     files, labels = getattr(whole, "files", None), source.labels().tolist()
 
     def places(rows: Sequence[int]) -> Columns:
-        held_out = isinstance(source, HoldoutPart)
-        theirs = source.rows_of_whole(rows).tolist() if held_out else [*rows]
+        theirs = [*rows]
+        if isinstance(source, HoldoutPart):
+            theirs = source.rows_of_whole(rows).tolist()
         named = of_table(theirs) if of_table else {"row": theirs}
         if files:
             named["path"] = [files[row][0] for row in theirs]

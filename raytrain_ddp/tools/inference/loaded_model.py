@@ -27,7 +27,7 @@ from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-from raytrain_ddp.tools.inference.batch_outputs import EMBEDDING, Asked, outputs
+from raytrain_ddp.tools.inference.batch_outputs import EMBEDDING, outputs
 from raytrain_ddp.tools.inference.inputs import GivenImages
 from raytrain_ddp.training.runtime.world import choose_device
 from raytrain_ddp.training.state.shared_checkpoint import load_model
@@ -109,20 +109,16 @@ class LoadedModel(nn.Module):
         Raises:
             DataError: an image cannot be read; names it.
         """
-        data, asked = self._data_of(images), self.asked(batch_size, tta, layer)
-        chunks = range(-(-data.rows // asked.batch_size))
-        made = outputs(self.task, self.model, data, asked, chunks, {}, LoaderThreads(0))
+        size = self.config.eval_micro_batch if batch_size is None else batch_size
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"batch_size = {size!r}: must be an integer, 1 or more.")
+        data = self._data_of(images)
+        chunks = range(-(-data.rows // size))
+        made = outputs(self, data, chunks, {}, LoaderThreads(0), size, tta, layer)
         return [self._row(chunk.values, n) for chunk in made for n in range(len(chunk.kept))]
 
-    def asked(
-        self, batch_size: int | None, tta: Literal["none", "flip"], layer: str | None
-    ) -> Asked:
-        """What `predict` computes with these arguments."""
-        size = self.config.eval_micro_batch if batch_size is None else batch_size
-        return Asked(size, tta, layer, self.config.compute.precision, self.image_size)
-
     def _row(self, values: dict[str, Any], place: int) -> dict[str, Any]:
-        of_each = values.get("value", values.get("probability"))[place]
+        of_each = values["value" if "value" in values else "probability"][place]
         by_name = dict(zip(self.class_names, of_each.tolist(), strict=True))
         row: dict[str, Any] = {"values" if "value" in values else "probabilities": by_name}
         if "value" not in values and not self.config.data.target_columns:

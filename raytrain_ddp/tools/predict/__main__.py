@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.command_line import Command, run_command
@@ -110,12 +110,11 @@ def _predict(args: PredictArgs, file: ResultFile) -> tuple[str, str, list[int]]:
     import torch
 
     from raytrain_ddp.tools.display.work_meter import shown
-    from raytrain_ddp.tools.predict.part_maker import Job, PartMaker
+    from raytrain_ddp.tools.predict.part_maker import PartMaker
     from raytrain_ddp.training.runtime.world import choose_device
 
     device = choose_device(args.device if args.address is None else "cpu")
-    given = {**vars(args), "checkpoint": found.storage.address, "flat": file.is_flat}
-    job = Job(**{name: given[name] for name in Job.__dataclass_fields__})
+    job = replace(args, run=found.storage.address)
     maker = PartMaker(job, device, torch.get_num_threads())
     unit = maker.model.task.unit
     for note in maker.given.notes:
@@ -128,19 +127,18 @@ def _predict(args: PredictArgs, file: ResultFile) -> tuple[str, str, list[int]]:
         plan = maker.plan()
         file.begin({**plan, "device": places.device if places else device.type}, args.overwrite)
         wanted = [part for part in range(maker.parts) if not file.part(part).exists()]
-        workers = None
         if places:
-            from raytrain_ddp.tools.predict.cluster_workers import Workers
+            from raytrain_ddp.tools.predict.cluster_workers import made_on_cluster
 
             print(f"starting {places}", file=sys.stderr)
-            workers = Workers(job, plan, places, maker.model.config, len(wanted))
-            stack.callback(workers.end)
+            made = made_on_cluster(job, plan, places, maker.model.config, wanted)
         tell = stack.enter_context(shown(unit, sized=False))("predicting", maker.rows)
         tell(maker.rows - sum(map(maker.rows_of, wanted)), 0)
-        here = maker.made(wanted, lambda rows: tell(rows, 1))
-        for part, table in workers.made(wanted) if workers else here:
+        if not places:
+            made = maker.made(wanted, lambda rows: tell(rows, 1))
+        for part, table in stack.enter_context(closing(made)):
             file.write_part(part, table)
-            if workers:
+            if places:
                 tell(maker.rows_of(part), 1)
         about = {"checkpoint": str(found), "weights_sha256": plan["weights"]}
         return str(found), unit, file.complete(maker.parts, about)

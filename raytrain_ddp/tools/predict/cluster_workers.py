@@ -1,16 +1,16 @@
 """Makes parts of the output on the nodes of a Ray cluster: an actor for each device.
 
-`ray.util.ActorPool` also gives work to actors that have not started, and is lost with the first
-that dies: here, only those that are ready get parts, and another makes those of a dead one.
+`ray.util.ActorPool` also gives work to actors that have not started, and may never start.
 """
 
 from __future__ import annotations
 
 import socket
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ from raytrain_ddp.ray_backend.worker_process import enter_folder
 from raytrain_ddp.tools.display.formatting import plural
 
 if TYPE_CHECKING:
-    from raytrain_ddp.tools.predict.part_maker import Job
+    from raytrain_ddp.tools.predict.__main__ import PredictArgs
+    from raytrain_ddp.tools.predict.part_maker import PartMaker
 
-_MAX_DEATHS = 3  # over the same part, or before a worker was ready
+_MAX_RETRIES = 2  # of the parts that are handed out at once
 _START_S = 300.0  # for a worker, while none is ready
 _MAX_PARTS = 32  # handed out at once
 _KEPT = "Finished work is kept: the same command continues."
@@ -70,7 +71,6 @@ def places_for(nodes: Sequence[Mapping[str, float]], workers: int | None, device
     return Places(count, "cpu", float(each), 0.0)
 
 
-@dataclass
 class PartActor:
     """A worker: it has the model on its device.
 
@@ -78,118 +78,106 @@ class PartActor:
         plan: that of the driver, as are `folder` and `import_paths`.
     """
 
-    job: Job
-    plan: Mapping[str, Any]
-    places: Places
-    folder: str
-    import_paths: Sequence[str]
+    def __init__(
+        self,
+        job: PredictArgs,
+        plan: Mapping[str, Any],
+        places: Places,
+        folder: str,
+        import_paths: Sequence[str],
+    ) -> None:
+        self._job, self._plan, self._places = job, plan, places
+        enter_folder(folder, import_paths)
 
-    def open(self) -> None:
-        """Raises RaytrainError, naming the node, if the job cannot be done here."""
-        enter_folder(self.folder, self.import_paths)
+    @cached_property
+    def _maker(self) -> PartMaker:
         from raytrain_ddp.tools.predict.part_maker import PartMaker
         from raytrain_ddp.training.runtime.world import choose_device
 
         where, remedy = f"node {socket.gethostname()}", "use a shared folder or URIs."
-        threads = max(1, int(self.places.cpus))
+        device, threads = choose_device(self._places.device), max(1, int(self._places.cpus))
         try:
-            self.maker = PartMaker(self.job, choose_device(self.places.device), threads)
+            maker = PartMaker(self._job, device, threads)
         except RaytrainError as error:
             why = f"{error} All nodes must see the same files: {remedy}"
             raise type(error)(f"{where}: {why}") from None
-        changes = "; ".join(different(self.plan, self.maker.plan()))
+        changes = "; ".join(different(self._plan, maker.plan()))
         if changes:
             raise DataError(f"{where} sees other files than this machine ({changes}): {remedy}")
+        return maker
+
+    def open(self) -> None:
+        """Raises RaytrainError, naming the node, if the job cannot be done here."""
+        _ = self._maker
 
     def made(self, parts: Sequence[int]) -> Iterator[Any]:
         """Yields the table of each part, in order."""
-        yield from (table for _, table in self.maker.made(parts, lambda rows: None))
+        yield from (table for _, table in self._maker.made(parts, lambda rows: None))
 
 
-class Workers:
-    """The actors of a job; the first of them is ready. `end` ends them.
+def made_on_cluster(
+    job: PredictArgs,
+    plan: Mapping[str, Any],
+    places: Places,
+    config: TrainConfig,
+    parts: Sequence[int],
+) -> Generator[tuple[int, Any], None, None]:
+    """Starts workers; when one is ready, returns a generator of each part and its table, in any
+    order. Close it to end them.
+
+    Raises:
+        RaytrainError: the job cannot be done, or a worker dies again and again.
+    """
+    import ray
+
+    restarts = {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}  # those of a call
+    kind = ray.remote(num_cpus=places.cpus, num_gpus=places.gpus, **restarts)(PartActor)
+    given = job, plan, places, str(Path.cwd()), import_paths(config)
+    actors = [kind.remote(*given) for _ in range(min(places.count, len(parts)))]
+    opened = {actor.open.remote(): (actor, deque[int]()) for actor in actors}
+    ray.wait([*opened], timeout=_START_S)
+    return _made(opened, deque(parts))
+
+
+def _made(
+    workers: dict[Any, tuple[Any, deque[int]]], waiting: deque[int]
+) -> Generator[tuple[int, Any], None, None]:
+    """Hands out parts, fewer at once toward the end, so that all workers end together.
 
     Args:
-        parts: that will be made at most.
+        workers: by what each answers next, with the parts that it has not made: none while it
+            starts; then, the answer is a stream of their tables.
     """
+    import ray
 
-    def __init__(
-        self, job: Job, plan: Mapping[str, Any], places: Places, config: TrainConfig, parts: int
-    ) -> None:
-        import ray
-
-        self._given = job, plan, places, str(Path.cwd()), import_paths(config)
-        self._actor = ray.remote(num_cpus=places.cpus, num_gpus=places.gpus)(PartActor)
-        self._count = min(places.count, parts)
-        # By what each answers next, with the parts that it has not made: none while it starts;
-        # then, the answer is a stream of their tables.
-        self._workers: dict[Any, tuple[Any, deque[int]]] = {}
-        self._deaths: Counter[int | None] = Counter()
-        for _ in range(self._count):
-            self._start()
-        ray.wait([*self._workers], timeout=_START_S)
-
-    def made(self, parts: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """Yields each of the parts and its table, in any order. The parts of a worker that died are
-        made by another.
-
-        Raises:
-            RaytrainError: the job cannot be done, or workers die again and again.
-        """
-        import ray
-
-        waiting = deque(parts)
-        while (works := any(left for _, left in self._workers.values())) or waiting:
-            ready, _ = ray.wait([*self._workers], timeout=None if works else _START_S)
+    count = len(workers)
+    try:
+        while (works := any(left for _, left in workers.values())) or waiting:
+            ready, _ = ray.wait([*workers], timeout=None if works else _START_S)
             if not ready:
                 raise PreflightError(
                     f"no worker started on the cluster within {_START_S:g} s: `ray status` shows "
                     f"what it lacks. {_KEPT}"
                 )
             for reply in ready:
-                actor, left = self._workers.pop(reply)
-                try:
-                    table = ray.get(next(reply) if left else reply)
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from None
-                except ray.exceptions.RayError as error:
-                    self._replace(actor, left[0] if left else None, error)
-                    waiting.extendleft(reversed(left))
-                    continue
+                actor, left = workers.pop(reply)
+                table = ray.get(next(reply) if left else reply)
+                done = [left.popleft()] if left else []
                 if left:
-                    yield left.popleft(), table
-                if left:
-                    self._workers[reply] = actor, left  # after the others, so that all are heard
+                    workers[reply] = actor, left  # after the others, so that all are heard
                 elif waiting:
-                    self._hand_out(actor, waiting)  # a worker without parts ends
-
-    def _start(self) -> None:
-        actor = self._actor.remote(*self._given)
-        self._workers[actor.open.remote()] = actor, deque()
-
-    def _hand_out(self, actor: Any, waiting: deque[int]) -> None:
-        """Fewer parts at once toward the end, so that all workers end together."""
-        share = min(max(1, len(waiting) // (2 * self._count)), _MAX_PARTS)
-        left = deque(waiting.popleft() for _ in range(share))
-        stream = actor.made.options(num_returns="streaming").remote([*left])
-        self._workers[stream] = actor, left
-
-    def _replace(self, actor: Any, part: int | None, error: Exception) -> None:
-        self._deaths[part] += 1
-        if self._deaths[part] >= _MAX_DEATHS:
-            when = "before they were ready" if part is None else "over the same rows"
-            text = f"{_MAX_DEATHS} workers died {when}: {first_line(error)}. {_KEPT}"
-            raise RaytrainError(text)
-        _kill(actor)
-        self._start()
-
-    def end(self) -> None:
-        for actor, _ in self._workers.values():
-            _kill(actor)
-
-
-def _kill(actor: Any) -> None:
-    import ray
-
-    with suppress(Exception):  # it or the cluster is lost
-        ray.kill(actor)
+                    share = min(max(1, len(waiting) // (2 * count)), _MAX_PARTS)
+                    left = deque(waiting.popleft() for _ in range(share))
+                    stream = actor.made.options(num_returns="streaming").remote([*left])
+                    workers[stream] = actor, left
+                # A worker without parts ends, and leaves its place to one that restarts.
+                yield from ((part, table) for part in done)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        text = f"a worker died {_MAX_RETRIES + 1} times: {first_line(error)}. {_KEPT}"
+        raise RaytrainError(text) from None
+    finally:
+        for actor, _ in workers.values():
+            with suppress(Exception):  # it or the cluster is lost
+                ray.kill(actor)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,38 +13,22 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.tools.inference.batch_outputs import outputs
 from raytrain_ddp.tools.inference.inputs import open_input
 from raytrain_ddp.tools.inference.loaded_model import loaded
-from raytrain_ddp.tools.predict.result_table import Columns, joined
+from raytrain_ddp.tools.predict.result_table import Columns, is_flat, joined
 from raytrain_ddp.training.runtime.world import World, set_up
 
+if TYPE_CHECKING:
+    from raytrain_ddp.tools.predict.__main__ import PredictArgs
+
 _ROWS_PER_PART = 2048
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is predicted, and how; the same on all nodes.
-
-    Args:
-        checkpoint: folder or URI of one checkpoint.
-        inputs: words of the command line, relative to the driver's working folder.
-        flat: see `Columns`.
-    """
-
-    checkpoint: str
-    inputs: tuple[str, ...]
-    flat: bool
-    image_column: str | None
-    image_size: int | None
-    top: int
-    probabilities: bool
-    layer: str | None
-    tta: Literal["none", "flip"]
-    batch_size: int | None
+_DECIDING = ("image_column", "image_size", "top", "probabilities", "layer", "tta")
 
 
 class PartMaker:
     """The model and the rows of a job, opened in this process.
 
     Args:
+        job: the command, with the folder or URI of one checkpoint as its run; the same on all
+            nodes. Its inputs are relative to the driver's working folder.
         threads: that compute on CPUs, and that load images.
 
     Attributes:
@@ -55,9 +38,9 @@ class PartMaker:
         ConfigError, DataError, CheckpointError: the job cannot be done here.
     """
 
-    def __init__(self, job: Job, device: torch.device, threads: int) -> None:
+    def __init__(self, job: PredictArgs, device: torch.device, threads: int) -> None:
         self._job, self._threads = job, threads
-        found = find_checkpoint(job.checkpoint)
+        found = find_checkpoint(job.run)
         config = config_of(found)
         set_up(World(0, 1, device.index or 0, device, threads), config.compute)
         self.model = model = loaded(found, config, device)
@@ -71,24 +54,25 @@ class PartMaker:
             raise ConfigError(f"--{flag} has no effect: the run does not predict classes.")
         if top > len(model.class_names):
             raise ConfigError(f"--top {top}: the run has {len(model.class_names)} classes.")
-        self._columns = Columns(model.class_names, top, job.probabilities, job.flat)
-        self._asked = model.asked(job.batch_size, job.tta, job.layer)
-        self._batch = self._asked.batch_size
+        self._columns = Columns(model.class_names, top, job.probabilities, is_flat(str(job.out)))
+        self._batch = job.batch_size or config.eval_micro_batch
         self._each = max(1, _ROWS_PER_PART // self._batch)  # batches of a part
         self.parts = -(-self.rows // (self._each * self._batch))
 
     def plan(self) -> dict[str, Any]:
         """All that decides the bytes of the output."""
         weights = self.model.checkpoint.manifest.files["model.safetensors"].sha256
-        decides = {"weights": weights, "input": self.given.data.source.fingerprint()}
-        decides |= {"rows": self.rows, **asdict(self._job), "batch_size": self._batch}
-        return {k: v for k, v in decides.items() if k not in ("checkpoint", "inputs")}
+        flags = {name: getattr(self._job, name) for name in _DECIDING}
+        source = {"input": self.given.data.source.fingerprint(), "rows": self.rows}
+        return {"weights": weights, **source, **flags, "batch_size": self._batch}
 
     def rows_of(self, part: int) -> int:
         size = self._each * self._batch
         return min(size, self.rows - part * size)
 
-    def made(self, parts: Sequence[int], tell: Callable[[int], object]) -> Iterator[tuple[int, Any]]:
+    def made(
+        self, parts: Sequence[int], tell: Callable[[int], object]
+    ) -> Generator[tuple[int, Any], None, None]:
         """Yields each of these parts and its table, in order.
 
         Args:
@@ -99,9 +83,10 @@ class PartMaker:
         """
         each, last = self._each, -(-self.rows // self._batch)
         wanted = [n for part in parts for n in range(part * each, min(part * each + each, last))]
-        model, data, threads = self.model, self.given.data, LoaderThreads(self._threads)
+        job, threads = self._job, LoaderThreads(self._threads)
+        given = wanted, self._bad, threads, self._batch, job.tta, job.layer
         tables = []
-        for done in outputs(model.task, model.model, data, self._asked, wanted, self._bad, threads):
+        for done in outputs(self.model, self.given.data, *given):
             tables.append(self._columns.table(done, self.given.places(done.rows), self._bad))
             tell(len(done.rows))
             part, place = divmod(done.rows.start // self._batch, each)

@@ -1,7 +1,7 @@
 """The file of predictions, and its parts in the hidden folder in which it is made.
 
-    .NAME.predicting/            see `Staging`
-      part-00000000.parquet      the rows of a few chunks"""
+.NAME.predicting/            see `Staging`
+  part-00000000.parquet      the rows of a few chunks"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from raytrain_ddp.errors import ConfigError, DataError, first_line
 from raytrain_ddp.files import replace_with, require_utf8
 from raytrain_ddp.records import json_of
-from raytrain_ddp.tools.predict.result_table import ERROR, aligned, whole
+from raytrain_ddp.tools.predict.result_table import ERROR, joined
 from raytrain_ddp.tools.staging import Staging
 
 _GROUP_ROWS, _GROUP_BYTES = 65536, 64 * 2**20  # of a row group
@@ -33,24 +33,16 @@ class ResultFile(Staging):
     def __init__(self, out: Path, overwrite: bool = False) -> None:
         super().__init__(out, "predicting", f"--out {out}")
         require_utf8("--out", out)  # as pyarrow does
+        self._write = _WRITERS.get(out.suffix.lower())
         is_begun = overwrite or self.plan.exists()
         for is_wrong, why in (
-            (self._suffix not in _WRITERS, "must end with .parquet, .csv or .jsonl"),
+            (self._write is None, "must end with .parquet, .csv or .jsonl"),
             (not out.parent.is_dir(), f"there is no folder {out.parent}"),
             (out.is_dir(), "is a folder: give the name of a file"),
             (out.exists() and not is_begun, "exists already: give another name, or --overwrite"),
         ):
             if is_wrong:
                 raise ConfigError(f"--out {out}: {why}.")
-
-    @property
-    def _suffix(self) -> str:
-        return self.out.suffix.lower()
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether a column cannot have lists."""
-        return self._suffix == ".csv"
 
     def part(self, number: int) -> Path:
         return self.folder / f"part-{number:08d}.parquet"
@@ -68,17 +60,18 @@ class ResultFile(Staging):
         Raises:
             DataError: a part is damaged.
         """
-        schema = whole([self._read(pq.read_schema, number) for number in range(parts)])
-        schema = schema.with_metadata({**(schema.metadata or {}), **about})
+        schemas = [self._read(pq.read_schema, number) for number in range(parts)]
+        whole = joined([schema.empty_table() for schema in schemas])
         counts = []
 
         def table_of(number: int) -> Any:
-            table = aligned(schema, self._read(pq.read_table, number))
+            table = joined([whole, self._read(pq.read_table, number)])
             counts.append(_counts(table))
             return table
 
+        assert self._write is not None
         with self.writing():
-            _WRITERS[self._suffix](self.result, schema, map(table_of, range(parts)))
+            self._write(self.result, whole.schema.with_metadata(about), map(table_of, range(parts)))
         self.finish()
         return [*map(sum, zip(*counts, strict=True))]
 

@@ -22,6 +22,12 @@ _ONE_OF = {"probabilities": "probability", "values": "value"}
 Named = tuple[str, Any, Sequence[str]]  # a column: its name, values, and names of the numbers in it
 
 
+def is_flat(name: str) -> bool:
+    """Whether a file of this name has no lists: each of their numbers is a column, as
+    ``probability:cat``."""
+    return name.lower().endswith(".csv")
+
+
 @dataclass(frozen=True)
 class Columns:
     """Which columns are made.
@@ -30,7 +36,7 @@ class Columns:
         class_names: in the order of the outputs.
         top: classes for each row, the most probable first; 0: the outputs are no classes.
         probabilities: adds those of all classes.
-        flat: each number of a list is in a column of its own, as CSV needs: ``probability:cat``.
+        flat: see `is_flat`.
     """
 
     class_names: Sequence[str]
@@ -47,7 +53,7 @@ class Columns:
         where = {row: place for place, row in enumerate(chunk.kept)}
         chosen = pa.array([where.get(row) for row in chunk.rows], pa.int32())
         columns: list[Named] = [
-            (name, pa.array([*map(_storable, column)]), self.class_names * (name == TARGET))
+            (name, pa.array([*map(_storable, column)]), self.class_names if name == TARGET else ())
             for name, column in places.items()
         ]
         for name, value, names in self._said(dict(chunk.values)):
@@ -123,24 +129,15 @@ def _flattened(name: str, array: Any, names: Sequence[str]) -> Iterator[Named]:
 
 
 def joined(tables: Sequence[Any]) -> Any:
-    """One table; a table whose rows are all bad may lack columns."""
-    return aligned(whole([table.schema for table in tables]), *tables)
-
-
-def whole(schemas: Sequence[Any]) -> Any:
-    """The schema with all columns, in the order of the widest, and of types that hold all values.
+    """One table with the columns of all, in the order of the widest, and of types that hold all
+    values; what a table lacks is null, such as all that a model says where all rows are bad.
 
     Raises:
         TaskError: a column has values of types that have none in common.
     """
-    widest_first = sorted(schemas, key=len, reverse=True)
+    widest = max(tables, key=lambda table: len(table.schema))
     try:
-        return pa.unify_schemas(widest_first, promote_options="permissive")
+        made = pa.concat_tables([widest[:0], *tables], promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise TaskError(f"the outputs cannot be stored as columns: {error}.") from None
-
-
-def aligned(schema: Any, *tables: Any) -> Any:
-    """The tables as one with the columns of the schema; those that one lacks are null there."""
-    first = schema.empty_table()
-    return pa.concat_tables([first, *tables], promote_options="permissive").combine_chunks()
+    return made.combine_chunks()
