@@ -31,7 +31,7 @@ RANKS = [
     {"data", "checkpoint"},
     {"tasks"},
     {"training"},
-    {"tools"},
+    {"tools", "staging"},
     {"inference"},
     {"result"},
     {"display"},

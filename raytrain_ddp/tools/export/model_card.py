@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 
-from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, recorded
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import log_records
 from raytrain_ddp.tools.inference.loaded_model import LoadedModel
-from raytrain_ddp.training.runtime.world import software_versions
 
 _CARD = """\
 # {name}
 
-`{model}`, trained by raytrain_ddp on `{source}`. The export was {checked}.
+`{model}`, trained by raytrain_ddp {version} on `{source}`. The export was {checked}.
 
 ```python
 {use}```
@@ -29,9 +27,8 @@ resized and cropped, their normalization, and the activation that makes probabil
 
 ## Origin
 
-{origin}
-
-## Config
+- checkpoint: `{checkpoint}`, its `model.safetensors` has the sha256 `{sha256}`
+- training data: fingerprint `{data}`
 
 ```toml
 {config}```
@@ -39,37 +36,30 @@ resized and cropped, their normalization, and the activation that makes probabil
 
 
 def model_card(model: LoadedModel, use: str, checked: str) -> str:
-    """How to use it, metrics with their counts, hashes, versions, and config.
+    """How to use it, metrics with their counts, hashes, and config.
 
     Args:
         use: code that computes logits.
         checked: how the export compares with the model.
     """
     config, manifest = publishable(model.config), model.checkpoint.manifest
-    data = recorded(model.checkpoint).get("data", {})
-    rows = data.get("eval_rows") or 0
-    origin = {
-        "checkpoint": f"`{model.checkpoint.name}`, step {manifest.step}",
-        "its `model.safetensors`": f"sha256 `{manifest.files['model.safetensors'].sha256}`",
-        "training data": f"{data.get('train_rows', '?')} rows, `{manifest.data_fingerprint}`",
-        "evaluation data": f"{rows or 'no'} rows, `{data.get('eval') or 'none'}`",
-        "raytrain_ddp": f"{manifest.written_by} (training), {package_version()} (export)",
-        **software_versions(),
-    }
+    rows = recorded(model.checkpoint).get("data", {}).get("eval_rows") or 0
     log = log_records(json.loads(model.checkpoint.read(LOG_FILE)))
     evals = [each.metrics for each in log if isinstance(each, Eval) and each.step == manifest.step]
-    metrics = [
-        f"- {name}: {value:.6f}"
-        + (f" ({round(value * rows)} of {rows})" if name in ("top1", "top5") and rows else "")
-        for name, value in (evals[-1] if evals else manifest.metrics).items()
-    ]
+    metrics = []
+    for name, value in (evals[-1] if evals else manifest.metrics).items():
+        counted = f" ({round(value * rows)} of {rows})" if name in ("top1", "top5") and rows else ""
+        metrics.append(f"- {name}: {value:.6f}{counted}")
     return _CARD.format(
         name=config.name,
         model=config.model.name,
+        version=manifest.written_by,
         source=config.data.source,
         checked=checked,
         use=use,
         metrics="\n".join(metrics or ["The run has not been evaluated."]),
-        origin="\n".join(f"- {what}: {value}" for what, value in origin.items()),
+        checkpoint=model.checkpoint.name,
+        sha256=manifest.files["model.safetensors"].sha256,
+        data=manifest.data_fingerprint,
         config=dumps(config),
     )

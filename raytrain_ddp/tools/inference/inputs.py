@@ -243,7 +243,7 @@ def _files(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         unused["tables next to the images"] = tables
     notes = [f"{note}." for why, names in unused.items() for note in counted(names, why)]
     if repeated:
-        notes.append(f"{repeated:,} named again, and used once.")
+        notes.append(f"files named again, and used once: {repeated:,}.")
     return images, tables, notes
 
 

@@ -30,6 +30,8 @@ _START_S = 300.0  # for a worker, while none is ready
 _MAX_PARTS = 32  # handed out at once
 _KEPT = "Finished work is kept: the same command continues."
 
+Plan = Mapping[str, Any]  # of `PartMaker`
+
 
 @dataclass(frozen=True)
 class Places:
@@ -75,19 +77,14 @@ class PartActor:
     """A worker: it has the model on its device.
 
     Args:
-        plan: that of the driver, as are `folder` and `import_paths`.
+        plan: that of the driver, as are `folder` and the import `paths`.
     """
 
     def __init__(
-        self,
-        job: PredictArgs,
-        plan: Mapping[str, Any],
-        places: Places,
-        folder: str,
-        import_paths: Sequence[str],
+        self, job: PredictArgs, plan: Plan, places: Places, folder: str, paths: Sequence[str]
     ) -> None:
         self._job, self._plan, self._places = job, plan, places
-        enter_folder(folder, import_paths)
+        enter_folder(folder, paths)
 
     @cached_property
     def _maker(self) -> PartMaker:
@@ -117,7 +114,7 @@ class PartActor:
 
 def made_on_cluster(
     job: PredictArgs,
-    plan: Mapping[str, Any],
+    plan: Plan,
     places: Places,
     config: TrainConfig,
     parts: Sequence[int],

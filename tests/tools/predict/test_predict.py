@@ -253,22 +253,17 @@ def test_a_run_in_a_store_is_found_with_the_options_of_its_uri(
     assert local == (tmp_path / "store.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
 
 
-@pytest.mark.parametrize("end", FORMATS)
-def test_a_path_need_not_be_utf_8(end: str, photos: tuple[str, Path], tmp_path: Path):
-    run, folder = photos
-    name = os.fsencode(tmp_path) + b"/caf\xe9.jpg"
-    with open(name, "wb") as file:
-        file.write((folder / "dark/4.jpg").read_bytes())
-    predict(run, os.fsdecode(name), "--out", tmp_path / f"p.{end}")
-    assert b"caf?.jpg" in (tmp_path / f"p.{end}").read_bytes()
-
-
-def test_the_first_rows_of_a_csv_file_may_all_be_bad(photos: tuple[str, Path], tmp_path: Path):
+def test_the_first_rows_may_all_be_bad_and_paths_need_not_be_utf_8(
+    photos: tuple[str, Path], tmp_path: Path
+):
     (tmp_path / "in").mkdir()
     for number in range(9):
         (tmp_path / f"in/a{number}.jpg").touch()
-    shutil.copy(photos[1] / "dark/4.jpg", tmp_path / "in/b.jpg")
-    predict(photos[0], tmp_path / "in", "--out", tmp_path / "p.csv", "--layer", "fc")
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/in/caf\xe9.jpg")
+    shutil.copy(photos[1] / "dark/4.jpg", name)
+    for end in FORMATS:
+        predict(photos[0], tmp_path / "in", "--out", tmp_path / f"p.{end}", "--layer", "fc")
+        assert b"caf?.jpg" in (tmp_path / f"p.{end}").read_bytes()
     found = pd.read_csv(tmp_path / "p.csv")
     assert found["embedding:0"].isna().tolist() == [True] * 9 + [False]
 

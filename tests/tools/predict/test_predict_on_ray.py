@@ -35,7 +35,7 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The driver is interrupted, then a worker kills itself in its second batch."""
+    """The driver is interrupted, then a worker kills itself in the second of its parts."""
     bomb = tmp_path / "bomb"
     config = TrainConfig(
         name="run",
@@ -43,11 +43,11 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
         steps=2,
         log=LogConfig(tensorboard=False),
         task=f"{TASKS}:DiesOnce",
-        task_options={"bomb": str(bomb)},
+        task_options={"bomb": str(bomb), "last": "200"},
     )
     fit_locally(config)
     pictures = tmp_path / "pictures.parquet"
-    pq.write_table(pa.concat_tables([pq.read_table(DIGITS)] * 20), pictures)
+    pq.write_table(pa.concat_tables([pq.read_table(DIGITS)] * 60), pictures)
     run, whole, out = (str(tmp_path / name) for name in ("run", "whole.parquet", "p.parquet"))
     command_line = [run, str(pictures), "--probabilities", "--layer", "head"]
     assert command.main([*command_line, "--device", "cpu", "--out", whole]) == 0

@@ -27,27 +27,19 @@ GPU_NODE, CPU_NODE, HEAD = {"GPU": 4.0, "CPU": 32.0}, {"CPU": 16.0}, {"memory": 
         ([CPU_NODE, {"CPU": 8.0}], None, "auto", Places(2, "cpu", 8.0, 0.0)),
         ([CPU_NODE, CPU_NODE], 5, "auto", Places(5, "cpu", 5.0, 0.0)),
         ([{"CPU": 1.0}] * 3, 3, "auto", Places(3, "cpu", 1.0, 0.0)),
-    ],
-)
-def test_one_worker_is_placed_per_gpu_or_per_node_without_gpus(
-    nodes: Sequence[dict[str, float]], workers: int | None, device: str, wanted: Places
-):
-    assert places_for(nodes, workers, device) == wanted
-
-
-@pytest.mark.parametrize(
-    ("nodes", "workers", "device", "message"),
-    [
-        ([CPU_NODE], None, "cuda", "--device cuda: the cluster has no GPU"),
-        ([GPU_NODE], 5, "auto", "--workers 5: the cluster has 4 GPUs"),
+        ([CPU_NODE], None, "cuda", "--device cuda"),
+        ([GPU_NODE], 5, "auto", "--workers 5: .* 4 GPUs"),
         ([HEAD], None, "auto", "neither a GPU nor a CPU"),
     ],
 )
-def test_resources_the_cluster_lacks_are_refused(
-    nodes: Sequence[dict[str, float]], workers: int | None, device: str, message: str
+def test_one_worker_is_placed_per_gpu_or_per_node_without_gpus(
+    nodes: Sequence[dict[str, float]], workers: int | None, device: str, wanted: Places | str
 ):
-    with pytest.raises(PreflightError, match=message):
-        places_for(nodes, workers, device)
+    if isinstance(wanted, str):
+        with pytest.raises(PreflightError, match=wanted):
+            places_for(nodes, workers, device)
+    else:
+        assert places_for(nodes, workers, device) == wanted
 
 
 def test_a_node_that_sees_other_files_is_named(photos: tuple[str, Path], tmp_path: Path):
