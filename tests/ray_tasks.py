@@ -37,15 +37,15 @@ class Paced(ImageClassification):
 
 
 class DiesOnce(ImageClassification):
-    """Digits; a process that predicts dies in its second batch if it can delete the file."""
+    """Digits; a process that predicts dies in a batch, its second, if it can delete the file."""
 
-    def __init__(self, config: TrainConfig, bomb: str) -> None:
+    def __init__(self, config: TrainConfig, bomb: str, last: str = "2") -> None:
         super().__init__(config)
-        self._bomb, self._batches = Path(bomb), 0
+        self._bomb, self._last, self._batches = Path(bomb), int(last), 0
 
     def predict(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
         self._batches += 1
-        if self._batches == 2:
+        if self._batches == self._last:
             with suppress(FileNotFoundError):
                 self._bomb.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 
 import matplotlib.pyplot  # noqa: F401
@@ -13,8 +12,10 @@ import raytrain_ddp.tasks.image_classification
 import raytrain_ddp.training.loop
 import raytrain_ddp.training.recording.local_session  # noqa: F401
 from raytrain_ddp import failpoints
+from raytrain_ddp.config.process import run_command
+from raytrain_ddp.fit import main
 
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     failpoints.arm_from_environment()  # the module was loaded in another environment
-    runpy.run_module("raytrain_ddp.fit", run_name="__main__")
+    run_command(main)

@@ -8,23 +8,20 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE
-from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError, first_line
-from raytrain_ddp.tasks.model_zoo import TIMM, arguments
+from raytrain_ddp.errors import PreflightError, RaytrainError, first_line
 from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
 _INLINE_BYTES = 2**30  # an ONNX file holds at most 2 GiB
-INPUT, OUTPUT = "images", "logits"
 
-Facts = Mapping[str, str]  # as the metadata of a file
+Facts = Mapping[str, str]  # preprocessing.json, as the metadata of a file
 
 
 class WithNormalization(nn.Module):
@@ -32,10 +29,10 @@ class WithNormalization(nn.Module):
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__()
-        self.model = model.model
-        data = model.config.data
-        for name, values in (("mean", data.mean), ("std", data.std)):
-            self.register_buffer(name, (torch.tensor(values) * 255).view(1, 3, 1, 1))
+        self.model, data = model.model, model.config.data
+        mean, std = (torch.tensor(each).view(1, 3, 1, 1) * 255 for each in (data.mean, data.std))
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
 
     def forward(self, images: Tensor) -> Tensor:
         inputs = images.float() - self.mean  # type: ignore[operator]
@@ -43,32 +40,15 @@ class WithNormalization(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format.
-
-    Args:
-        file: that has the model.
-        needs: packages to install.
-        write: (model, example of two images, facts, folder).
-        use: how to load it in Python, from the folder.
-    """
-
-    file: str
-    needs: tuple[str, ...]
-    write: Callable[[LoadedModel, Tensor, Facts, Path], None]
-    use: str
-
-
 def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
     """What a user of the model has to know: preprocessing.json. Images that are not square are
     neither resized nor cropped."""
-    data, eval_crop = model.config.data, model.config.data.eval_crop or CENTRE_SHARE
-    square = height == width
+    data, square = model.config.data, height == width
+    numbers = "none" if data.target_columns else "softmax"
     return {
         "class_names": model.class_names,
         "image_size": width if square else [height, width],
-        "resize_shorter_side": round(width / eval_crop) if square else None,
+        "resize_shorter_side": round(width / (data.eval_crop or CENTRE_SHARE)) if square else None,
         "crop": "center" if square else "none",
         "images_of_exactly_this_size": "neither resized nor cropped",
         "interpolation": data.interpolation,
@@ -77,51 +57,17 @@ def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
         "channels": "RGB",
         "mean": [*data.mean],
         "std": [*data.std],
-        "activation": activation(model),
+        "activation": "sigmoid" if model.config.loss.name == "bce" else numbers,
     }
 
 
-def activation(model: LoadedModel) -> str:
-    """What makes predictions of the logits: softmax, sigmoid or none."""
-    config = model.config
-    if config.loss.name == "bce":
-        return "sigmoid"
-    return "none" if config.data.target_columns else "softmax"
-
-
-def require_format(name: str, model: LoadedModel) -> Format:
-    """The format, if the model can be written in it here.
-
-    Raises:
-        ConfigError: not a model for it. PreflightError: packages are missing.
-    """
-    if not model.takes_images:
-        raise ConfigError(
-            f"task = {model.config.task!r} is not an image classification: export the model of "
-            "raytrain_ddp.load(RUN).model with torch.export, whose inputs you know."
-        )
-    form = FORMATS[name]
-    if name in ("timm", "hf") and not model.config.model.name.startswith(TIMM):
-        raise ConfigError(
-            f"--format {name} needs a model of timm, and the run has {model.config.model.name!r}: "
-            "use --format safetensors, onnx or torch-export."
-        )
-    missing = [package for package in form.needs if importlib.util.find_spec(package) is None]
-    if missing:
-        raise PreflightError(
-            f"--format {name} needs packages that are missing: pip install {' '.join(missing)}"
-        )
-    return form
-
-
 @contextmanager
-def _exporting(name: str) -> Iterator[None]:
+def exporting(name: str) -> Iterator[None]:
+    """Raises RaytrainError, with a remedy, if the exporter fails; it may fail in any way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter's own future
         try:
             yield
-        except RaytrainError:
-            raise
         except Exception as error:
             raise RaytrainError(
                 f"--format {name}: the model cannot be exported: {first_line(error)}. Try another "
@@ -129,132 +75,97 @@ def _exporting(name: str) -> Iterator[None]:
             ) from error
 
 
-def _onnx(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
-    with _exporting("onnx"):
+def _onnx(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise PreflightError(f"--format onnx needs packages: pip install {' '.join(missing)}")
+    with exporting("onnx"):
         program = torch.onnx.export(
             WithNormalization(model).eval(),
             (example,),
             dynamo=True,
             verbose=False,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
+            input_names=["images"],
+            output_names=["logits"],
             dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
         )
     assert program is not None
     program.model.metadata_props.update(facts)
     size = sum(weight.numel() * weight.element_size() for weight in model.model.parameters())
-    program.save(folder / "model.onnx", external_data=size > _INLINE_BYTES)
+    program.save(path, external_data=size > _INLINE_BYTES)
 
 
-def _torch_export(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
+def _torch_export(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
     shapes = ({0: torch.export.Dim("batch", min=1)},)
-    with _exporting("torch-export"):
+    content = io.BytesIO()  # torch's own writer ends the process if the disk is full
+    with exporting("torch-export"):
         graph = WithNormalization(model).eval()
         program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-        content = io.BytesIO()  # torch's own writer ends the process if the disk is full
         torch.export.save(program, content, extra_files=dict(facts))
-    (folder / "model.pt2").write_bytes(content.getbuffer())
+    path.write_bytes(content.getbuffer())
 
 
-def _torchscript(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
-    with _exporting("torchscript"), torch.no_grad():
-        graph = torch.jit.trace(WithNormalization(model).eval(), (example,))
-        content = io.BytesIO()  # as above
-        torch.jit.save(graph, content, _extra_files=dict(facts))
-    (folder / "model.ts").write_bytes(content.getbuffer())
-
-
-def _safetensors(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
+def _safetensors(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
     tensors = {name: t.contiguous().clone() for name, t in model.model.state_dict().items()}
-    content = save(tensors, {"format": "pt", **facts})  # its own writer raises no OSError
-    (folder / "model.safetensors").write_bytes(content)
-
-
-def _timm(model: LoadedModel, example: Tensor, facts: Facts, folder: Path) -> None:
-    from timm.models import save_for_hf
-
-    data = model.config.data
-    preprocessing = {
-        "input_size": (3, *example.shape[-2:]),
-        "mean": data.mean,
-        "std": data.std,
-        "interpolation": data.interpolation,
-        # Images that are used as they are stored have the size, and are not cropped.
-        "crop_pct": data.eval_crop or CENTRE_SHARE if data.eval_size or data.image_size else 1.0,
-    }
-    save_for_hf(
-        model.model,
-        str(folder),
-        model_config={"label_names": [*model.class_names]},
-        model_args=arguments(model.config.model) or None,
-        safe_serialization=True,
-        data_config=preprocessing,
-    )
-
-
-_NORMALIZE = """\
-import json
-
-import torch
-
-facts = json.load(open("preprocessing.json"))
-mean, std = (torch.tensor(facts[name]).view(3, 1, 1) * 255 for name in ("mean", "std"))
-inputs = (images.float() - mean) / std  # images: uint8 (n, 3, height, width)
-logits = model.eval()(inputs)
-"""
-FORMATS = {
-    "onnx": Format(
-        "model.onnx",
-        ("onnx", "onnxscript", "onnxruntime"),
-        _onnx,
-        "import onnxruntime\n\n"
-        'session = onnxruntime.InferenceSession("model.onnx")\n'
-        '(logits,) = session.run(None, {"images": images})  # uint8 (n, 3, height, width)\n',
-    ),
-    "torch-export": Format(
-        "model.pt2",
-        (),
-        _torch_export,
-        "import torch\n\n"
-        'model = torch.export.load("model.pt2").module()\n'
-        "logits = model(images)  # uint8 (n, 3, height, width)\n",
-    ),
-    "torchscript": Format(
-        "model.ts",
-        (),
-        _torchscript,
-        "import torch\n\n"
-        'model = torch.jit.load("model.ts")\n'
-        "logits = model(images)  # uint8 (n, 3, height, width)\n",
-    ),
-    "safetensors": Format(
-        "model.safetensors",
-        (),
-        _safetensors,
-        "from safetensors.torch import load_file\n\n"
-        'model.load_state_dict(load_file("model.safetensors"))  # the model as you build it\n\n'
-        + _NORMALIZE,
-    ),
-    "timm": Format(
-        "model.safetensors",
-        (),
-        _timm,
-        "import timm\n\n"
-        "model = timm.create_model(\n"
-        '    "{architecture}", num_classes={classes}, checkpoint_path="model.safetensors"\n'
-        ")\n\n" + _NORMALIZE,
-    ),
-    "hf": Format(
-        "model.safetensors",
-        (),
-        _timm,
-        "import timm\n\n"
-        'model = timm.create_model("hf-hub:OWNER/NAME", pretrained=True)  # or local-dir:FOLDER\n\n'
-        + _NORMALIZE,
-    ),
-}
+    path.write_bytes(save(tensors, {"format": "pt", **facts}))
 
 
 def as_text(facts: Mapping[str, Any]) -> dict[str, str]:
-    """As the metadata of a file: text by name."""
+    """As the metadata of a file."""
     return {name: v if isinstance(v, str) else json.dumps(v) for name, v in facts.items()}
+
+
+class Format(NamedTuple):
+    """A format.
+
+    Args:
+        file: that has the model.
+        write: (model, example of two images, facts, path).
+        use: how to compute logits in Python, in the folder.
+    """
+
+    file: str
+    write: Callable[[LoadedModel, Tensor, Facts, Path], None]
+    use: str
+
+
+FORMATS = {
+    "onnx": Format(
+        "model.onnx",
+        _onnx,
+        """\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+(logits,) = session.run(None, {"images": images})  # NumPy, uint8 (n, 3, height, width)
+""",
+    ),
+    "torch-export": Format(
+        "model.pt2",
+        _torch_export,
+        """\
+import torch
+
+model = torch.export.load("model.pt2").module()
+with torch.no_grad():
+    logits = model(torch.from_numpy(images))  # NumPy, uint8 (n, 3, height, width)
+""",
+    ),
+    "safetensors": Format(
+        "model.safetensors",
+        _safetensors,
+        """\
+import json
+
+import torch
+from safetensors.torch import load_file
+
+model.load_state_dict(load_file("model.safetensors"))  # the model as you build it
+facts = json.load(open("preprocessing.json"))
+mean, std = (torch.tensor(facts[name]).view(3, 1, 1) * 255 for name in ("mean", "std"))
+with torch.no_grad():  # images: NumPy, uint8 (n, 3, height, width)
+    logits = model.eval()((torch.from_numpy(images).float() - mean) / std)
+""",
+    ),
+}

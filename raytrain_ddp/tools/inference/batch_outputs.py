@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean, first_line
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import refused
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
@@ -22,7 +21,7 @@ from raytrain_ddp.training.runtime.world import autocast
 from raytrain_ddp.training.steps.device_feed import ahead_on_device
 
 if TYPE_CHECKING:
-    from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
 EMBEDDING = "embedding"
 
@@ -40,59 +39,48 @@ class Outputs(NamedTuple):
     values: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is computed for each row, and how.
-
-    Args:
-        batch_size: rows of a chunk. Kernels of other sizes may round in another way.
-        tta: flip: the mean of the outputs for the image and its mirror image.
-        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
-    """
-
-    batch_size: int
-    tta: Literal["none", "flip"] = "none"
-    layer: str | None = None
-    precision: str = "fp32"
-
-    def __post_init__(self) -> None:
-        if self.tta not in ("none", "flip"):
-            raise ConfigError(f"tta = {self.tta!r}: must be 'none' or 'flip'.")
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"batch_size = {self.batch_size!r}: must be an integer, 1 or more.")
-
-
 def outputs(
-    task: Task,
-    model: nn.Module,
+    loaded: LoadedModel,
     data: Data,
-    asked: Asked,
     chunks: Sequence[int],
     bad: Mapping[int, str],
     threads: LoaderThreads,
+    size: int,
+    tta: Literal["none", "flip"] = "none",
+    layer: str | None = None,
 ) -> Iterator[Outputs]:
     """Yields the outputs of each chunk, in order; computed as `evaluate` does.
 
     Args:
-        model: on the device to compute on.
         bad: has the rows that were omitted from the batches that were yielded so far.
+        size: rows of a chunk. Kernels of other sizes may round in another way.
+        tta: flip: the mean of the outputs for the image and its mirror image.
+        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
 
     Raises:
-        ConfigError: the task cannot predict, or has no such layer or nothing to flip.
+        ConfigError: the task cannot predict, or has no such layer or nothing to flip; or the model
+            cannot compute images of this size.
         DataError: a batch has other samples than the rows that are not bad.
+        TaskError: `predict` returns something else.
     """
-    predict = _method(task)
-    device = next(model.parameters()).device
-    buffers = SavedBuffers(model)
-    size = asked.batch_size
-    loaded = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
+    task, model, own_size = loaded.task, loaded.model, loaded.image_size
+    if tta not in ("none", "flip"):
+        raise ConfigError(f"tta = {tta!r}: must be 'none' or 'flip'.")
+    predict = getattr(task, "predict", None)
+    if predict is None:
+        raise ConfigError(
+            f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
+            "or lists by name, with an entry for each sample: add it to the task."
+        )
+    device, buffers = loaded.device, SavedBuffers(model)
+    batches = eval_batches(data, size, chunks, threads, pin=device.type != "cpu")
     with (
         torch.no_grad(),
         evaluating(model),
-        autocast(device, asked.precision),
-        _captured(model, asked.layer) as captured,
-        closing(loaded),
-        closing(ahead_on_device(loaded, device)) as moved,
+        autocast(device, loaded.config.compute.precision),
+        _captured(model, layer) as captured,
+        closing(batches),
+        closing(ahead_on_device(batches, device)) as moved,
     ):
         for chunk, (batch, own) in zip(chunks, moved, strict=True):
             rows = range(chunk * size, min((chunk + 1) * size, data.rows))
@@ -103,53 +91,37 @@ def outputs(
                     f"rows {rows[0]} to {rows[-1]} gave {samples} samples: predictions cannot be "
                     "assigned to rows, because collate has dropped some."
                 )
-            if not samples:
-                yield Outputs(rows, kept, {})
-                continue
             seed_slot(device, 0, 0, chunk)
-            values = _computed(predict, model, own, samples, captured)
-            buffers.restore()
-            if asked.tta == "flip":
-                other = _computed(predict, model, _mirrored(own), samples, captured)
-                buffers.restore()
-                values = {name: _mean(value, other[name]) for name, value in values.items()}
+            passes = []
+            for each in (own, _mirrored(own)) if tta == "flip" else (own,):
+                if samples:
+                    passes.append(_computed(predict, model, each, samples, own_size, captured))
+                    buffers.restore()
+            values = passes[0] if passes else {}
+            if passes[1:]:
+                values = {name: _mean(value, passes[1][name]) for name, value in values.items()}
                 values.pop("logit", None)  # the classes are ordered by the mean probability
             yield Outputs(rows, kept, values)
 
 
-def _method(task: Task) -> Callable[[nn.Module, Batch], Mapping[str, Any]]:
-    method = getattr(task, "predict", None)
-    if method is None:
-        raise ConfigError(
-            f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "
-            "or lists by name, with an entry for each sample: add it to the task."
-        )
-    return method  # type: ignore[no-any-return]
-
-
 def _computed(
-    predict: Callable[[nn.Module, Batch], Any],
-    model: nn.Module,
-    batch: Batch,
-    samples: int,
-    captured: list[Tensor],
+    predict: Any, model: nn.Module, batch: Batch, samples: int, own_size: int, captured: list[Any]
 ) -> dict[str, Any]:
     try:
         values = predict(model, batch)
     except RuntimeError as error:
-        if "shapes cannot be multiplied" not in str(error) or not _has_images(batch):
+        sides = (*batch["image"].shape[-2:],) if _has_images(batch) else ()
+        if not own_size or {*sides} <= {own_size}:
             raise
-        height, width = batch["image"].shape[-2:]
         raise ConfigError(
-            f"the model does not take images of {height} x {width} pixels ({error}): set "
-            "--image-size to the size that it was trained on."
+            f"the model fails on images of {sides[0]} x {sides[1]} pixels ({first_line(error)}): "
+            f"use --image-size {own_size}, as the run's evaluation does."
         ) from error
     wanted = f"a dict of tensors or lists by name, each with {samples} entries"
     if not isinstance(values, Mapping) or not values:
         raise refused(predict, values, wanted)
-    found = {str(name): _on_cpu(value) for name, value in values.items()}
-    if captured:
-        found[EMBEDDING] = _on_cpu(captured.pop().flatten(1))
+    layers = {EMBEDDING: captured.pop().flatten(1)} if captured else {}
+    found = {str(name): _on_cpu(value) for name, value in {**values, **layers}.items()}
     for name, value in found.items():
         scalar = isinstance(value, Tensor) and not value.ndim
         if scalar or not isinstance(value, Tensor | list) or len(value) != samples:
@@ -186,22 +158,23 @@ def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
         ConfigError: there is no such layer, or its output is not a tensor.
     """
     taken: list[Tensor] = []
+    modules = {name: module for name, module in model.named_modules() if name}
     if layer is None:
         yield taken
         return
-    names = [name for name, _ in model.named_modules() if name]
-    if layer not in names:
-        top = ", ".join(name for name, _ in model.named_children())
-        hint = did_you_mean(layer, names) or f" Its parts are {top}."
+    if layer not in modules:
+        hint = (
+            did_you_mean(layer, modules)
+            or f" Its parts are {', '.join(dict(model.named_children()))}."
+        )
         raise ConfigError(f"--layer {layer}: the model has no such layer.{hint}")
 
     def take(_: nn.Module, __: Any, output: Any) -> None:
         if not isinstance(output, Tensor):
-            kind = type(output).__name__
-            raise ConfigError(f"--layer {layer}: its output is a {kind}, not a tensor.")
+            raise ConfigError(f"--layer {layer}: its output is no tensor.")
         taken[:] = [output]
 
-    handle = model.get_submodule(layer).register_forward_hook(take)
+    handle = modules[layer].register_forward_hook(take)
     try:
         yield taken
     finally:

@@ -27,8 +27,8 @@ from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-from raytrain_ddp.tools.inference.batch_outputs import EMBEDDING, Asked, outputs
-from raytrain_ddp.tools.inference.given_images import GivenImages
+from raytrain_ddp.tools.inference.batch_outputs import EMBEDDING, outputs
+from raytrain_ddp.tools.inference.inputs import GivenImages
 from raytrain_ddp.training.runtime.world import choose_device
 from raytrain_ddp.training.state.shared_checkpoint import load_model
 
@@ -86,10 +86,8 @@ class LoadedModel(nn.Module):
         Raises:
             DataError: an image cannot be read; names it.
         """
-        data, bad = self._data_of(images)
-        batch = data.batch(Draws(0, 0, np.arange(data.rows)))
-        _require_none_bad(data, bad)
-        tensor: Tensor = batch["image"].to(self.device)
+        data = self._data_of(images)
+        tensor: Tensor = data.batch(Draws(0, 0, np.arange(data.rows)))["image"].to(self.device)
         return tensor
 
     def predict(
@@ -111,42 +109,38 @@ class LoadedModel(nn.Module):
         Raises:
             DataError: an image cannot be read; names it.
         """
-        data, bad = self._data_of(images)
         size = self.config.eval_micro_batch if batch_size is None else batch_size
-        asked = Asked(size, tta, layer, self.config.compute.precision)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"batch_size = {size!r}: must be an integer, 1 or more.")
+        data = self._data_of(images)
         chunks = range(-(-data.rows // size))
-        found: list[dict[str, Any]] = []
-        for chunk in outputs(self.task, self.model, data, asked, chunks, bad, LoaderThreads(0)):
-            _require_none_bad(data, bad)
-            found += [self._described(chunk.values, place) for place in range(len(chunk.kept))]
-        return found
+        made = outputs(self, data, chunks, {}, LoaderThreads(0), size, tta, layer)
+        return [self._row(chunk.values, n) for chunk in made for n in range(len(chunk.kept))]
 
-    def _described(self, values: dict[str, Any], place: int) -> dict[str, Any]:
-        row: dict[str, Any] = {}
-        if "value" in values:
-            numbers = values["value"][place].tolist()
-            row["values"] = dict(zip(self.class_names, numbers, strict=True))
-        else:
-            of_each = values["probability"][place]
-            if not self.config.data.target_columns:
-                best = int(values.get("logit", values["probability"])[place].argmax())
-                row = {"class": self.class_names[best], "probability": of_each[best].item()}
-            row["probabilities"] = dict(zip(self.class_names, of_each.tolist(), strict=True))
+    def _row(self, values: dict[str, Any], place: int) -> dict[str, Any]:
+        of_each = values["value" if "value" in values else "probability"][place]
+        by_name = dict(zip(self.class_names, of_each.tolist(), strict=True))
+        row: dict[str, Any] = {"values" if "value" in values else "probabilities": by_name}
+        if "value" not in values and not self.config.data.target_columns:
+            best = int(values.get("logit", values["probability"])[place].argmax())
+            row = {"class": self.class_names[best], "probability": of_each[best].item(), **row}
         if EMBEDDING in values:
             row["embedding"] = values[EMBEDDING][place]
         return row
 
-    def _data_of(self, images: Sequence[Any]) -> tuple[Data, dict[int, str]]:
+    def _data_of(self, images: Sequence[Any]) -> Data:
         if not self.takes_images:
             raise ConfigError(
                 f"task = {self.config.task!r} is not an image classification: call the model."
             )
-        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence) or not images:
             raise ConfigError("give a list of images, also for a single one: predict([image]).")
-        if not images:
-            raise ConfigError("there are no images in the list.")
-        bad: dict[int, str] = {}
-        return self.data_of(GivenImages(images), bad.__setitem__, self.image_size), bad
+        source = GivenImages(images)
+
+        def refuse(row: int, why: str) -> None:
+            raise DataError(f"{source.where(row)}: not a readable image: {why}.")
+
+        return self.data_of(source, refuse, self.image_size)
 
     @cached_property
     def image_size(self) -> int:
@@ -203,9 +197,3 @@ def loaded(checkpoint: Checkpoint, config: TrainConfig, device: torch.device) ->
     model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     return LoadedModel(task, model.to(device), config, checkpoint)
-
-
-def _require_none_bad(data: Data, bad: dict[int, str]) -> None:
-    for row, reason in bad.items():
-        where = data.source.where(row)  # type: ignore[attr-defined]
-        raise DataError(f"{where}: not a readable image: {reason}.")

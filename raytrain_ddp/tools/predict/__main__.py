@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.config.command_line import Command
@@ -17,11 +17,9 @@ from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
-    from raytrain_ddp.tools.predict.output_parts import OutputParts, Totals
-    from raytrain_ddp.tools.predict.part_maker import PartMaker, Progress
-
-_ROWS_PER_PART = 2048
-_SUFFIXES = ".parquet, .csv or .jsonl"
+    from raytrain_ddp.config.train_config import TrainConfig
+    from raytrain_ddp.tools.predict.cluster_workers import Places
+    from raytrain_ddp.tools.predict.result_files import ResultFile
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""
     args = COMMAND.parse(argv)
     if args.out is None:
-        raise ConfigError(f"--out is missing: the file to write ({_SUFFIXES}).")
+        raise ConfigError("--out is missing: the file to write (.parquet, .csv or .jsonl).")
     if args.image_column is not None and not args.inputs:
         raise ConfigError("--image-column has no effect without INPUT.")
     if args.address is None and args.workers is not None:
@@ -82,79 +80,81 @@ def main(argv: Sequence[str]) -> int:
     if args.address is not None and args.device.startswith("cuda:"):
         raise ConfigError(f"--device {args.device}: give cuda or cpu with --address.")
     require_least(args, top=1, image_size=1, batch_size=1, workers=1)
-    from raytrain_ddp.tools.predict.output_parts import OutputParts
+    from raytrain_ddp.tools.predict.result_files import ResultFile
 
-    parts = OutputParts(expanded(args.out), args.overwrite)
-    began = time.monotonic()
+    file, began = ResultFile(expanded(args.out), args.overwrite), time.monotonic()
     try:
-        totals, maker = _predict(args, parts)
+        model, unit, counts = _predict(args, file)
     except KeyboardInterrupt:
-        if parts.folder.exists():
+        if file.parts():
             text = "Finished work is kept: run the same command again to continue."
             print(text, file=sys.stderr)
         raise
-    _print(totals, maker, parts, time.monotonic() - began)
-    if totals.bad == totals.rows:
-        raise DataError(f"none of the {totals.bad} {maker.unit} can be read: see the column error.")
+    rows, bad, labeled, right = counts
+    images = unit.removesuffix("s") if rows == 1 else unit
+    print(f"{model}\n{rows:,} {images}, each once, in {time.monotonic() - began:.1f} s")
+    if bad:
+        print(f"  {bad:,} cannot be read: see the column error")
+    if labeled:
+        print(f"  class is the label in {right:,} of {labeled:,} ({right / labeled:.6f})")
+    print(f"{file.out}: {file.out.stat().st_size / 1000:,.0f} kB")
+    if bad == rows:
+        raise DataError(f"none of the {bad} {unit} can be read: see the column error.")
     return 0
 
 
-def _predict(args: PredictArgs, parts: OutputParts) -> tuple[Totals, PartMaker]:
+def _predict(args: PredictArgs, file: ResultFile) -> tuple[str, str, list[int]]:
+    """Returns the checkpoint, what a row is, and what `ResultFile.complete` returns."""
     from raytrain_ddp.checkpoint.run_folder import find_checkpoint
 
     found = find_checkpoint(args.run, args.checkpoint)
     import torch
 
     from raytrain_ddp.tools.display.work_meter import shown
-    from raytrain_ddp.tools.predict.part_maker import Job, PartMaker
+    from raytrain_ddp.tools.predict.part_maker import PartMaker
     from raytrain_ddp.training.runtime.world import choose_device
 
     device = choose_device(args.device if args.address is None else "cpu")
-    shared = {name: getattr(args, name) for name in Job.__dataclass_fields__ if hasattr(args, name)}
-    job = Job(**{**shared, "checkpoint": found.storage.address, "part_rows": _ROWS_PER_PART})
+    job = replace(args, run=found.storage.address)
     maker = PartMaker(job, device, torch.get_num_threads())
-    config = maker.model.config
+    unit = maker.model.task.unit
     for note in maker.given.notes:
         print(note, file=sys.stderr)
-    with closing(maker), ExitStack() as stack:
-        stack.enter_context(parts.held())
+    with closing(maker.given.data), ExitStack() as stack:
+        stack.enter_context(file.held())
         places = None
         if args.address is not None:
-            from raytrain_ddp.ray_backend import cluster
-            from raytrain_ddp.tools.predict.cluster_workers import places_for, working
-
-            print(f"connecting to Ray at {args.address}", file=sys.stderr)
-            options = {"runtime_env": cluster.shipped_code(config)}
-            there = cluster.ray_connection(args.address, {}, options, tell=lambda _: None)
-            stack.enter_context(there)
-            places = places_for(cluster.live_node_resources(), args.workers, args.device)
-        make: Callable[[Sequence[int]], Iterator[Progress]] = maker.made
-        plan = maker.plan(places.device if places else device.type)
-        parts.begin(plan)
-        wanted = [part for part in range(maker.parts) if not parts.path(part).exists()]
+            places = stack.enter_context(_connected(args, maker.model.config))
+        plan = maker.plan()
+        file.begin({**plan, "device": places.device if places else device.type}, args.overwrite)
+        wanted = [part for part in range(maker.parts) if not file.part(part).exists()]
         if places:
+            from raytrain_ddp.tools.predict.cluster_workers import made_on_cluster
+
             print(f"starting {places}", file=sys.stderr)
-            make = stack.enter_context(working(job, plan, places, config, len(wanted)))
-        tell = stack.enter_context(shown(maker.unit, sized=False))("predicting", maker.rows)
+            made = made_on_cluster(job, plan, places, maker.model.config, wanted)
+        tell = stack.enter_context(shown(unit, sized=False))("predicting", maker.rows)
         tell(maker.rows - sum(map(maker.rows_of, wanted)), 0)
-        for step in make(wanted):
-            tell(step.rows, 1)
-            if step.table is not None:
-                parts.write(step.part, step.table)
-        about = {"checkpoint": str(found), "weights_sha256": maker.weights}
-        return parts.finish(maker.parts, about), maker
+        if not places:
+            made = maker.made(wanted, lambda rows: tell(rows, 1))
+        for part, table in stack.enter_context(closing(made)):
+            file.write_part(part, table)
+            if places:
+                tell(maker.rows_of(part), 1)
+        about = {"checkpoint": str(found), "weights_sha256": plan["weights"]}
+        return str(found), unit, file.complete(maker.parts, about)
 
 
-def _print(totals: Totals, maker: PartMaker, parts: OutputParts, seconds: float) -> None:
-    print(maker.job.checkpoint)
-    unit = maker.unit.removesuffix("s") if totals.rows == 1 else maker.unit
-    print(f"{totals.rows:,} {unit}, each once, in {seconds:.1f} s")
-    if totals.bad:
-        print(f"  {totals.bad:,} cannot be read: see the column error")
-    if totals.labeled:
-        share = totals.right / totals.labeled
-        print(f"  class is the label in {totals.right:,} of {totals.labeled:,} ({share:.6f})")
-    print(f"{parts.out}: {parts.out.stat().st_size / 1000:,.0f} kB")
+@contextmanager
+def _connected(args: PredictArgs, config: TrainConfig) -> Iterator[Places]:
+    """Connects to the cluster; yields where its workers run."""
+    from raytrain_ddp.ray_backend import cluster
+    from raytrain_ddp.tools.predict.cluster_workers import places_for
+
+    print(f"connecting to Ray at {args.address}", file=sys.stderr)
+    options = {"runtime_env": cluster.shipped_code(config)}
+    with cluster.ray_connection(args.address, {}, options, tell=lambda _: None):
+        yield places_for(cluster.live_node_resources(), args.workers, args.device)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +11,15 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
 import raytrain_ddp
-from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.checkpoint.run_folder import NoCheckpointError
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.tasks.small_networks import DigitsCNN
-from raytrain_ddp.tools.inference.given_images import GivenImages
+
+IMAGE = np.zeros((8, 8, 3), np.uint8)
 
 
 def plain(run: str, model: torch.nn.Module) -> torch.nn.Module:
@@ -68,14 +62,6 @@ def test_paths_arrays_bytes_and_pictures_give_the_same_without_the_data(
     )
 
 
-def test_a_named_pipe_given_as_an_image_is_read(tmp_path: Path):
-    pipe, content = tmp_path / "pipe", b"\x89PNG" * 99999  # more than a pipe can buffer
-    os.mkfifo(pipe)
-    with ThreadPoolExecutor(1) as writer:
-        writer.submit(pipe.write_bytes, content)
-        assert GivenImages([pipe]).read(np.arange(1)) == [(content, 0)]
-
-
 def test_jpegs_give_the_same_outputs_as_torchvision_and_plain_pytorch(photos: tuple[str, Path]):
     run, folder = photos
     paths = sorted(folder.rglob("*.jpg"))
@@ -97,116 +83,65 @@ def test_jpegs_give_the_same_outputs_as_torchvision_and_plain_pytorch(photos: tu
     assert (probabilities - wanted).abs().max() < 0.01  # a resized pixel may be rounded otherwise
 
 
-def test_calling_the_model_gives_the_logits_of_normalized_images(digits: str):
+def test_logits_layers_and_flips_follow_from_the_plain_network(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
-    images = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
-    mean, std = (
-        torch.tensor(v).view(3, 1, 1) for v in (model.config.data.mean, model.config.data.std)
-    )
+    random = np.random.default_rng(1).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
+    images = [*random, np.ascontiguousarray(random[0, :, ::-1])]
+    data = model.config.data
+    mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (data.mean, data.std))
+    inputs = (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() - mean) / std
     with torch.no_grad():
-        wanted = plain(digits, DigitsCNN(classes=10))((images.float() - mean * 255) / (std * 255))
-        torch.testing.assert_close(model(images), wanted)
-
-
-def test_flip_averages_an_image_and_its_mirror_image(digits: str):
-    model = raytrain_ddp.load(digits, device="cpu")
-    image = np.random.default_rng(1).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    both = model.predict([image, np.ascontiguousarray(image[:, ::-1])])
-    (flipped,) = model.predict([image], tta="flip")
-    for name, value in flipped["probabilities"].items():
-        mean = (both[0]["probabilities"][name] + both[1]["probabilities"][name]) / 2
-        assert value == pytest.approx(mean, abs=1e-6)
-
-
-def test_a_layers_output_can_be_returned(digits: str):
-    model = raytrain_ddp.load(digits, device="cpu")
-    images = [np.full((8, 8, 3), level, np.uint8) for level in (0, 90, 250)]
-    with torch.inference_mode():
-        wanted = model(model.preprocess(images))
+        wanted = plain(digits, DigitsCNN(classes=10))(inputs)
+        torch.testing.assert_close(model(model.preprocess(images)), wanted)
     found = model.predict(images, layer="head")
     torch.testing.assert_close(torch.stack([row["embedding"] for row in found]), wanted)
-    with pytest.raises(ConfigError, match=r"--layer haed: .* Did you mean 'head'"):
-        model.predict(images, layer="haed")
+    (flipped,) = model.predict(images[:1], tta="flip")
+    both = wanted.softmax(1)[[0, 3]].mean(0)
+    assert [*flipped["probabilities"].values()] == pytest.approx(both.tolist(), abs=1e-6)
 
 
-def test_images_are_resized_to_the_training_size(digits: str):
-    """The run uses images as they are stored."""
+def test_images_are_resized_to_the_training_size(digits: str, tmp_path: Path):
+    """The run uses images as they are stored. `evaluate` does the same with other data."""
     model = raytrain_ddp.load(digits, device="cpu")
     assert model.image_size == 8
-    images = [np.zeros((20, 30, 3), np.uint8), np.zeros((8, 8), np.uint8)]
-    assert model.preprocess(images).shape == (2, 3, 8, 8)
-
-
-def test_the_image_size_is_that_of_the_training_for_any_data(tmp_path: Path):
-    """Also after an evaluation on images of another size."""
-    for split, side in (("train", 16), ("val", 16), ("larger", 40)):
-        for level, name in ((0, "dark"), (200, "light")):
-            place = tmp_path / "set" / split / name
-            place.mkdir(parents=True)
-            for row in range(4):
-                pixels = np.full((side, side, 3), level + row, np.uint8)
-                Image.fromarray(pixels).save(place / f"{row}.png")
-    (tmp_path / "set/larger").rename(tmp_path / "larger")
-    config = TrainConfig(
-        name="run",
-        storage=str(tmp_path),
-        steps=1,
-        batch_size=4,
-        micro_batch=4,
-        data=DataConfig(source=str(tmp_path / "set")),
-        log=LogConfig(tensorboard=False),
-    )
-    fit_locally(config)
-    (tmp_path / "set").rename(tmp_path / "away")
-    run = str(tmp_path / "run")
-    model = raytrain_ddp.load(run, device="cpu")
-    assert model.image_size == 16
-    images = sorted((tmp_path / "larger").glob("*/*.png"))
-    found = model.predict([str(path) for path in images])
-    right = sum(row["class"] == path.parent.name for row, path in zip(found, images, strict=True))
+    assert model.preprocess([np.zeros((20, 30, 3), np.uint8), IMAGE[..., 0]]).shape == (2, 3, 8, 8)
+    for row in range(20):
+        place = tmp_path / "larger" / str(row % 10)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 20, 3), 12 * row, np.uint8)).save(place / f"{row}.png")
+    paths = sorted((tmp_path / "larger").glob("*/*.png"))
+    right = [
+        row["class"] == path.parent.name
+        for row, path in zip(model.predict(paths), paths, strict=True)
+    ]
     out = tmp_path / "e.json"
     flags = ("--device", "cpu", "--data", str(tmp_path / "larger"), "--out", str(out))
-    assert evaluate([run, *flags]) == 0
-    loss = json.loads(out.read_text())["metrics"]
-    assert loss["top1"] == right / len(images)
-    with torch.inference_mode():
-        logits = model(model.preprocess([str(path) for path in images]))
-    labels = torch.tensor([model.class_names.index(path.parent.name) for path in images])
-    assert loss["loss"] == pytest.approx(float(cross_entropy(logits, labels)), abs=1e-5)
+    assert evaluate([digits, *flags]) == 0
+    assert json.loads(out.read_text())["metrics"]["top1"] == pytest.approx(np.mean(right))
 
 
-@pytest.mark.parametrize(
-    ("images", "message"),
-    [
-        ([b"no image"], "image 0: not a readable image: cannot identify image file"),
-        (["nowhere.jpg"], "nowhere.jpg: not a readable image: no such file"),
-        ([np.zeros((8, 8, 3))], r"an array of float64 \(8, 8, 3\); expected uint8"),
-        ([np.zeros((0, 5, 3), np.uint8)], r"an array of uint8 \(0, 5, 3\); expected uint8"),
-        ([Image.new("L", (0, 5))], r"image 0: .* an array of uint8 \(5, 0\)"),
-    ],
-)
-def test_an_input_that_is_not_an_image_is_named(digits: str, images: list[object], message: str):
-    with pytest.raises(DataError, match=message):
-        raytrain_ddp.load(digits, device="cpu").predict(images)
+REFUSED = [
+    ([b"no image"], {}, DataError, "image 0: "),
+    (["nowhere.jpg"], {}, DataError, "nowhere.jpg: .* no such file"),
+    ([np.zeros((8, 8, 3))], {}, DataError, r"float64 \(8, 8, 3\)"),
+    ([np.zeros((0, 5, 3), np.uint8)], {}, DataError, r"\(0, 5, 3\)"),
+    ([Image.new("L", (0, 5))], {}, DataError, r"image 0: .* \(5, 0\)"),
+    ("a.jpg", {}, ConfigError, "list of images"),
+    (Image.new("L", (8, 8)), {}, ConfigError, "list of images"),
+    ([], {}, ConfigError, "list of images"),
+    ([IMAGE], {"batch_size": 0}, ConfigError, "batch_size = 0"),
+    ([IMAGE], {"batch_size": 1.5}, ConfigError, "batch_size = 1.5"),
+    ([IMAGE], {"tta": "flop"}, ConfigError, "tta = 'flop'"),
+    ([IMAGE], {"layer": "haed"}, ConfigError, "--layer haed: .*'head'"),
+]
 
 
-def test_a_bare_image_and_an_empty_list_are_refused(digits: str):
+def test_what_cannot_be_predicted_is_named(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
-    for images in ("a.jpg", b"x", Image.new("L", (8, 8))):
-        with pytest.raises(ConfigError, match="give a list of images"):
-            model.predict(images)
-    with pytest.raises(ConfigError, match="no images"):
-        model.predict([])
-
-
-@pytest.mark.parametrize("size", [-1, 0, 1.5])
-def test_a_batch_has_at_least_one_image(digits: str, size: Any):
-    with pytest.raises(ConfigError, match=f"batch_size = {size}: must be an integer, 1 or more"):
-        raytrain_ddp.load(digits, device="cpu").predict([np.zeros((8, 8, 3), np.uint8)], size)
-
-
-def test_an_invalid_checkpoint_selector_is_refused(digits: str):
-    with pytest.raises(ConfigError, match="'worst': must be best or last"):
+    for images, options, error, named in REFUSED:
+        with pytest.raises(error, match=named):
+            model.predict(images, **options)
+    with pytest.raises(ConfigError, match="'worst'"):
         raytrain_ddp.load(digits, checkpoint="worst", device="cpu")  # type: ignore[arg-type]
 
 

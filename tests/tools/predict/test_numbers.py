@@ -44,13 +44,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "numbers")
 
 
-def test_the_card_of_a_regression_run_states_the_preprocessing(run: str, tmp_path: Path):
+def test_the_export_of_a_regression_run_states_the_preprocessing(run: str, tmp_path: Path):
     out = tmp_path / "e"
     assert export([run, "--format", "safetensors", "--out", str(out)]) == 0
-    card = (out / "README.md").read_text()
-    assert "`timm:test_resnet` for the numbers `age`, `size`, trained by" in card
-    assert "must be 12 pixels high and 10 wide; they are used as they are" in card
-    assert "classes" not in card.partition("## Config")[0]
     facts = json.loads((out / "preprocessing.json").read_text())
     assert (facts["image_size"], facts["resize_shorter_side"], facts["crop"]) == (
         [12, 10],
@@ -83,13 +79,3 @@ def test_numeric_targets_are_evaluated_on_columns_with_other_names(run: str, tmp
     evaluate([run, "--out", str(tmp_path / "own.json")])
     own = json.loads((tmp_path / "own.json").read_text())["metrics"]["loss"]
     assert found[0] == own != found[1]
-
-
-def test_an_image_listed_twice_is_used_once(
-    photos: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run, folder = photos
-    words = [str(folder), str(folder / "dark"), str(folder / "light" / ".." / "light" / "0.jpg")]
-    assert predict([run, *words, "--out", str(tmp_path / "p.csv")]) == 0
-    assert "10 files are named again, and used once." in capsys.readouterr().err
-    assert len((tmp_path / "p.csv").read_text().splitlines()) == 1 + 18

@@ -18,7 +18,7 @@ import raytrain_ddp.tools.predict.__main__ as command
 from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.tools.predict.output_parts import OutputParts
+from raytrain_ddp.tools.predict.result_files import ResultFile
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings
 
@@ -35,7 +35,7 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The driver is interrupted, then a worker kills itself in its second batch."""
+    """The driver is interrupted, then a worker kills itself in the second of its parts."""
     bomb = tmp_path / "bomb"
     config = TrainConfig(
         name="run",
@@ -43,29 +43,29 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
         steps=2,
         log=LogConfig(tensorboard=False),
         task=f"{TASKS}:DiesOnce",
-        task_options={"bomb": str(bomb)},
+        task_options={"bomb": str(bomb), "last": "200"},
     )
     fit_locally(config)
     pictures = tmp_path / "pictures.parquet"
-    pq.write_table(pa.concat_tables([pq.read_table(DIGITS)] * 20), pictures)
+    pq.write_table(pa.concat_tables([pq.read_table(DIGITS)] * 60), pictures)
     run, whole, out = (str(tmp_path / name) for name in ("run", "whole.parquet", "p.parquet"))
     command_line = [run, str(pictures), "--probabilities", "--layer", "head"]
     assert command.main([*command_line, "--device", "cpu", "--out", whole]) == 0
 
-    write, written = OutputParts.write, list[int]()
+    write, written = ResultFile.write_part, list[int]()
 
-    def interrupted(self: OutputParts, part: int, table: object) -> None:
+    def interrupted(self: ResultFile, part: int, table: object) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         write(self, part, table)
         written.append(part)
 
     on_cluster = [*command_line, "--address", "auto", "--workers", "2", "--out", out]
-    monkeypatch.setattr(OutputParts, "write", interrupted)
+    monkeypatch.setattr(ResultFile, "write_part", interrupted)
     with pytest.raises(KeyboardInterrupt):
         command.main(on_cluster)
-    monkeypatch.setattr(OutputParts, "write", write)
-    wait_until(lambda: not processes("ray::_PartActor"))  # they would keep their devices
+    monkeypatch.setattr(ResultFile, "write_part", write)
+    wait_until(lambda: not processes("ray::PartActor"))  # they would keep their devices
     assert len(list((tmp_path / ".p.parquet.predicting").glob("part-*"))) == 2
     bomb.touch()
     assert command.main(on_cluster) == 0
