@@ -67,9 +67,9 @@ def ended(tmp_path: Path) -> TrainConfig:
 
 
 def test_each_checkpoint_is_evaluated_beside_a_run_with_the_metrics_of_the_run(tmp_path: Path):
-    flags = "--local --name beside --epochs 3 --checkpoint.keep-last 9 --log.no-tensorboard"
+    flags = "--local --name beside --epochs 3 --checkpoint.keep-last 9 --checkpoint.every-s 0"
     run = tmp_path / "runs" / "beside"
-    with command("fit", "digits", *flags.split(), cwd=tmp_path) as training:
+    with command("fit", "digits", *flags.split(), "--log.no-tensorboard", cwd=tmp_path) as training:
         wait_for(run / "lease.json")
         wait_for(run / "config.toml")
         with command("evaluate", "beside", "--follow", cwd=tmp_path) as follower:
