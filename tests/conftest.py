@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from leaving import LEAVING
 from processes import Group
+from s3 import S3, s3_server
 
 from raytrain_ddp.process_state import process_as_found
 
@@ -55,6 +56,13 @@ def workers() -> Iterator[Group]:
     group = Group()
     yield group
     group.end()
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    pytest.importorskip("moto")
+    with s3_server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -46,10 +46,7 @@ class Faults:
         self.dead = False
 
     def __call__(
-        self,
-        what: str,
-        act: Callable[[], Any],
-        act_half: Callable[[], Any] = lambda: None,
+        self, what: str, act: Callable[[], Any], act_half: Callable[[], Any] = lambda: None
     ) -> Any:
         if self.dead:
             raise Killed(what)

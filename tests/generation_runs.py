@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import PRELOADED
-from tiny import TinyTask, newest, plain
+from tiny import TinyTask, plain
 
 from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
@@ -253,10 +253,3 @@ class Run:
                     self._ranks[rank] = self._begin(rank)
             time.sleep(0.02)
         return [json.loads(path.read_text()) for path in self.folder.glob("note-*.json")]
-
-
-def log_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """The log without timestamps."""
-    timed = {"seconds", "seconds_total", "timing", "samples_per_s"}
-    records = json.loads(newest(config).read("log.json"))
-    return [{k: v for k, v in record.items() if k not in timed} for record in records]

@@ -108,8 +108,7 @@ MANNERS = {
     ),
     "slurm_env.py": LaunchMethod(by_srun, "--num-workers {size} --env slurm", out="slurm_run.json"),
     "tcp_rank_flags.py": LaunchMethod(
-        by_hand,
-        args="--rank {rank} --world-size {world_size} --dist-url {init_method}",
+        by_hand, args="--rank {rank} --world-size {world_size} --dist-url {init_method}"
     ),
 }
 

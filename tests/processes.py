@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,37 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
 }
 CALL_TIMEOUT_S = 200.0
+
+# A process that ignores SIGTERM and has children of its own: one in its group, one a daemon. It
+# writes their PIDs into a file.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+pids = [os.getpid(), subprocess.Popen(sleep).pid]
+pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(sys.argv[1] + ".part", "w") as file:
+    file.write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".part", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    """And not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(holds: Callable[[], object], within_s: float = 30.0) -> None:
+    until = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.02)
+
 
 # ------------------------------------------------------------------ commands
 

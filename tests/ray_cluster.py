@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 from event_records import record
 from logs import log_of
+from processes import wait_until
 from rich.console import Console
 
 from raytrain_ddp import FitResult, TrainConfig, fit
@@ -73,13 +74,12 @@ class Ears(Display):
 
     def wait(self, what: Callable[[dict[str, Any]], bool], after: float = 0.0) -> float:
         """Waits for the first event of that kind; returns its time."""
-        deadline = time.monotonic() + 150
-        while time.monotonic() < deadline:
-            for at, event in list(self.heard):
-                if at > after and what(event):
-                    return at
-            time.sleep(0.05)
-        raise AssertionError(f"never came; heard: {self.heard[-20:]}")
+
+        def found() -> list[float]:
+            return [at for at, event in list(self.heard) if at > after and what(event)]
+
+        wait_until(found, 150)
+        return found()[0]
 
 
 def at_size(size: int) -> Callable[[dict[str, Any]], bool]:
@@ -159,10 +159,3 @@ def processes(title: str) -> list[psutil.Process]:
             if any(word.startswith(title) for word in process.cmdline()):
                 found.append(process)
     return found
-
-
-def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -16,13 +16,6 @@ from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
 
-class Faulty(ImageClassification):
-    """Digits; raises in the user's code on every rank."""
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return batch["no such key"]
-
-
 class Paced(ImageClassification):
     """Digits, with a pause in each forward pass while a file exists."""
 

@@ -62,6 +62,5 @@ ROWS = [
     Row("--data.holdout 1", 2, "data.holdout", light=True),
     Row("--data.holdout 0.1 --data.eval-split test", 2, "data.holdout data.eval_split", light=True),
     Row("--data.start-size 72 --data.image-size 64", 2, "data.start_size", light=True),
-    Row("--data.workers -1", 2, "data.workers", light=True),
     Row("--data.classes cat", 2, "data.classes", light=True),
 ]

@@ -7,14 +7,9 @@ from refused import Row
 SCRIPT = {"train.py": ""}
 ROWS = [
     Row("run --num-workers 2 trian.py", 2, "'trian.py' 'train.py'", SCRIPT, light=True),
-    Row("run --num-workers 2", 2, "script", light=True),
     Row("run torchrun --nproc-per-node 2 train.py", 2, "torchrun", SCRIPT, light=True),
     Row("run --num-workers 0 train.py", 2, "--num-workers", SCRIPT, light=True),
-    Row("run --num-worker-s 2 train.py", 2, "--num-worker-s", SCRIPT, light=True),
     Row("run --num-workers 999 train.py", 3, "1 CPU: want 999", SCRIPT, light=True),
-    Row("run --address 127.0.0.1:9 -n 2 train.py", 3, "127.0.0.1:9", SCRIPT, light=True),
     Row("--address ray://127.0.0.1:9", 3, "ray://127.0.0.1:9 --address"),
-    Row("--scaling.num-workers 0", 2, "scaling.num_workers", light=True),
     Row("--scaling.cpus-per-worker many", 2, "scaling.cpus-per-worker", light=True),
-    Row("--scaling.num-workers 999 --batch-size 999 --micro-batch 1", 3, "999 CPU"),
 ]

@@ -36,5 +36,4 @@ ROWS = [
     Row("--task own.py:Mine", 1, "task own.py", ENDS),
     Row("--task own.py:Mine --epochs 2 --dry-run", 4, "arguments-1", SEES),
     Row("--task own.py:Mine", 2, "task own:Mine", PACKAGE),
-    Row("--task own.py:Min", 2, "task 'Min' 'Mine'", {"own.py": "class Mine: ...\n"}, light=True),
 ]

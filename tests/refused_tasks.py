@@ -46,8 +46,6 @@ class NoData(Good):
 FILES = {"task.py": TASK}
 RUN = "--local --dry-run --batch-size 4 --micro-batch 2 --task"
 ROWS = [
-    Row(f"{RUN} task.py:Missing", 2, "task.py Missing", FILES),
-    Row(f"{RUN} nowhere.py:Good", 2, "nowhere.py", FILES),
     Row(f"{RUN} task.py:NoModel", 1, "NoModel.model None", FILES),
     Row(f"{RUN} task.py:NoData", 1, "NoData.train_data", FILES),
     Row(f"{RUN} task.py:NoLoss", 1, "NoLoss loss()", FILES),

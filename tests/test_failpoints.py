@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_ddp.failpoints import (
-    arm,
-    failpoint,
-)
+from raytrain_ddp.failpoints import arm, failpoint
 
 
 @pytest.fixture(autouse=True)

@@ -58,6 +58,7 @@ import numpy, torch
 from rich.console import Console
 from raytrain_ddp import TrainConfig, fit, fit_locally, load
 from raytrain_ddp.config.sections import ScalingConfig
+from raytrain_ddp.errors import TaskError
 from raytrain_ddp.tools.display.progress_display import Display
 
 case, storage, fail = sys.argv[1:]
@@ -104,6 +105,10 @@ try:
     ended = "well"
 except BaseException as error:
     ended = type(error).__name__
+    if isinstance(error, TaskError):  # with the user's own traceback, once
+        said = str(error)
+        ended += f" {error.exit_status} {said.count('Traceback')} {said.count('rude.py')}"
+        ended += " " + said.splitlines()[-1] + " of ours" * ("raytrain_ddp/training" in said)
 for thread in {*threading.enumerate()} - before["threads"]:
     thread.join(20)
 after = snapshot()
@@ -121,7 +126,9 @@ print("ended", ended)
         ("fit_locally own task", "interrupt", "well"),
         ("load own task", "", "well"),
         ("load fails", "", "ConfigError"),
-        pytest.param("fit own task", "raise", "TaskError", marks=pytest.mark.ray),
+        pytest.param(
+            "fit own task", "raise", "TaskError 1 1 1 ZeroDivisionError", marks=pytest.mark.ray
+        ),
     ],
 )
 def test_a_call_leaves_the_process_as_it_was(case: str, fails: str, ended: str, tmp_path: Path):

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from parquet_files import (
-    all_of,
-    hugging_face,
-    located,
-    opened,
-    png,
-    write_images,
-    write_parquet,
-)
-from s3 import S3, s3_server
+from parquet_files import all_of, hugging_face, located, opened, png, write_images, write_parquet
+from s3 import S3
 
 from raytrain_ddp.data.formats import shard as shard_module
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.files import expanded
-from raytrain_ddp.uri import (
-    below,
-    open_uri,
-    reason_of,
-    shareable,
-    uri_beside,
-    without_secrets,
-)
+from raytrain_ddp.uri import below, open_uri, reason_of, shareable, uri_beside, without_secrets
 
 SECRET = "hunter2"
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    pytest.importorskip("moto")
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -76,14 +76,19 @@ def imported(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name, None)
 
 
-def shown(code: UserCode, folder: Path, file: Path) -> list[str]:
-    """What another process finds with the folder on its import path."""
+def ran(script: str, code: UserCode, file: Path, *words: str) -> str:
+    """The output of a process that reads the code from a file."""
     file.write_bytes(pickle.dumps(code))
-    command = [sys.executable, "-c", SHOW, str(file), str(folder)]
+    command = [sys.executable, "-c", script, str(file), *words]
     environment = {**os.environ, **ENVIRONMENT}
     done = warm_python.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout.replace("\n", "|").strip("|").split("|")
+    return str(done.stdout)
+
+
+def shown(code: UserCode, folder: Path, file: Path) -> list[str]:
+    """What another process finds with the folder on its import path."""
+    return ran(SHOW, code, file, str(folder)).replace("\n", "|").strip("|").split("|")
 
 
 def test_only_the_users_modules_are_sent(imported: Path) -> None:
@@ -164,11 +169,7 @@ except ConfigError:
 
 def test_a_received_task_needs_no_source_file(tmp_path: Path) -> None:
     code = UserCode({"own_task": ("/no/such/folder/own_task.py", b"")})
-    (tmp_path / "code").write_bytes(pickle.dumps(code))
-    command = [sys.executable, "-c", RECEIVED, str(tmp_path / "code")]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = warm_python.run(command, capture_output=True, text=True, env=environment)
-    assert (done.stdout, done.returncode) == ("found\n", 0), done.stderr
+    assert ran(RECEIVED, code, tmp_path / "code") == "found\n"
 
 
 def test_a_tasks_file_is_hashed_without_being_imported(tmp_path: Path):

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.checkpoint.snapshot import encode_tensors
-from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict, to_dict
@@ -28,10 +25,11 @@ from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfi
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.order import epoch_order
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.events import Plan
+from raytrain_ddp.failpoints import arm
 from raytrain_ddp.messages import Event, Outcome
-from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession
@@ -247,6 +245,28 @@ def run_tiny(
     return WorkerResult(outcome, session.start_step, digest.hexdigest(), task.seen, session.events)
 
 
+def run_armed(
+    rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any], *more: Any
+) -> WorkerResult:
+    """`run_tiny` with failpoints."""
+    arm(failpoints, folder)
+    try:
+        return run_tiny(rank, size, config, *more)
+    finally:
+        arm("", "")
+
+
+def planned(config: TrainConfig, epoch: int, rows: int = ROWS) -> list[list[list[int]]]:
+    """The rows of each slot of each step of an epoch."""
+    blocks = ArraySource(tiny_arrays(rows, 0), rows_per_block=16).blocks
+    order = epoch_order.EpochOrder(blocks, "full", config.seed, epoch)
+    plan = epoch_order.Plan(rows, config.slots, config.micro_batch)
+    return [
+        [order.read(*plan.span(step, slot)).tolist() for slot in range(config.slots)]
+        for step in range(plan.steps_per_epoch)
+    ]
+
+
 # ------------------------------------------------------------------ files of a run
 
 
@@ -276,11 +296,3 @@ def decode_tensors(data: bytes) -> dict[str, Tensor]:
 
 def weights(config: TrainConfig) -> dict[str, Tensor]:
     return decode_tensors(newest(config).read("model.safetensors"))
-
-
-def commit_untrained_digits(run: Path, config: TrainConfig) -> None:
-    """Commits a checkpoint of untrained weights, which misclassify most digits."""
-    torch.manual_seed(0)
-    manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
-    weights = encode_tensors(DigitsCNN(10).state_dict())
-    checkpoint_store(open_storage(str(run))).commit(manifest, {"model.safetensors": weights})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from old_launchers import free_port
+from processes import wait_until
 from tiny import bits, kept_steps, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.lease import Lease
@@ -20,42 +22,24 @@ from raytrain_ddp.errors import RunLockedError
 EMULATOR = "import sys; from gcp_storage_emulator.__main__ import main; main(sys.argv[1:])"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def serve(command: list[str], port: int) -> subprocess.Popen[bytes]:
-    """A server that responds; skips the test if it cannot be started."""
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return process
-        except OSError:
-            time.sleep(0.1)
-    process.kill()
-    process.wait()
-    pytest.skip(f"{command[0]} cannot be started here")
-
-
 @pytest.fixture(scope="module")
 def gcs() -> Iterator[str]:
     pytest.importorskip("gcp_storage_emulator")
-    port = free_port()
-    words = [
-        "start",
-        "--host=127.0.0.1",
-        f"--port={port}",
-        "--in-memory",
-        "--default-bucket=bucket",
-    ]
-    process = serve([sys.executable, "-W", "ignore", "-c", EMULATOR, *words], port)
-    yield f"gs://anonymous@bucket/PLACE?scheme=http&endpoint_override=127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    port, nothing = free_port(), subprocess.DEVNULL
+    words = ["start", "--host=127.0.0.1", f"--port={port}", "--in-memory"]
+    command = [sys.executable, "-W", "ignore", "-c", EMULATOR, *words, "--default-bucket=bucket"]
+
+    def responds() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), 1):
+            return True
+        return False
+
+    with subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing) as process:
+        wait_until(lambda: process.poll() is not None or responds(), 60)
+        if process.poll() is not None:
+            pytest.skip("the emulator cannot be started here")
+        yield f"gs://anonymous@bucket/PLACE?scheme=http&endpoint_override=127.0.0.1:{port}"
+        process.kill()
 
 
 @pytest.fixture

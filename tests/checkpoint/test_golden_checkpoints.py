@@ -61,9 +61,7 @@ OLD = {
     "other values of these": Old(
         config={"ddp.shard_optimizer": True, "scaling.on_divergence": "resync"}
     ),
-    "compressed by PowerSGD": Old(
-        config={"ddp.powersgd_rank": 2, "ddp.compression": "powersgd"},
-    ),
+    "compressed by PowerSGD": Old(config={"ddp.powersgd_rank": 2, "ddp.compression": "powersgd"}),
     "counts of skipped updates": Old(state={"nonfinite": 3}, restored={"nonfinite": 3}),
     "start of a branch": Old(
         state={"branched_at": 12, "renewed": ["lr"]},

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 from faulty_storage import Faults, FaultyHandler
+from processes import wait_until
 from pyarrow import fs as pafs
-from s3 import S3, s3_server
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
@@ -62,13 +62,6 @@ def owner_process(uri: str) -> Iterator[subprocess.Popen[str]]:
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.sleep
     monkeypatch.setattr(time, "sleep", lambda pause_s: real(pause_s / 4))
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    pytest.importorskip("moto")
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture
@@ -121,13 +114,6 @@ def refusal(act: Callable[[], object]) -> str:
 def seconds_left(line: str) -> float:
     """When the lease of the owner runs out, as the error says."""
     return float(line.rpartition(" in ")[2].removesuffix(" s."))
-
-
-def wait_until(happens: Callable[[], bool], within_s: float = 20.0) -> None:
-    until_s = time.monotonic() + within_s
-    while not happens():
-        assert time.monotonic() < until_s
-        time.sleep(0.04)
 
 
 def wait_for_renewal(run: Storage) -> None:

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, wait_until
 from warm_python import WarmPython
 
 from raytrain_ddp.checkpoint.lease import LEASE_FILE, Lease, Owner, holder, is_seen
@@ -42,16 +41,11 @@ def starts(run: Storage) -> list[int]:
 
 
 def wait_for(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not holds():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: holds() or process.poll() is not None, 100)
+    assert process.poll() is None, process.communicate()
 
 
-def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resumed(
-    tmp_path: Path,
-):
+def test_fault_31_a_second_run_of_one_name_is_refused_and_a_killed_run_is_resumed(tmp_path: Path):
     run = open_storage(str(tmp_path / "runs" / "run"))
     first = start(tmp_path)
     wait_for(first, lambda: len(read_history(run)) > 8)

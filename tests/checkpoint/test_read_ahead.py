@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow.fs as pafs
 import pytest
 from faulty_storage import content, manifest
-from s3 import S3, s3_server
+from s3 import S3
 
 from raytrain_ddp.checkpoint import read_ahead
 from raytrain_ddp.checkpoint.manifest import DamagedError
@@ -22,13 +21,6 @@ from raytrain_ddp.checkpoint.streams import new_memory
 
 CHUNK = 3 * 4096
 SIZES = [1, CHUNK - 1, CHUNK, CHUNK + 1, 20 * CHUNK, 20 * CHUNK + 7]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3]:
-    pytest.importorskip("moto")
-    with s3_server() as running:
-        yield running
 
 
 @pytest.fixture
@@ -53,52 +45,52 @@ def read(folder: Storage, name: str, size: int) -> tuple[memoryview, str, bytes]
 
 
 @pytest.mark.usefixtures("small")
-def test_ranges_of_an_object_add_up_to_the_file(server: S3):
-    folder = open_storage(server.uri("same"))
+def test_ranges_of_an_object_add_up_to_the_file(s3: S3):
+    folder = open_storage(s3.uri("same"))
     for size in SIZES:
-        server.put("same/file", data := draw(size))
+        s3.put("same/file", data := draw(size))
         assert read(folder, "file", size) == (data, sha256(data), data)
         assert folder.sha256("file") == sha256(data)
 
 
 @pytest.mark.usefixtures("small")
-def test_several_ranges_are_read_concurrently_and_each_byte_once(server: S3):
-    folder, data = open_storage(server.uri("many")), draw(20 * CHUNK + 7)
-    server.put("many/file", data)
-    server.most_at_once(delay_s=0.03)
+def test_several_ranges_are_read_concurrently_and_each_byte_once(s3: S3):
+    folder, data = open_storage(s3.uri("many")), draw(20 * CHUNK + 7)
+    s3.put("many/file", data)
+    s3.most_at_once(delay_s=0.03)
     assert read(folder, "file", len(data))[0] == data
-    assert 3 <= server.most_at_once(delay_s=0.0) <= RANGES
+    assert 3 <= s3.most_at_once(delay_s=0.0) <= RANGES
     assert read(folder, "file", len(data))[0] == data
-    asked = [request.range.removeprefix("bytes=").split("-") for request in server.gets()]
+    asked = [request.range.removeprefix("bytes=").split("-") for request in s3.gets()]
     ranges = sorted((int(first), int(last)) for first, last in asked)
     assert [first for first, _ in ranges] == [*range(0, len(data), CHUNK)]
     assert sum(last + 1 - first for first, last in ranges) == len(data)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_failed_range_is_retried_and_a_failing_store_leaves_no_reader_threads(server: S3):
-    folder, data = open_storage(server.uri("fail")), draw(20 * CHUNK)
-    server.put("fail/file", data)
-    server.fail(2)
+def test_a_failed_range_is_retried_and_a_failing_store_leaves_no_reader_threads(s3: S3):
+    folder, data = open_storage(s3.uri("fail")), draw(20 * CHUNK)
+    s3.put("fail/file", data)
+    s3.fail(2)
     assert read(folder, "file", len(data))[1] == sha256(data)
-    assert server.failing()["GET"] == 0
+    assert s3.failing()["GET"] == 0
     once = pafs.AwsStandardS3RetryStrategy(max_attempts=1)
     fs = pafs.S3FileSystem(
         **{"access_key": "test", "secret_key": "test", "scheme": "http", "region": "us-east-1"},
-        **{"endpoint_override": f"127.0.0.1:{server.port}", "retry_strategy": once},
+        **{"endpoint_override": f"127.0.0.1:{s3.port}", "retry_strategy": once},
     )
-    server.fail(1)
+    s3.fail(1)
     try:
         with pytest.raises(OSError, match="500"):
             read(Storage(fs, "bucket/fail", False), "file", len(data))
     finally:
-        server.fail(0)
+        s3.fail(0)
     assert not [each for each in threading.enumerate() if each.name.startswith("ranges")]
 
 
 @pytest.mark.usefixtures("small")
-def test_a_damaged_byte_and_a_truncated_file_are_detected(server: S3):
-    store = CheckpointStore(open_storage(server.uri("damage")))
+def test_a_damaged_byte_and_a_truncated_file_are_detected(s3: S3):
+    store = CheckpointStore(open_storage(s3.uri("damage")))
     files = {"model.safetensors": draw(20 * CHUNK), "state.json": b"{}"}
     good = store.commit(manifest(1), files)
     good.verify()
@@ -107,7 +99,7 @@ def test_a_damaged_byte_and_a_truncated_file_are_detected(server: S3):
     damaged[11 * CHUNK] ^= 1
     short = files["model.safetensors"][: 7 * CHUNK + 5]
     for stored in (bytes(damaged), short):
-        server.put("damage/step-00000001-a0001/model.safetensors", stored)
+        s3.put("damage/step-00000001-a0001/model.safetensors", stored)
         for look in (good.verify, lambda: good.read("model.safetensors")):
             with pytest.raises(DamagedError, match="model"):
                 look()
@@ -139,11 +131,11 @@ def test_ranges_of_an_fsspec_file_add_up_to_the_file():
         assert sorted(asked) == [(at, min(size, at + CHUNK)) for at in range(0, size, CHUNK)]
 
 
-def test_a_large_file_is_written_in_parts(server: S3):
-    folder, data = open_storage(server.uri("parts")), draw(25 * 2**20)
-    server.requests()
+def test_a_large_file_is_written_in_parts(s3: S3):
+    folder, data = open_storage(s3.uri("parts")), draw(25 * 2**20)
+    s3.requests()
     assert folder.write("file", data) == (len(data), sha256(data))
-    parts = [r for r in server.requests() if r.method == "PUT"]
+    parts = [r for r in s3.requests() if r.method == "PUT"]
     assert len(parts) == 3
     assert all("partNumber" in part.query for part in parts)
     assert folder.sha256("file") == sha256(data)

@@ -92,12 +92,10 @@ class Whole:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [ByTrain, BySplit, OfLetters, NotDownloaded, WantsMore]
-    names = []
-    for fake in (*found, Boxes, Unlabeled, Whole):
-        names.append(fake.__name__)
+    of = (ByTrain, BySplit, OfLetters, NotDownloaded, WantsMore, Boxes, Unlabeled, Whole)
+    for fake in of:
         monkeypatch.setattr(datasets, fake.__name__, fake, raising=False)
-    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, *names))
+    monkeypatch.setattr(datasets, "__all__", (*datasets.__all__, *(each.__name__ for each in of)))
 
 
 def opened(fake: type[Any], root: Path, train: bool = True, split: str = "") -> Any:

@@ -18,11 +18,7 @@ from processes import Group, run_cli
 from rich.console import Console
 from tiny import tiny_config
 
-from raytrain_ddp.checkpoint.run_folder import (
-    CONFIG_FILE,
-    find_checkpoint,
-    run_storage,
-)
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, find_checkpoint, run_storage
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.dry_run import dry_run

@@ -95,10 +95,7 @@ def _kernel_for(name: str) -> Callable[..., Any] | None:
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     if is_view:
         return None
-    special = {
-        "native_dropout": _dropout,
-        "_foreach_copy_": _copy_each,
-    }
+    special = {"native_dropout": _dropout, "_foreach_copy_": _copy_each}
     return special.get(short) or partial(_compute, operation, short)
 
 

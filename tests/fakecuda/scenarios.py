@@ -28,12 +28,7 @@ from raytrain_ddp.training.session import Requests
 
 
 def trains(
-    rank: int,
-    size: int,
-    folder: Path,
-    device: str,
-    script: Any = None,
-    **changes: Any,
+    rank: int, size: int, folder: Path, device: str, script: Any = None, **changes: Any
 ) -> dict[str, Any]:
     """Two epochs of the tiny task, with an evaluation and a checkpoint after each."""
     log = LogConfig(every_steps=5, tensorboard=False)

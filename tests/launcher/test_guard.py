@@ -9,46 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import STUBBORN, alive, wait_until
 
 from raytrain_ddp.launcher import guard
 from raytrain_ddp.launcher.agent import Agent
 
 GUARD = Path(guard.__file__)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-# A process that ignores SIGTERM and has children of its own: one in its group, one a daemon.
-STUBBORN = """
-import os, signal, subprocess, sys, time
-sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-pids = [os.getpid(), subprocess.Popen(sleep).pid]
-pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-with open(sys.argv[1] + ".part", "w") as file:
-    file.write(" ".join(map(str, pids)))
-os.rename(sys.argv[1] + ".part", sys.argv[1])
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 
 class Guarded:

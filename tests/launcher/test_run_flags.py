@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from old_launchers import EXAMPLES, MANNERS
 from processes import run_cli
 from thread_ray import ThreadRay
 
@@ -210,3 +211,16 @@ def test_a_signal_during_ray_startup_ends_the_run_as_soon_as_ray_can_be_stopped(
     assert stop.value.args == (signal.SIGTERM,)
     assert fake.ended
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_every_launcher_example_is_tested_and_in_the_readme():
+    """They run in test_fit_on_ray.py and, with -m slow, in test_ray_faults.py."""
+    scripts = {path.name for path in EXAMPLES.glob("*.py")}
+    assert scripts == {*MANNERS}
+    readme = (EXAMPLES / "README.md").read_text()
+    for name, manner in MANNERS.items():
+        assert "raytrain_ddp" not in (EXAMPLES / name).read_text()
+        command = f"python -m raytrain_ddp.run {manner.flags} {name} {manner.args}".replace(
+            "{size}", "2"
+        ).strip()
+        assert command in " ".join(readme.replace("\\\n", " ").split()), command

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from processes import wait_until
 from thread_ray import ThreadRay
 
 from raytrain_ddp.launcher.script_launch import run_script
@@ -71,10 +72,7 @@ def local(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     yield Local(tmp_path, capfd)
-    deadline = time.monotonic() + 20
-    while list(tmp_path.glob("raytrain-run-*")):  # the guards remove what they have made
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not list(tmp_path.glob("raytrain-run-*")))  # guards remove what they made
 
 
 # ------------------------------------------------------------------ who failed first

@@ -152,7 +152,7 @@ def test_a_time_limit_during_the_wait_for_nodes_requeues_the_job(submit: Submit)
 
 
 def test_the_wait_for_nodes_is_bounded(submit: Submit):
-    job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="5")
+    job = submit(FAKE_RAY="alone", SLURM_JOB_NUM_NODES="2", WAIT_S="2")
     assert job.status() == 3
     assert "1 of 2" in job.output
     assert job.requeued == []

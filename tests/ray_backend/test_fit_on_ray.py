@@ -22,7 +22,7 @@ import psutil
 import warm_python
 from logs import log_of
 from old_launchers import compare, free_port
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, STUBBORN
 from ray_cluster import (
     TASKS,
     Ears,
@@ -35,6 +35,7 @@ from ray_cluster import (
     wait_until,
     weights,
 )
+from tiny import newest
 
 from raytrain_ddp import FitResult, TrainConfig, fit
 from raytrain_ddp.checkpoint.run_folder import read_events
@@ -42,7 +43,7 @@ from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.recipe import dumps, load
 from raytrain_ddp.config.sections import ScalingConfig
-from raytrain_ddp.errors import PreflightError, TaskError
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import End
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.launcher.script_launch import run_script
@@ -62,12 +63,6 @@ def cluster(unchanged_process: None) -> Iterator[Any]:
             made.own = own
             yield made
     assert list(own.glob("raytrain-run-*")) == []
-
-
-def finished(config: TrainConfig) -> Ears:
-    ears = Ears()
-    assert fit(config, display=ears).status == "finished"
-    return ears
 
 
 def test_fit_trains_the_digits_and_writes_every_file_of_the_run(
@@ -117,71 +112,34 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return config
 
 
-def test_fault_01_13_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
+def test_fault_01_05_13_a_killed_driver_a_killed_worker_and_ctrl_c_on_ray_lose_nothing(
     cluster: Any, undisturbed: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of three Ray workers is killed and replaced while the others survive and the task's files
-    are broken; then Ctrl-C and the same command again.
+    """A driver is killed: its Ray lives on, its workers must not. In the next start, one of three
+    Ray workers is killed and replaced while the others survive and the task's files are broken;
+    then Ctrl-C and the same command again.
 
     Weights and log are those of three undisturbed processes.
     """
-    monkeypatch.setenv(VARIABLE, "train.after_backward:kill@rank=1,step=15")
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
     (tmp_path / "slow").touch()
     sources = {"own_paced.py": "from own_base import Paced\n\nclass Own(Paced): ...\n"}
-    sources["own_base.py"] = "from ray_tasks import Paced\n"
+    where = f"import sys\nsys.path.append({str(TASKS.parent)!r})\n"
+    sources["own_base.py"] = f"{where}from ray_tasks import Paced\n"
     for name, source in sources.items():
         (tmp_path / name).write_text(source)
     config = paced(tmp_path, "disturbed", task=f"{tmp_path / 'own_paced.py'}:Own")
     # Where Ray Train would keep its state: if it is not writable, Ray Train fails.
     (tmp_path / "disturbed" / "checkpoint_manager_snapshot.json").mkdir(parents=True)
-    ears = Ears()
-    broken: list[float] = []
-
-    def break_files() -> None:
-        for name in sources:
-            (tmp_path / name).write_text("1 / 0\n")
-        broken.append(time.monotonic())
-
-    once(ears, at_step(3), break_files)
-    once(ears, at_step(30), lambda: os.kill(os.getpid(), signal.SIGINT))
-    stopped = fit(config, display=ears)
-    assert len(list((tmp_path / "fired").iterdir())) == 1
-    (failed,) = [(at, event) for at, event in ears.heard if event["kind"] == "failed"]
-    assert broken[0] < failed[0]
-    assert failed[1]["rank"] == 1
-    assert 13 <= failed[1]["step"] <= 15  # or the step of the last event
-    plans = [(plan["start_step"], *(plan.get("replaced") or ())) for plan in ears.of("plan")]
-    assert plans == [(0,), (14, 1)]
-    assert (stopped.status, stopped.exit_status) == ("interrupted", 130)
-    assert 30 <= stopped.step < 46
-
-    (tmp_path / "slow").unlink()
-    for name, source in sources.items():
-        (tmp_path / name).write_text(source)
-    assert [plan["start_step"] for plan in finished(config).of("plan")] == [stopped.step]
-    assert weights(config) == weights(undisturbed)
-    assert log_of(config) == log_of(undisturbed)
-    assert trained(config) == [*range(1, 47)]
-
-
-def test_fault_05_after_a_killed_driver_the_same_command_ends_with_the_same_bits(
-    cluster: Any, undisturbed: TrainConfig, tmp_path: Path
-) -> None:
-    """Ray outlives its driver, whose workers must not."""
-    (tmp_path / "slow").touch()
-    config = paced(tmp_path, "killed")
-    (tmp_path / "killed.toml").write_text(dumps(config))
-    command = [sys.executable, "-m", "raytrain_ddp.fit", "killed.toml"]
+    (tmp_path / "mine.toml").write_text(dumps(config))
     with warm_python.WarmPython(
-        [*command, "--address", cluster.address],
+        [sys.executable, "-m", "raytrain_ddp.fit", "mine.toml", "--address", cluster.address],
         cwd=tmp_path,
         env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     ) as driver:
-        log = tmp_path / "killed" / "metrics.jsonl"
+        log = tmp_path / "disturbed" / "metrics.jsonl"
 
         def has_trained() -> bool:
             assert driver.poll() is None, driver.stderr and driver.stderr.read()
@@ -190,36 +148,48 @@ def test_fault_05_after_a_killed_driver_the_same_command_ends_with_the_same_bits
         wait_until(has_trained, 200)
         os.kill(driver.pid, signal.SIGKILL)
     wait_until(lambda: not (processes("ray::RayTrainWorker") or processes("ray::Mailbox")))
+    began = newest(config).name.step
+    assert 23 <= began < 36, "from the checkpoint of the first epoch, or a later one"
+
+    monkeypatch.setenv(VARIABLE, f"train.after_backward:kill@rank=1,step={began + 4}")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "fired"))
+    ears = Ears()
+    broken: list[float] = []
+
+    def break_files() -> None:
+        for name in sources:
+            (tmp_path / name).write_text("1 / 0\n")
+        broken.append(time.monotonic())
+
+    once(ears, at_step(began + 1), break_files)
+    once(ears, at_step(began + 6), lambda: os.kill(os.getpid(), signal.SIGINT))
+    stopped = fit(config, display=ears)
+    assert len(list((tmp_path / "fired").iterdir())) == 1
+    (failed,) = [(at, event) for at, event in ears.heard if event["kind"] == "failed"]
+    assert broken[0] < failed[0]
+    assert failed[1]["rank"] == 1
+    assert began + 2 <= failed[1]["step"] <= began + 4  # or the step of the last event
+    plans = [(plan["start_step"], *(plan.get("replaced") or ())) for plan in ears.of("plan")]
+    assert plans == [(began,), (began + 3, 1)]
+    assert (stopped.status, stopped.exit_status) == ("interrupted", 130)
+    assert began + 6 <= stopped.step < 46
+
     (tmp_path / "slow").unlink()
-    (plan,) = finished(config).of("plan")
-    assert plan["start_step"] >= 23, "from the checkpoint of the first epoch"
+    for name, source in sources.items():
+        (tmp_path / name).write_text(source)
+    again = Ears()
+    assert fit(config, display=again).status == "finished"
+    assert [plan["start_step"] for plan in again.of("plan")] == [stopped.step]
     assert weights(config) == weights(undisturbed)
     assert log_of(config) == log_of(undisturbed)
-
-
-def test_a_users_error_is_shown_once_as_the_users_own_traceback(
-    cluster: Any, tmp_path: Path
-) -> None:
-    config = TrainConfig(storage=str(tmp_path), task=f"{TASKS}:Faulty")
-    with pytest.raises(TaskError) as caught:
-        fit(config, display=Ears())
-    message = str(caught.value)
-    assert message.count("Traceback") == 1
-    assert message.count("KeyError: 'no such key'") == 1
-    assert 'return batch["no such key"]' in message
-    assert "raytrain_ddp/training" not in message
-    assert caught.value.exit_status == 1
-    # It would start workers again and again.
-    wait_until(lambda: not processes("ray::TrainController"))
+    assert trained(config) == [*range(1, 47)]
 
 
 def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(
     cluster: Any, tmp_path: Path
 ) -> None:
     config = TrainConfig(
-        storage=str(tmp_path),
-        batch_size=1024,
-        scaling=ScalingConfig(num_workers=9, wait_s=1),
+        storage=str(tmp_path), batch_size=1024, scaling=ScalingConfig(num_workers=9, wait_s=1)
     )
     with pytest.raises(PreflightError, match=r"want 9 .*have 3") as caught:
         fit(config, display=Ears())
@@ -263,20 +233,6 @@ if attempt == "1":
     assert "  ValueError: no such thing\n" in err
     assert "SIGKILL" in err
     assert re.search(r"ranks 0-1 on .*, rank 2 on ", err)
-
-
-STUBBORN = """
-import os, signal, subprocess, sys, time
-sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-pids = [os.getpid(), subprocess.Popen(sleep).pid]
-pids.append(subprocess.Popen(sleep, start_new_session=True).pid)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-with open(sys.argv[1] + ".part", "w") as file:
-    file.write(" ".join(map(str, pids)))
-os.rename(sys.argv[1] + ".part", sys.argv[1])
-time.sleep(600)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=SLOW)])

@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import ScalingConfig
@@ -22,10 +23,7 @@ from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.ray_backend import ray_start
 from raytrain_ddp.ray_backend.cluster import ray_connection
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
-from raytrain_ddp.ray_backend.ray_settings import (
-    applied_settings,
-    ray_settings,
-)
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings
 from raytrain_ddp.ray_backend.ray_start import start_with_retries
 
 SLOW = Exception("The current node timed out during startup. This could happen because ...")
@@ -128,10 +126,7 @@ def test_only_processes_started_by_a_failed_attempt_are_ended(tmp_path: Path) ->
     try:
         start_with_retries(init, lambda: None, "this machine", 10.0, lambda _: None)
         agent = Path("/proc") / below.read_text().strip() / "cmdline"
-        deadline = time.monotonic() + 20
-        while agent.exists() and agent.read_bytes():  # a dead process has no command line
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not (agent.exists() and agent.read_bytes()))  # a dead one has no words
         assert started[0].poll() is not None
         assert started[1].poll() is None
         assert mine.poll() is None

@@ -281,9 +281,7 @@ def test_a_model_can_start_from_a_run_given_by_name_folder_or_checkpoint(
         begun("digits-cnn", weights=str(run / "logs"))
 
 
-def test_the_weights_are_reported_and_a_resumed_or_evaluated_run_does_not_need_them(
-    tmp_path: Path,
-):
+def test_the_weights_are_reported_and_a_resumed_or_evaluated_run_does_not_need_them(tmp_path: Path):
     file = tmp_path / "begun.safetensors"
     save_file(begun("digits-cnn", 10)[0].state_dict(), file)
     config = TrainConfig(

@@ -135,11 +135,11 @@ class Drawing(TinyTask):
         super().evaluate(model, batch, metrics)
 
 
-def with_check(session: Any, try_evaluation: Any = preparing.try_evaluation) -> None:
-    preparing.try_evaluation = try_evaluation
+def checking(session: Any, check: Any = preparing.try_evaluation) -> None:
+    preparing.try_evaluation = check
 
 
-def without_check(session: Any) -> None:
+def unchecked(session: Any) -> None:
     preparing.try_evaluation = lambda *_: None
 
 
@@ -148,7 +148,7 @@ def test_the_first_check_does_not_change_the_bits_and_a_resumed_run_is_checked(
 ):
     """On three ranks, stopped and resumed, with and without it."""
     found = []
-    for name, prepare_session in (("without", without_check), ("with", with_check)):
+    for name, prepare_session in (("without", unchecked), ("with", checking)):
         config = tiny_config(tmp_path, name, epochs=1)
         for stop in (7, 0):
             ran = workers(3, run_tiny, plain(config), None, stop, 0, prepare_session, Drawing)

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from processes import Group
-from tiny import (
-    EVAL_ROWS,
-    TinyNet,
-    TinyTask,
-    bits,
-    plain,
-    run_tiny,
-    tiny_config,
-    weights,
-)
+from tiny import EVAL_ROWS, TinyNet, TinyTask, bits, plain, run_tiny, tiny_config, weights
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -48,11 +48,7 @@ def ran(rank: int, size: int, config: Any, kind: type[TinyTask]) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [
-        (Holding, "Holding.loss"),
-        (Method, "model.of_batch"),
-        (Unused, "extra.weight, extra.bias"),
-    ],
+    [(Holding, "Holding.loss"), (Method, "model.of_batch"), (Unused, "extra.weight, extra.bias")],
 )
 def test_models_and_losses_that_ddp_does_not_support_are_refused_by_all_ranks(
     workers: Group, tmp_path: Path, kind: type[TinyTask], named: str
@@ -124,11 +120,7 @@ def dropped(
     [
         (Drops, 0, {}),  # already in the warm-up
         (DropsOnOneRank, 1, {"micro_batch": 4}),
-        (
-            DropsOnOneRank,
-            5,
-            {"micro_batch": 4, "ddp": DdpConfig(gradient_as_bucket_view=False)},
-        ),
+        (DropsOnOneRank, 5, {"micro_batch": 4, "ddp": DdpConfig(gradient_as_bucket_view=False)}),
         (DropsOnOneRank, 5, {"ddp": DdpConfig(compression="bf16", bucket_cap_mb=0.001)}),
         (DropsOnAll, 4, {"ddp": DdpConfig(static_graph=True)}),
         (DropsOnAll, 4, {"compute": ComputeConfig(precision="fp16")}),

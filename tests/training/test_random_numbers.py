@@ -44,13 +44,11 @@ class DrawingTask(TinyTask):
 def test_a_task_is_built_with_seeded_generators_and_does_not_change_their_state() -> None:
     config = TrainConfig(task=DrawingTask, seed=7)
     tasks = [load_task(c) for c in (config, config, TrainConfig(task=DrawingTask, seed=8))]
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
     before = draws_of_all()
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
     one, other, another = (
         load_task(c).drawn for c in (config, config, TrainConfig(task=DrawingTask))
     )  # type: ignore[attr-defined]

@@ -6,19 +6,20 @@ Most tests use three processes: with two, DDP has only one order of sums, which 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from logs import log_of
-from processes import ENVIRONMENT, Died, Group, Raised
+from processes import ENVIRONMENT, Died, Group, Raised, wait_until
 from tiny import (
     EPOCHS,
     EVAL_ROWS,
@@ -26,11 +27,13 @@ from tiny import (
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     TinyNet,
+    TinyTask,
     WorkerResult,
     bits,
     kept_steps,
     newest,
     plain,
+    planned,
     run_tiny,
     tiny_arrays,
     tiny_config,
@@ -50,7 +53,8 @@ from raytrain_ddp.config.sections import (
 )
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.array_source import ArraySource
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.errors import DataError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -76,23 +80,19 @@ def rows_by_step(ran: list[WorkerResult]) -> dict[int, list[int]]:
     return steps
 
 
-class Reference:
-    """Uninterrupted runs on three workers; each variant is run once."""
-
-    def __init__(self, workers: Group, folder: Path) -> None:
-        self._workers, self._folder = workers, folder
-        self._done: dict[str, tuple[TrainConfig, list[WorkerResult]]] = {}
-
-    def __call__(self, variant: str) -> tuple[TrainConfig, list[WorkerResult]]:
-        if variant not in self._done:
-            config = tiny_config(self._folder, variant, **VARIANTS[variant])
-            self._done[variant] = config, self._workers(3, run_tiny, plain(config))
-        return self._done[variant]
+Reference = Callable[[str], tuple[TrainConfig, list[WorkerResult]]]
 
 
 @pytest.fixture(scope="module")
 def reference(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(workers, tmp_path_factory.mktemp("reference"))
+    """Uninterrupted runs on three workers; each variant is run once."""
+
+    @functools.cache
+    def run(variant: str) -> tuple[TrainConfig, list[WorkerResult]]:
+        config = tiny_config(tmp_path_factory.mktemp("reference"), variant, **VARIANTS[variant])
+        return config, workers(3, run_tiny, plain(config))
+
+    return run
 
 
 # ------------------------------------------------------------------ bitwise resume
@@ -181,52 +181,68 @@ def test_a_stop_at_an_evaluation_step_saves_at_once_and_the_resume_runs_the_eval
     assert log_of(config) == log_of(whole)
 
 
-@pytest.mark.parametrize("changed", [{"rows": ROWS + 1}, {"eval_rows": EVAL_ROWS + 1}])
+class Animals(TinyTask):
+    class_names = ("ape", "bat")
+
+
+class Renamed(TinyTask):
+    class_names = ("bat", "ape")
+
+
+class Unevaluated(Animals):
+    def eval_data(self) -> None:
+        return None
+
+
+class Other(Animals):
+    def train_data(self) -> Data:
+        return Data(ArraySource(tiny_arrays(ROWS, 7), rows_per_block=16), self._augmented)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (Other, {}, f"training data ({ROWS} rows"),
+        (Animals, {"rows": ROWS + 1}, f"training data ({ROWS + 1} rows"),
+        (Animals, {"eval_rows": EVAL_ROWS + 1}, f"evaluation data ({EVAL_ROWS + 1} rows"),
+        (Unevaluated, {}, "no evaluation data"),
+        (Renamed, {}, "2 classes: bat, ape"),
+    ],
+)
 def test_fault_29_a_run_whose_data_changed_is_not_resumed(
-    changed: dict[str, int], workers: Group, tmp_path: Path
+    kind: type[TinyTask], options: dict[str, int], named: str, workers: Group, tmp_path: Path
 ):
     config = tiny_config(tmp_path, "grown")
-    workers(3, run_tiny, plain(config), None, 3)
+    workers(3, run_tiny, plain(config), None, 3, 0, None, Animals)
     before = bits(config)
-    for outcome in workers.outcomes(3, run_tiny, plain(config), changed):
+    for outcome in workers.outcomes(3, run_tiny, plain(config), options, 0, 0, None, kind):
         assert isinstance(outcome, Raised)  # on all ranks, without waiting for others
         assert outcome.exit_status == 4
-        assert f"({next(iter(changed.values()))} rows" in outcome.text
+        assert named in outcome.text
     assert bits(config) == before
 
 
-def test_a_finished_run_that_is_started_again_takes_no_step(reference: Reference, workers: Group):
-    config, ran = reference("sgd")
-    before = bits(config)
-    again = workers(3, run_tiny, plain(config))
-    assert [worker.seen for worker in again] == [[], [], []]
-    assert {worker.digest for worker in again} == {ran[0].digest}
-    assert bits(config) == before
+def test_fault_29_a_run_without_evaluation_data_is_not_resumed_with_some(tmp_path: Path):
+    config = plain(tiny_config(tmp_path, "grown"))
+    for stop in (3, 5):
+        run_tiny(0, 1, config, None, stop, kind=Unevaluated)
+    with pytest.raises(DataError, match="evaluation data"):
+        run_tiny(0, 1, config, kind=Animals)
 
 
 # ------------------------------------------------------------------ the number of workers
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_number_of_workers_changes_results_only_by_rounding(
-    size: int, reference: Reference, workers: Group, tmp_path: Path
+@pytest.mark.parametrize("sizes", [{4: 0}, {3: 4, 2: 13, 1: 21, 4: 0}])
+def test_fault_28_the_number_of_workers_changes_results_only_by_rounding(
+    sizes: Mapping[int, int], reference: Reference, workers: Group, tmp_path: Path
 ):
-    """Promise 1: the same rows in the same slots, and values that differ only by rounding."""
+    """Promise 1: the same rows in the same slots, and values that differ only by rounding; also if
+    the number changes (where: in which step)."""
     whole, on_three = reference("sgd")
     config = tiny_config(tmp_path, "sized")
-    ran = workers(size, run_tiny, plain(config))
-    assert rows_by_step(ran) == rows_by_step(on_three)
-    assert losses_of(config) == pytest.approx(losses_of(whole), rel=1e-6)
-    assert_close(weights(config), weights(whole))
-
-
-def test_fault_28_a_resized_run_equals_an_undisturbed_run_within_rounding(
-    reference: Reference, workers: Group, tmp_path: Path
-):
-    whole, on_three = reference("sgd")
-    config = tiny_config(tmp_path, "resized")
     steps: dict[int, list[int]] = {}
-    for size, stop in ((3, 4), (2, 13), (1, 21), (3, 0)):
+    for size, stop in sizes.items():
         steps |= rows_by_step(workers(size, run_tiny, plain(config), None, stop))
     assert steps == rows_by_step(on_three)
     assert losses_of(config) == pytest.approx(losses_of(whole), rel=1e-6)
@@ -274,15 +290,10 @@ def test_uneven_slots_and_a_short_last_step_give_the_gradient_of_the_whole_batch
     torch.manual_seed(config.seed)
     model = TinyNet(norm=False)
     arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(rows, 0).items()}
-    blocks = ArraySource(tiny_arrays(rows, 0), rows_per_block=16).blocks
-    plan = Plan(rows, config.slots, config.micro_batch)
     losses = []
     for epoch in range(epochs):
-        order = EpochOrder(blocks, "full", config.seed, epoch)
-        for step in range(plan.steps_per_epoch):
-            spans = [order.read(*plan.span(step, slot)) for slot in range(config.slots)]
-            batch = torch.cat([torch.from_numpy(span) for span in spans])
-            assert len(batch) == plan.samples(step)
+        for slots in planned(config, epoch, rows):
+            batch = torch.tensor([row for each in slots for row in each])
             loss = cross_entropy(model(arrays["x"][batch]), arrays["y"][batch])
             model.zero_grad()
             loss.backward()
@@ -293,9 +304,6 @@ def test_uneven_slots_and_a_short_last_step_give_the_gradient_of_the_whole_batch
     assert losses_of(config) == pytest.approx(losses, rel=1e-6)
     for name, tensor in weights(config).items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-5, atol=1e-6)
-
-
-# ------------------------------------------------------------------ NaN losses
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -329,13 +337,13 @@ DIGITS = ["--batch-size", "128", "--micro-batch", "32", "--epochs", "2", "--data
 DIGITS += ["--log.no-tensorboard"]
 
 
-def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
-    """``fit --local`` on the digits, 24 steps."""
-    command = [sys.executable, *launcher, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
+def start(folder: Path, name: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    """``fit`` on the digits, 24 steps."""
+    command = [sys.executable, "-m", "raytrain_ddp.fit", "--name", name, *DIGITS]
     return WarmPython(
-        [*command, "--log.every-steps", "1", *([] if launcher else ["--local"])],
+        [*command, "--log.every-steps", "1", *flags],
         cwd=folder,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -343,10 +351,17 @@ def start(folder: Path, name: str, *launcher: str) -> subprocess.Popen[str]:
 
 
 def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    process = start(tmp_path, "pair", *torchrun)
-    out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, out
+    """With the variables that it sets, and the store that its agent serves."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "1"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    group |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = [
+        start(tmp_path, "pair", **group, RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0")
+        for rank in "01"
+    ]
+    outs = [process.communicate(timeout=240)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outs
     config = load(str(tmp_path / "runs" / "pair" / "config.toml"))
     config = dataclasses.replace(config, storage=str(tmp_path / "runs"))
     log = log_of(config)
@@ -354,19 +369,15 @@ def test_fit_under_torchrun_is_one_run_of_two_workers(tmp_path: Path):
     assert [r["step"] for r in log if r["kind"] == "eval"] == [12, 24]
     assert newest(config).manifest.world_size == 2
     assert (kept_steps(config), newest(config).manifest.attempt) == ([12, 24], 1)
-    assert out.count("loading torch") == 1  # only rank 0 prints
+    assert ["loading torch" in out for out in outs] == [True, False]  # only rank 0 prints
 
 
 def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_same_bits(
     tmp_path: Path,
 ):
-    processes = [start(tmp_path, name) for name in ("whole", "stopped")]
+    processes = [start(tmp_path, name, "--local") for name in ("whole", "stopped")]
     log = tmp_path / "runs" / "stopped" / METRICS_FILE
-    deadline = time.monotonic() + 100
-    while not (log.exists() and len(log.read_text().splitlines()) >= 3):
-        assert processes[1].poll() is None, processes[1].communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, 100)
     processes[1].send_signal(signal.SIGTERM)
     whole, stopped = (process.communicate(timeout=100)[0] for process in processes)
     assert (processes[0].returncode, processes[1].returncode) == (0, 143), whole + stopped
@@ -376,7 +387,7 @@ def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_sam
     config = dataclasses.replace(config, storage=str(tmp_path / "runs"))
     interrupted_at = newest(config).name.step
     assert 3 <= interrupted_at < 24
-    again = start(tmp_path, "stopped")
+    again = start(tmp_path, "stopped", "--local")
     out, _ = again.communicate(timeout=100)
     assert again.returncode == 0, out
     reference = dataclasses.replace(config, name="whole")

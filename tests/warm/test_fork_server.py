@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import wait_until
 
 from raytrain_ddp.warm import fork_client
 from raytrain_ddp.warm.warm_start import py_executable
@@ -134,13 +135,6 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture
 def place(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Place:
     return Place(tmp_path, owner.pid)
-
-
-def wait_until(condition: Any, within_s: float = 20) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ended(pid: int) -> bool:

@@ -103,20 +103,17 @@ def test_the_saved_config_has_the_classes_and_maps_labels_the_same(tmp_path: Pat
 # ------------------------------------------------------------------ what is reported or refused
 
 
-@pytest.mark.parametrize("kind", ["folder", "parquet"])
-def test_an_unlabeled_test_split_is_ignored_unless_requested(kind: str, tmp_path: Path):
-    if kind == "folder":
-        folder(tmp_path / "train", a=2, b=2)
-        folder(tmp_path, test=3)
-    else:
-        with_class_names(tmp_path / "train.parquet", ["a", "b"], [0, 1])
-        with_class_names(tmp_path / "test.parquet", ["a", "b"], [-1, -1])
+def test_an_unlabeled_test_split_is_ignored_unless_requested(tmp_path: Path):
+    """Parquet's is ignored in test_splits.py."""
+    folder(tmp_path / "train", a=2, b=2)
+    folder(tmp_path, test=3)
     splits = splits_of(tmp_path)
     assert splits.eval is None
     assert "test" in lines(splits)["note"]
-    test = tmp_path / ("test" if kind == "folder" else "test.parquet")
-    with pytest.raises(DataError, match=str(test)):
-        splits_of(tmp_path, eval_source=str(test))
+    with_class_names(tmp_path / "test.parquet", ["a", "b"], [-1, -1])
+    for test in (tmp_path / "test", tmp_path / "test.parquet"):
+        with pytest.raises(DataError, match=str(test)):
+            splits_of(tmp_path / "train", eval_source=str(test))
 
 
 def test_unreadable_image_files_are_bad_records_and_devices_do_not_block(tmp_path: Path):

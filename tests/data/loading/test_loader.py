@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import wait_until
 
 from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loading.loader import (
-    TrainLoader,
-    eval_batches,
-    shuffle_for,
-)
+from raytrain_ddp.data.loading.batch_memory import BatchMemory
+from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
-from raytrain_ddp.data.loading.nested import samples_of
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import Plan, items_of_rank
 from raytrain_ddp.data.order.sample_rng import Draws
@@ -31,13 +28,6 @@ from raytrain_ddp.errors import DataError
 
 def loader_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("loader")]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 class Items:
@@ -75,7 +65,7 @@ def test_closing_ends_the_threads_and_starts_no_further_item(threads: LoaderThre
         begun.append(item)
         if item > 1:
             assert got.wait(20.0)
-            until(lambda: results.gi_running)  # it is being closed
+            wait_until(lambda: results.gi_running)  # it is being closed
 
     items = Items(10**9)
     results = prefetched(items, work, threads)
@@ -99,6 +89,23 @@ def test_bytes_prepared_ahead_are_bounded():
         assert items.taken <= taken + 3
     assert items.taken == 5 + 3
     results.close()
+
+
+def test_batch_memory_is_reused_only_when_no_view_is_left() -> None:
+    memory = BatchMemory()
+    batch = memory.empty(4, 8, 6)
+    assert batch.shape == (4, 3, 8, 6)
+    assert batch.dtype == torch.uint8
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    place, view = batch.data_ptr(), batch[1:3].flip(0)[0:1].view_as(batch[:1])
+    kept = batch.fill_(7)[3:]
+    del batch
+    other = memory.empty(4, 8, 6).fill_(9)
+    assert other.data_ptr() != place
+    assert bool((kept == 7).all())
+    del kept, view
+    gc.collect()
+    assert memory.empty(4, 8, 6).data_ptr() == place
 
 
 # ------------------------------------------------------------------ steps
@@ -242,23 +249,6 @@ def bad_rows_data(rows: int, bad: set[int]) -> Data:
     return Data(ArraySource({"row": np.arange(rows)}), collate)
 
 
-def test_fault_20_a_slot_counts_the_remaining_samples():
-    plan, bad = Plan(24, slots=4, micro_batch=3), {0, 1, 2, 3, 4, 5, 11, 12}
-
-    def steps(size: int, rank: int) -> list[Any]:
-        loader = loader_of(bad_rows_data(24, bad), plan, "none", 1, size, rank, skip=True)
-        return [slot for slots in loader.steps(0, plan.steps_per_epoch) for slot in slots]
-
-    slots = steps(1, 0)
-    good = [r for s in slots if s.samples for r in s.batch["row"].tolist()]
-    assert sorted(good) == [row for row in range(24) if row not in bad]
-    assert sum(slot.planned - slot.samples for slot in slots) == len(bad)
-    assert [slot.samples for slot in slots if slot.index == 0] == [0, 0]  # rows 0 to 5
-    assert all(samples_of(slot.batch) for slot in slots)  # the filler, if none is left
-    halves = sorted((s.step, s.index, s.samples) for s in steps(2, 0) + steps(2, 1))
-    assert halves == [(s.step, s.index, s.samples) for s in slots]
-
-
 def test_fault_20_lost_samples_are_an_error_unless_they_may_be_skipped_and_some_are_left():
     plan = Plan(24, slots=4, micro_batch=3)
     with pytest.raises(DataError, match="2 samples for 3 records"):
@@ -273,19 +263,13 @@ def test_fault_20_lost_samples_are_an_error_unless_they_may_be_skipped_and_some_
 def test_digests_differ_by_rows_and_by_pixels():
     def digests(rows: int, draw: float = 0.0) -> list[str]:
         data = rows_data(rows)
-        own = Data(
-            data.source,
-            lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": 1.0},
-        )
+        own = Data(data.source, lambda r, d: {"x": torch.from_numpy(d.uniform(1) + draw), "r": 1.0})
         loader = loader_of(own, Plan(rows, 4, 3), "full", 1, digests=True)
         return [slot.digest for slots in loader.steps(0, 2) for slot in slots]
 
     assert digests(20) == digests(20)
     assert not set(digests(20)) & set(digests(30))
     assert not {d for d in digests(20) if d} & set(digests(20, draw=1e-9))
-
-
-# ------------------------------------------------------------------ what sources are told
 
 
 # ------------------------------------------------------------------ iterable data sets

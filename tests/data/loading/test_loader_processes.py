@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from processes import alive, wait_until
 from torch.utils.data import DataLoader
 
 from raytrain_ddp.data.loading.loader import eval_batches
@@ -59,22 +59,6 @@ def batches() -> Iterator[Callable[..., Iterator[Any]]]:
     yield make
     for each in made:
         each.close()
-
-
-def gone(pids: set[int], within_s: float = 10.0) -> bool:
-    until = time.monotonic() + within_s
-    while any(psutil.pid_exists(pid) and not zombie(pid) for pid in pids):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_batches_equal_those_of_a_dataloader_and_random_numbers_here_stay() -> None:
@@ -248,7 +232,7 @@ def test_fault_37_no_process_outlives_a_script(way: str, tmp_path: Path) -> None
     if way in ("kill", "stuck"):
         process.kill()
     assert process.wait(30) == {"end": 0, "raise": 1}.get(way, -signal.SIGKILL)
-    assert gone(pids)
+    wait_until(lambda: not any(map(alive, pids)), 10)
     said = process.communicate()[1]
     assert said.count("Traceback") == (way == "raise"), said
 

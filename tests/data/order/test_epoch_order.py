@@ -158,6 +158,3 @@ def test_threads_that_read_the_same_order_at_once_see_the_same_rows():
             assert all(pool.map(read, places))
     finally:
         sys.setswitchinterval(interval)
-
-
-# ------------------------------------------------------------------ permutations

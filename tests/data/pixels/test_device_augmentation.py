@@ -37,9 +37,6 @@ def erase_draws(images: int, seed: int = 0) -> np.ndarray:
     return Draws(seed, 0, np.arange(images)).uniform(ERASE_DRAWS)
 
 
-# ------------------------------------------------------------------ random erasing
-
-
 # ------------------------------------------------------------------ finish
 
 

@@ -393,9 +393,15 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose checkpoint has untrained weights, which are wrong about most digits."""
     config = TrainConfig(name="untrained", micro_batch=64, batch_size=64)
     run = write(tmp_path_factory.mktemp("runs") / "untrained", config=config)
-    from tiny import commit_untrained_digits
+    import torch
 
-    commit_untrained_digits(run, config)
+    from raytrain_ddp.checkpoint.snapshot import encode_tensors
+    from raytrain_ddp.tasks.small_networks import DigitsCNN
+
+    torch.manual_seed(0)
+    manifest = Manifest(5, 0, 1, 2, to_dict(config), "x", metrics={"top1": 0.1})
+    files = {"model.safetensors": encode_tensors(DigitsCNN(10).state_dict())}
+    CheckpointStore(open_storage(str(run)).join(CHECKPOINTS)).commit(manifest, files)
     return run
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,7 @@ import torch
 import torch.distributed as dist
 from logs import log_of
 from processes import Group, WorkerError
-from tiny import (
-    CLASSES,
-    EPOCHS,
-    TinyTask,
-    bits,
-    plain,
-    run_tiny,
-    tiny_config,
-)
+from tiny import CLASSES, EPOCHS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -178,24 +171,21 @@ def test_buckets_change_no_gradient_and_are_exchanged_during_the_backward_pass(
 # ------------------------------------------------------------------ whole runs
 
 
-class Alone:
-    """Undisturbed runs on one worker; each variant is run once."""
-
-    def __init__(self, workers: Group, folder: Path) -> None:
-        self._workers, self._folder = workers, folder
-        self._done: dict[str, TrainConfig] = {}
-
-    def __call__(self, variant: str) -> TrainConfig:
-        if variant not in self._done:
-            config = tiny_config(self._folder, variant, exact=True, **VARIANTS[variant])
-            self._workers(1, run_tiny, plain(config))
-            self._done[variant] = config
-        return self._done[variant]
+Alone = Callable[[str], TrainConfig]
 
 
 @pytest.fixture(scope="module")
 def alone(workers: Group, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(workers, tmp_path_factory.mktemp("alone"))
+    """Undisturbed runs on one worker; each variant is run once."""
+
+    @functools.cache
+    def run(variant: str) -> TrainConfig:
+        folder = tmp_path_factory.mktemp("alone")
+        config = tiny_config(folder, variant, exact=True, **VARIANTS[variant])
+        workers(1, run_tiny, plain(config))
+        return config
+
+    return run
 
 
 SIZES = dict(zip(VARIANTS, (4, 3, 2, 3, 4, 2), strict=True))

@@ -13,7 +13,8 @@ from typing import Any
 import generation_runs
 import pytest
 import torch
-from generation_runs import Run, W, log_of
+from generation_runs import Run, W
+from logs import log_of
 from processes import Group
 from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
@@ -176,8 +177,7 @@ def test_fault_49_with_exact_survivors_do_not_wait_for_the_replacement(
 
 
 @pytest.mark.parametrize(
-    "points",
-    ["", "start.loaded:kill@rank=2;train.after_step:kill@rank=0,step=17"],
+    "points", ["", "start.loaded:kill@rank=2;train.after_step:kill@rank=0,step=17"]
 )
 def test_fault_28_a_further_rank_joins_between_two_steps(
     forks: Any, exact_alone: TrainConfig, tmp_path: Path, points: str
@@ -242,11 +242,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"), 1)
 
 
 def trained_alone(
-    config: TrainConfig,
-    task: TinyTask,
-    live: LiveState | None,
-    step: int,
-    late: bool = False,
+    config: TrainConfig, task: TinyTask, live: LiveState | None, step: int, late: bool = False
 ) -> Any:
     """Returns the step that the training began with and the live state after it."""
     plans: list[Any] = []

@@ -9,7 +9,8 @@ from typing import Any
 import generation_runs
 import pytest
 import torch
-from generation_runs import Run, W, log_of
+from generation_runs import Run, W
+from logs import log_of
 from tiny import TOTAL_STEPS, bits, tiny_config
 
 from raytrain_ddp.config.sections import LogConfig, OptimConfig

@@ -24,11 +24,7 @@ from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record
 from raytrain_ddp.training.metrics.evaluation import evaluate
-from raytrain_ddp.training.metrics.metric_states import (
-    MOST_NUMBERS,
-    TreeMetrics,
-    tables,
-)
+from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, tables
 from raytrain_ddp.training.runtime.world import World
 
 

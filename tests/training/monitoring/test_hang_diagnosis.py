@@ -21,6 +21,7 @@ from tiny import (
     bits,
     kept_steps,
     plain,
+    run_armed,
     run_tiny,
     tiny_config,
 )
@@ -29,7 +30,6 @@ from raytrain_ddp.checkpoint.run_folder import HANGS, run_storage
 from raytrain_ddp.config.sections import DdpConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DataError, RetriesExhausted
-from raytrain_ddp.failpoints import arm
 
 BeforeStep = Callable[[int, Path, int], None]
 SHORT_LIMIT = ScalingConfig(hang_s=2.0)
@@ -38,21 +38,6 @@ LOST_PEER = Died(RetriesExhausted.exit_status)
 
 def hung_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
     return tiny_config(folder, name, scaling=SHORT_LIMIT, **changes)
-
-
-def run_with(
-    rank: int,
-    size: int,
-    config: dict[str, Any],
-    text: str,
-    folder: str,
-    prepare_session: Callable[[ScriptedSession], None] | None = None,
-) -> WorkerResult:
-    arm(text, folder)
-    try:
-        return run_tiny(rank, size, config, prepare_session=prepare_session)
-    finally:
-        arm("", "")
 
 
 def run_alongside(
@@ -95,9 +80,12 @@ def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
     time.sleep(0.12 if rank == 1 else 0.0)
 
 
-def fail_on_rank_0(rank: int, _: Path, step: int) -> None:
-    if (rank, step) == (0, 13):
-        raise DataError("a record of rank 0 is bad")
+def fail_on_rank_0(session: ScriptedSession) -> None:
+    def fail(step: int) -> None:
+        if (session.world.rank, step) == (0, 13):
+            raise DataError("a record of rank 0 is bad")
+
+    session.before_step = fail
 
 
 def pause_all(rank: int, folder: Path, step: int) -> None:
@@ -108,7 +96,7 @@ def pause_all(rank: int, folder: Path, step: int) -> None:
         while len(list(folder.glob("pid-*"))) < 3:
             time.sleep(0.01)
         if rank == 0:
-            wake = "sleep 4; kill -CONT $(cat pid-*)"
+            wake = "sleep 3; kill -CONT $(cat pid-*)"
             subprocess.Popen(["sh", "-c", f"kill -STOP $(cat pid-*); {wake}"], cwd=folder)
 
 
@@ -124,7 +112,7 @@ def test_fault_33_a_stopped_rank_is_named_and_killed_and_the_run_resumes_with_th
     whole, config = tiny_config(tmp_path, "whole"), hung_config(tmp_path, "hung")
     workers(3, run_tiny, plain(whole))
     at = "train.before_step:stop@rank=2,step=14"
-    ends = workers.outcomes(3, run_with, plain(config), at, str(tmp_path / "fired"))
+    ends = workers.outcomes(3, run_armed, at, str(tmp_path / "fired"), plain(config))
     assert ends == [LOST_PEER, LOST_PEER, Died(-9)]
     folder, hang = hang_report(config)
     assert (hang["ranks"], hang["step"]) == ([2], 14)
@@ -140,7 +128,7 @@ def test_fault_33_a_rank_that_holds_the_gil_is_reported_by_its_peers_with_its_st
 ):
     config = hung_config(tmp_path, "hung")
     at = "train.after_backward:gil(60)@rank=0,step=5"
-    ends = workers.outcomes(3, run_with, plain(config), at, str(tmp_path / "fired"))
+    ends = workers.outcomes(3, run_armed, at, str(tmp_path / "fired"), plain(config))
     assert ends == [Died(-9), LOST_PEER, LOST_PEER]
     folder, hang = hang_report(config)
     assert hang["ranks"] == [0]
@@ -183,7 +171,7 @@ def test_fault_32_33_a_slow_rank_or_a_pause_of_all_ranks_is_not_a_hang(
     (ran, took_s), *_ = workers(3, run_alongside, plain(slow), str(tmp_path), slow_on_rank_1)
     assert took_s > 0.1 * ran.outcome.step  # many times hang_s in total
     (ran, took_s), *_ = workers(3, run_alongside, plain(paused), str(tmp_path / "p"), pause_all)
-    assert took_s > 3.9
+    assert took_s > 2.9
     assert ran.outcome.step == ran.outcome.total_steps
     assert not (tmp_path / "slow" / HANGS).exists()
     assert not (tmp_path / "paused" / HANGS).exists()
@@ -192,24 +180,18 @@ def test_fault_32_33_a_slow_rank_or_a_pause_of_all_ranks_is_not_a_hang(
 def test_fault_33_slow_data_are_not_a_hang(workers: Group, tmp_path: Path):
     config = hung_config(tmp_path, "slow", epochs=2)
     at = "data.read:sleep(4)@rank=1,step=8"
-    ran = workers(3, run_with, plain(config), at, str(tmp_path / "fired"))
+    ran = workers(3, run_armed, at, str(tmp_path / "fired"), plain(config))
     assert ran[0].outcome.step == ran[0].outcome.total_steps
     assert not [*(tmp_path / "slow" / HANGS).rglob("hang.json")]
-
-
-def fail_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> WorkerResult:
-    def prepare_session(session: ScriptedSession) -> None:
-        session.before_step = partial(fail_on_rank_0, rank, Path(folder))
-
-    return run_with(rank, size, config, text, folder, prepare_session)
 
 
 def test_fault_33_a_failed_rank_that_finishes_its_commit_is_not_a_hang(
     workers: Group, tmp_path: Path
 ):
     config = hung_config(tmp_path, "failed")
+    given = str(tmp_path / "fired"), plain(config), None, 0, 0, fail_on_rank_0
     at = "checkpoint.manifest:sleep(5)@step=10"
-    ends = workers.outcomes(3, fail_with, plain(config), at, str(tmp_path / "fired"), wait_s=12)
+    ends = workers.outcomes(3, run_armed, at, *given, wait_s=12)
     assert all(isinstance(end, Raised) for end in ends), ends
     assert ends[0].name == "DataError"
     assert kept_steps(config) == [10]

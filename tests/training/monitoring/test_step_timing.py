@@ -14,12 +14,7 @@ from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Slowest
 from raytrain_ddp.training.monitoring.phase_clock import PHASES
-from raytrain_ddp.training.monitoring.step_timing import (
-    Reading,
-    Stragglers,
-    in_order,
-    summary,
-)
+from raytrain_ddp.training.monitoring.step_timing import Reading, Stragglers, in_order, summary
 
 
 def reading(**phases: float) -> Reading:

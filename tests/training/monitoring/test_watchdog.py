@@ -14,12 +14,7 @@ import torch
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.training.monitoring.hang_diagnosis import (
-    Hang,
-    RankStatus,
-    diagnose,
-    is_hang,
-)
+from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus, diagnose, is_hang
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.monitoring.watchdog import State, Watchdog
 
@@ -63,9 +58,7 @@ def watch(
     return found[0] if found else None
 
 
-def test_fault_33_a_rank_stopped_on_another_host_in_an_evaluation_is_named(
-    tmp_path: Path,
-):
+def test_fault_33_a_rank_stopped_on_another_host_in_an_evaluation_is_named(tmp_path: Path):
     said_before = [status(n, doing="evaluation", patience_s=60.0, still_s=1.0) for n in (1, 2)]
 
     def new(rank: int, **changes: Any) -> list[RankStatus]:

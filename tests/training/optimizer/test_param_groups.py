@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
-    TinyNet,
-    weights,
-)
+from tiny import TinyNet, weights
 from torch import nn
 
 from raytrain_ddp import ModelConfig, OptimConfig, TrainConfig, fit_locally

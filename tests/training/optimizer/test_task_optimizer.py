@@ -17,6 +17,7 @@ from tiny import (
     bits,
     newest,
     plain,
+    planned,
     run_tiny,
     tiny_arrays,
     tiny_config,
@@ -27,13 +28,8 @@ from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.config.sections import OptimConfig, ScheduleConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.array_source import ArraySource
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.training.optimizer.lr_schedule import (
-    LearningRates,
-    learning_rate,
-)
+from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, learning_rate
 from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 
 ROWS, STEPS = 75, 3  # steps per epoch
@@ -114,13 +110,9 @@ def plain_loop_weights(config: TrainConfig, name: str, bad_row: int) -> dict[str
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True)
     peaks = [group["lr"] for group in optimizer.param_groups]
     arrays = {name: torch.from_numpy(array) for name, array in tiny_arrays(ROWS, 0).items()}
-    blocks = ArraySource(tiny_arrays(ROWS, 0), rows_per_block=16).blocks
-    plan = Plan(ROWS, config.slots, config.micro_batch)
     for epoch in range(config.epochs):
-        order = EpochOrder(blocks, "full", config.seed, epoch)
-        for step in range(plan.steps_per_epoch):
-            spans = [order.read(*plan.span(step, slot)) for slot in range(config.slots)]
-            batch = torch.cat([torch.from_numpy(span) for span in spans])
+        for step, slots in enumerate(planned(config, epoch, ROWS)):
+            batch = torch.tensor([row for each in slots for row in each])
             model.zero_grad()
             cross_entropy(model(arrays["x"][batch]), arrays["y"][batch]).backward()
             factor = learning_rate(config, epoch * STEPS + step, STEPS) / config.optim.lr

@@ -32,9 +32,7 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint.run_folder import (
-    run_storage,
-)
+from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
@@ -47,9 +45,7 @@ from raytrain_ddp.training.recording.recorder import Best, Recorder
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state import async_checkpoint
-from raytrain_ddp.training.state.async_checkpoint import (
-    TRIES,
-)
+from raytrain_ddp.training.state.async_checkpoint import TRIES
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
@@ -74,10 +70,7 @@ class FaultyStore(Faults):
         self.slow_s, self.failures, self.unread = 0.0, 0, 0
 
     def __call__(
-        self,
-        what: str,
-        act: Callable[[], Any],
-        act_half: Callable[[], Any] = lambda: None,
+        self, what: str, act: Callable[[], Any], act_half: Callable[[], Any] = lambda: None
     ) -> Any:
         if what == "put":
             time.sleep(self.slow_s)
@@ -88,14 +81,6 @@ class FaultyStore(Faults):
             self.unread -= 1
             raise OSError(THROTTLED)
         return act()
-
-
-def use_faulty_store(made: Recorder) -> FaultyStore:
-    """Puts the checkpoints of a recorder on a faulty store and returns that."""
-    faulty_store, place = FaultyStore(), made.store.storage
-    fs = pafs.PyFileSystem(FaultyHandler(faulty_store, False))
-    made.store = CheckpointStore(Storage(fs, place.path, is_local=False))
-    return faulty_store
 
 
 def test_fault_07_a_replaced_start_cannot_commit_and_ends_with_an_error(
@@ -156,20 +141,16 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     return made
 
 
-def commit_step_10(config: TrainConfig) -> None:
-    made = recorder(config, [])
-    made.begin()
-    made.committer.submit(snapshot(10))
-    made.finish()
-    made.close()
-
-
 @pytest.mark.parametrize("what", ["failures", "unread"])
 def test_fault_15_permanent_storage_errors_end_the_start_with_5_and_one_line(
     what: str, faulty_store: FaultyStore, tmp_path: Path, reported: list[Record]
 ):
     config = tiny_config(tmp_path, "broken")
-    commit_step_10(config)
+    made = recorder(config, [])
+    made.begin()
+    made.committer.submit(snapshot(10))
+    made.finish()
+    made.close()
     setattr(faulty_store, what, 99)
     with (
         LocalSession(config, ALONE, Best("loss", "min"), to(reported)) as session,
@@ -264,7 +245,9 @@ def slow_down_writes(session: ScriptedSession) -> None:
     """Each write takes 50 ms, the time of several steps; submissions are recorded."""
     if session.recorder is None:
         return
-    use_faulty_store(session.recorder).slow_s = 0.05
+    place, faulty = session.recorder.store.storage, FaultyStore()
+    fs, faulty.slow_s = pafs.PyFileSystem(FaultyHandler(faulty, False)), 0.05
+    session.recorder.store = CheckpointStore(Storage(fs, place.path, is_local=False))
     submit = session.recorder.committer.submit
 
     def watched(given: Snapshot) -> Any:

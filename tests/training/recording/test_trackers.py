@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from event_records import event, to
+from processes import wait_until
 
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.sections import LogConfig
@@ -97,16 +97,8 @@ def test_a_restarted_run_is_one_run_of_weights_and_biases(
     assert logged(made, [train(1, 1.0)], train(2, 0.5), EVALUATION) == []
     first, second = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert first.name == second.name, "one id"
-    assert b"train/loss" in wait_for_content(first, b"train/loss")
-    assert b"eval/top1" in wait_for_content(second, b"eval/top1")
-
-
-def wait_for_content(path: Path, sign: bytes) -> bytes:
-    """The content of a file that another process writes, once it contains `sign`."""
-    deadline = time.monotonic() + 10
-    while sign not in path.read_bytes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return path.read_bytes()
+    wait_until(lambda: b"train/loss" in first.read_bytes())  # another process writes
+    wait_until(lambda: b"eval/top1" in second.read_bytes())
 
 
 class FailingService:
@@ -124,14 +116,6 @@ class FailingService:
         raise ConnectionError("nor now")
 
 
-def until(said: Sequence[Record], count: int) -> None:
-    """Waits until `count` notes are reported."""
-    deadline = time.monotonic() + 20
-    while len(said) < count and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert len(said) == count
-
-
 def test_a_failing_service_is_reported_and_retried_at_the_next_checkpoint(tmp_path: Path):
     opened: list[FailingService] = []
 
@@ -144,7 +128,7 @@ def test_a_failing_service_is_reported_and_retried_at_the_next_checkpoint(tmp_pa
     book.restore([])
     for step in (1, 2, 3):
         book.add(train(step, 1.0))
-    until(reported, 1)
+    wait_until(lambda: reported)
     assert "no route to host" in reported[0]["text"]
     book.publish()
     book.add(train(4, 1.0))

@@ -93,9 +93,7 @@ class BadTask(TinyTask):
         return without_deterministic_kernel(super().loss(model, batch).view(1)).sum()
 
 
-def test_all_layers_without_a_deterministic_kernel_are_named_before_the_first_step(
-    tmp_path: Path,
-):
+def test_all_layers_without_a_deterministic_kernel_are_named_before_the_first_step(tmp_path: Path):
     config = tiny_config(tmp_path, "bad", task=BadTask)
     before = torch.are_deterministic_algorithms_enabled()
     with pytest.raises(ConfigError) as caught:

@@ -41,9 +41,7 @@ def test_the_watchdog_acts_before_the_time_limit_of_nccl(hang_s: Any, limit_s: i
     assert collective_timeout(ScalingConfig(hang_s=hang_s)) == timedelta(seconds=limit_s)
 
 
-def test_if_workers_are_replaced_torchs_own_error_handling_is_off(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_if_workers_are_replaced_torchs_own_error_handling_is_off(monkeypatch: pytest.MonkeyPatch):
     config, environ = TrainConfig(), {"NCCL_ALGO": "Tree"}
     monkeypatch.setattr(os, "environ", environ)
     set_for_replacing(config)

@@ -1,4 +1,5 @@
-"""A checkpoint is read once per start: rank 0 reads it and sends it to the others."""
+"""A checkpoint is read once per start: rank 0 reads it and sends it to the others. And a model that
+does not match it because its code was edited."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from processes import Group
 from tiny import bits, plain, run_tiny, tiny_config
+from torch import nn
 
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.training.state.shared_checkpoint import fill
 
 
 def run_counted(rank: int, size: int, config: Mapping[str, Any]) -> Counter[str]:
@@ -58,3 +61,20 @@ def test_a_storage_that_cannot_be_read_ends_all_ranks_with_the_same_message(
     assert all(each.exit_status == CheckpointError.exit_status for each in ended)
     (line,) = {each.text.splitlines()[-1] for each in ended}
     assert "no right" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (nn.Sequential(nn.Linear(4, 5)), "0\\.weight"),
+        (nn.Sequential(nn.Linear(4, 3, bias=False)), "0.bias"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)), "1.weight"),
+    ],
+)
+def test_a_model_that_does_not_match_the_checkpoint_is_a_one_line_error(
+    model: nn.Module, named: str
+):
+    saved = nn.Sequential(nn.Linear(4, 3)).state_dict()
+    with pytest.raises(ConfigError, match=named) as caught:
+        fill(model, saved)
+    assert "\n" not in str(caught.value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from logs import AUDITED, audit_of, log_of
 from processes import Group, WorkerError
 from tiny import (
     EPOCHS,
@@ -17,31 +18,19 @@ from tiny import (
     TOTAL_STEPS,
     TinyNet,
     plain,
+    planned,
     run_tiny,
     tiny_arrays,
     tiny_config,
 )
 from torch.nn.functional import cross_entropy
 
-from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.loader import Slot
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.runtime.seeding import seed_all
 from raytrain_ddp.training.steps.device_feed import on_device
-
-AUDITED = LogConfig(every_steps=1, tensorboard=False, audit=True)
-
-
-def audit_of(config: TrainConfig) -> list[str]:
-    """The hash of each step; asserts that no step is missing or repeated."""
-    records = [r for r in read_history(run_storage(config)) if r["kind"] == "audit"]
-    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
-    return [record["sha256"] for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +62,12 @@ BAD = [5, 6, 77, 78, 79, 200, 290]
 
 def skipped_by_step(config: TrainConfig) -> list[int]:
     """The expected log: bad rows so far in the epoch, after each step of the first epoch."""
-    plan = Plan(ROWS, config.slots, config.micro_batch)
-    order = EpochOrder(ArraySource({"x": np.zeros(ROWS)}, 16).blocks, "full", config.seed, 0)
-    met, totals = 0, []
-    for step in range(STEPS_PER_EPOCH):
-        rows = [r for slot in range(config.slots) for r in order.read(*plan.span(step, slot))]
-        met += len(set(rows) & set(BAD))
-        totals.append(met)
-    return totals
+    bad = [len({row for rows in slots for row in rows} & {*BAD}) for slots in planned(config, 0)]
+    return list(itertools.accumulate(bad))
 
 
 def trained(config: TrainConfig) -> list[dict[str, Any]]:
-    return [r for r in read_history(run_storage(config)) if r["kind"] == "train"]
+    return [r for r in log_of(config) if r["kind"] == "train"]
 
 
 def test_fault_20_the_count_of_skipped_records_is_the_same_on_any_ranks_and_after_a_restart(
@@ -119,9 +102,7 @@ def test_fault_20_the_loss_of_a_step_is_the_mean_over_the_remaining_samples(
     """Slots that lost different numbers of samples are weighted by sample, not by slot."""
     data = DataConfig(workers=0, bad_records="skip", max_bad=ROWS)
     config = tiny_config(tmp_path, "bad", data=data, epochs=1)
-    plan = Plan(ROWS, config.slots, config.micro_batch)
-    order = EpochOrder(ArraySource({"x": np.zeros(ROWS)}, 16).blocks, "full", config.seed, 0)
-    first = [order.read(*plan.span(0, slot)).tolist() for slot in range(config.slots)]
+    first = planned(config, 0)[0]
     bad = [*first[0], *first[1][:5]]  # a slot without samples, one with three
     options = {"bad_rows": bad, "norm": False}
     workers(3, run_tiny, plain(config), options)
@@ -147,9 +128,6 @@ def test_fault_20_too_many_bad_records_end_the_run_at_the_step_that_exceeds_the_
         workers(3, run_tiny, plain(config), {"bad_rows": BAD})
     over = next(step for step, n in enumerate(skipped_by_step(config), 1) if n > 3)
     assert [record["step"] for record in trained(config)] == list(range(1, over))
-
-
-# ------------------------------------------------------------------ repeated augmentation
 
 
 @pytest.mark.gpu

@@ -5,46 +5,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import logs
 import pytest
 import torch
-from processes import Died, Group, run_cli
+from processes import Died, Group
 from tiny import (
-    ROWS,
     STEPS_PER_EPOCH,
     TOTAL_STEPS,
     TinyNet,
     TinyTask,
-    WorkerResult,
     bits,
     decode_tensors,
     kept_steps,
     newest,
     plain,
+    planned,
+    run_armed,
     run_tiny,
-    tiny_arrays,
     tiny_config,
     weights,
 )
 from torch import Tensor, nn
 
-from raytrain_ddp import failpoints
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
-from raytrain_ddp.config.sections import (
-    CheckpointConfig,
-    ComputeConfig,
-    LogConfig,
-    OptimConfig,
-)
+from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.array_source import ArraySource
 from raytrain_ddp.data.loading.sources import Batch
-from raytrain_ddp.data.order.epoch_order import EpochOrder, Plan
-from raytrain_ddp.failpoints import arm
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.runtime.seeding import seed_all, slot_seed
 
@@ -60,13 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "compute": ComputeConfig(precision="fp16"),
     },
 }
-
-
-def rows_of(config: TrainConfig, step: int, slot: int, epoch: int = 0) -> list[int]:
-    """The rows of a slot in a step (from 1) of an epoch."""
-    order = EpochOrder(ArraySource(tiny_arrays(ROWS, 0), 16).blocks, "full", config.seed, epoch)
-    plan = Plan(ROWS, config.slots, config.micro_batch)
-    return [int(row) for row in order.read(*plan.span(step - 1, slot))]
 
 
 class OddTask(TinyTask):
@@ -125,16 +108,6 @@ class HugeGradient(OddTask):
 EACH_STEP = CheckpointConfig(every_steps=1, every_s=0.0, keep_last=99)
 
 
-def run_armed(
-    rank: int, size: int, failpoints: str, folder: str, config: Mapping[str, Any]
-) -> WorkerResult:
-    arm(failpoints, folder)
-    try:
-        return run_tiny(rank, size, config)
-    finally:
-        arm("", folder)
-
-
 def stored(config: TrainConfig, name: str) -> dict[int, str]:
     """Step -> hash of a file in its checkpoint."""
     store = checkpoint_store(run_storage(config))
@@ -175,11 +148,7 @@ def test_fault_24_a_step_with_nan_on_one_rank_equals_a_step_without_an_update(
 
 @pytest.mark.parametrize(
     ("kind", "named"),
-    [
-        (InfiniteLoss, "slot 1"),
-        (InfiniteVariance, "buffer"),
-        (HugeGradient, "gradient"),
-    ],
+    [(InfiniteLoss, "slot 1"), (InfiniteVariance, "buffer"), (HugeGradient, "gradient")],
 )
 def test_fault_24_nonfinite_values_outside_of_gradients_are_found_in_the_same_step(
     kind: type[OddTask], named: str, workers: Group, tmp_path: Path
@@ -187,7 +156,7 @@ def test_fault_24_nonfinite_values_outside_of_gradients_are_found_in_the_same_st
     config = tiny_config(
         tmp_path, "odd", optim=OptimConfig(name="adamw", lr=0.05), checkpoint=EACH_STEP
     )
-    options = {"nan_row": rows_of(config, step=5, slot=1)[0]}
+    options = {"nan_row": planned(config, 0)[4][1][0]}
     line = ended(workers.outcomes(3, run_tiny, plain(config), options, 0, 0, None, kind))
     assert named in line
     assert "step 5" in line
@@ -237,7 +206,7 @@ def test_fault_24_stop_ends_all_ranks_with_6_and_writes_a_file_to_reproduce_the_
     assert parameters == [name for name, _ in TinyNet().named_parameters()]
     assert [(s["slot"], s["rank"]) for s in slots] == [(0, 0), (1, 1), (2, 2), (3, 2)]
     assert [s["seed"] for s in slots] == [slot_seed(config.seed, 13, slot) for slot in range(4)]
-    assert [s["rows"] for s in slots] == [rows_of(config, 4, slot, epoch=1) for slot in range(4)]
+    assert [s["rows"] for s in slots] == planned(config, 1)[3]
     assert slots[1]["loss"] == "nan"
     assert all(math.isfinite(s["loss"]) for s in slots if s["slot"] != 1)
 
@@ -255,20 +224,6 @@ def test_fault_24_a_huge_learning_rate_ends_with_6_and_all_checkpoints_are_finit
         assert tensor.double().isfinite().all()
 
 
-def test_fault_24_the_command_exits_with_6_and_the_cause_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv(failpoints.VARIABLE, "train.loss:nan@step=2")
-    monkeypatch.setenv(failpoints.FOLDER_VARIABLE, str(tmp_path / "fired"))
-    flags = ["--local", "--name", "diverged", "--epochs", "1", "--data.workers", "1"]
-    answer = run_cli("fit", *flags, cwd=tmp_path, warm=True)
-    assert answer.status == 6, answer.err
-    (line,) = [line for line in answer.err.splitlines() if line.startswith("error: ")]
-    assert "slot 0 (rank 0)" in line
-    assert "Traceback" not in answer.err
-    assert (tmp_path / "runs" / "diverged" / "diverged-step-00000002.json").is_file()
-
-
 # ------------------------------------------------------------------ skip
 
 
@@ -283,7 +238,7 @@ def skipping_run(
         optim=SKIP,
         checkpoint=CheckpointConfig(every_steps=4, every_s=0.0),
     )
-    options = {"nan_row": rows_of(config, step=5, slot=1)[0]}
+    options = {"nan_row": planned(config, 0)[4][1][0]}
     return config, (options, workers(3, run_tiny, plain(config), options))
 
 
@@ -292,9 +247,9 @@ def bad_steps(config: TrainConfig, row: int) -> list[tuple[int, int]]:
     return [
         (epoch * STEPS_PER_EPOCH + step, slot)
         for epoch in range(config.epochs)
-        for step in range(1, STEPS_PER_EPOCH + 1)
-        for slot in range(config.slots)
-        if row in rows_of(config, step, slot, epoch)
+        for step, slots in enumerate(planned(config, epoch), start=1)
+        for slot, rows in enumerate(slots)
+        if row in rows
     ]
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from processes import Group, Raised
-from tiny import WorkerResult, bits, kept_steps, plain, run_tiny, tiny_config
+from tiny import bits, kept_steps, plain, run_armed, run_tiny, tiny_config
 
 from raytrain_ddp.config.sections import DdpConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.errors import DivergedError
-from raytrain_ddp.failpoints import arm
 
 FLIP = "train.weights:flip@rank={},step=13"
 CHECKED = ScalingConfig(check_every_steps=5)
@@ -22,20 +21,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_with(rank: int, size: int, config: dict[str, Any], text: str, folder: str) -> WorkerResult:
-    arm(text, folder)
-    try:
-        return run_tiny(rank, size, config)
-    finally:
-        arm("", "")
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_flipped_bit_in_a_weight_ends_the_run_before_the_next_checkpoint(
     workers: Group, tmp_path: Path, way: str
 ):
     config = tiny_config(tmp_path, "flipped", scaling=CHECKED, **WAYS[way])
-    ends = workers.outcomes(3, run_with, plain(config), FLIP.format(1), str(tmp_path / "fired"))
+    ends = workers.outcomes(3, run_armed, FLIP.format(1), str(tmp_path / "fired"), plain(config))
     for end in ends:
         assert isinstance(end, Raised)
         assert (end.name, end.exit_status) == ("DivergedError", DivergedError.exit_status)
@@ -57,6 +48,6 @@ def test_comparing_equal_replicas_raises_nothing_and_changes_no_bit(workers: Gro
 
 def test_differing_weights_are_never_written_to_a_checkpoint(workers: Group, tmp_path: Path):
     config = tiny_config(tmp_path, "rare", scaling=ScalingConfig(check_every_steps=1000))
-    ends = workers.outcomes(3, run_with, plain(config), FLIP.format(0), str(tmp_path / "fired"))
+    ends = workers.outcomes(3, run_armed, FLIP.format(0), str(tmp_path / "fired"), plain(config))
     assert all(isinstance(end, Raised) and "step 20" in end.text for end in ends)
     assert max(kept_steps(config)) == 10

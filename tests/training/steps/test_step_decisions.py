@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,27 +107,15 @@ def test_all_ranks_fulfill_the_request_of_one_rank_after_the_same_step(
 # ------------------------------------------------------------------ by the clock
 
 
-class FakeTime:
-    """A clock that tests set."""
-
-    now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake_time = FakeTime()
-    monkeypatch.setattr(checkpoint_interval, "time", fake_time)
-    return fake_time
-
-
-def test_a_checkpoint_is_due_every_given_number_of_seconds_or_never(fake_time: FakeTime):
+def test_a_checkpoint_is_due_every_given_number_of_seconds_or_never(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    second = 0
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 + second)
+    monkeypatch.setattr(checkpoint_interval, "time", clock)
     timer, never = (SaveTimer(s, Life(), lambda _: None) for s in (30.0, 0.0))
     asked = []
     for second in range(100):
-        fake_time.now_s = 1000.0 + second
         assert not never.is_due()
         if timer.is_due():
             asked.append(second)
