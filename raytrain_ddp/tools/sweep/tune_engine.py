@@ -8,7 +8,6 @@ storage, and allow neither more trials nor other resources.
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
+from ray.tune.trainable import wrap_function
 
 from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.run_folder import read_log
@@ -43,6 +43,7 @@ _SETTINGS = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # see Interrupted
 }
 _STOP_S = "60"  # for the checkpoint of a trial, before its process trains another
+_training: list[threading.Thread] = []  # in the process of a trial
 _STARTS = 3  # of a trial whose process dies, or whose code raises
 
 
@@ -123,10 +124,16 @@ def run_trials(
         end_with_raylet()
         enter_folder(*place)
         os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _STOP_S
-        atexit.register(threading.current_thread().join)  # Tune would not wait for the checkpoint
+        _training[:] = [threading.current_thread()]
         require_folder(base, lease)
         trial = Trial(**config["trial"])
         return train_trial(base, trial.name, trial.values, tune.report)
+
+    class TrialRun(wrap_function(train)):  # type: ignore[misc]
+        def cleanup(self) -> None:
+            super().cleanup()
+            for thread in _training:  # Tune would not wait for the checkpoint
+                thread.join()
 
     begun = sweep.of("waiting", "running")
     space: dict[str, Any] = {"trial": tune.grid_search([*map(asdict, begun)])}
@@ -140,7 +147,7 @@ def run_trials(
         suppress(Interrupted),
     ):
         tune.Tuner(
-            tune.with_resources(train, {name.lower(): each for name, each in amounts.items()}),
+            tune.with_resources(TrialRun, {name.lower(): each for name, each in amounts.items()}),
             param_space=space,
             tune_config=tune.TuneConfig(
                 scheduler=_asha(args, sweep) if args.scheduler == "asha" else None,
