@@ -8,9 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from tiny import bits, newest, tiny_config
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.run_folder import read_events, run_storage
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config.recipe import load
-from raytrain_ddp.config.sections import OptimConfig
+from raytrain_ddp.config.recipe import load, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.errors import RaytrainError, RunLockedError, TaskError, status_of
@@ -31,10 +29,9 @@ from raytrain_ddp.events import Plan, SweepStop
 from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.tools.sweep.__main__ import main, parse
 from raytrain_ddp.tools.sweep.run_sweep import prepared
-from raytrain_ddp.tools.sweep.space import parse_space
 from raytrain_ddp.tools.sweep.sweep_display import SweepDisplay
-from raytrain_ddp.tools.sweep.trial_session import train_trial
-from raytrain_ddp.tools.sweep.trials import Sweep
+from raytrain_ddp.tools.sweep.trial_run import train_trial
+from raytrain_ddp.tools.sweep.trials import Sweep, trial_config
 
 TASK = f"{Path(__file__).parents[2] / 'tiny.py'}:TinyTask"
 LR = "optim.lr=log:1e-3:1"
@@ -49,38 +46,30 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = [  # words, exit status, what the error names
     ("", 2, "--space"),
-    ("--space batch_size=32:256", 2, "19 of 20 batch_size"),
-    ("--space batch_size=32,64 micro_batch=16,64 --search grid", 2, "1 of 4 batch_size = 32"),
+    ("--space optim.lrr=0.1,0.2", 2, "optim.lrr"),
+    ("--space nothing.like.it=1,2", 2, "nothing"),
+    ("--space batch_size=32:256", 2, "batch_size"),
+    ("--space batch_size=32,64 micro_batch=16,64 --search grid", 2, "batch_size micro_batch"),
     (f"--space {LR} --space model.dropout=0:0.5", 2, "--space"),
-    ("--space optim.lr=0.1,x", 2, "1 of 2 optim.lr number"),
+    ("--space optim.lr=0.1,x", 2, "optim.lr number"),
     ("--space optim.name=sgd,adam", 2, "optim.name adamw"),
     ("--space optim.betas=0.1,0.2", 2, "optim.betas"),
-    ("--space model.name=resnet18,resnet1888 --trials 2", 2, "resnet1888"),
-    ("--space data.source=digits,/nowhere --trials 2", 4, "/nowhere"),
+    ("--space model.name=resnet18,resnet1888", 2, "resnet1888"),
+    ("--space data.source=digits,/nowhere", 4, "/nowhere"),
     ("--space optim.momentum=0:0.9 --optim.name adamw", 2, "optim.momentum optim.name"),
-    ("--space task-options.width=1,2", 2, "task_options.width"),
-    (f"--space {LR} --augment.magnitude 5", 2, "augment.magnitude"),
-    ("--space optim.name=sgd,adamw --trials 3", 2, "--trials 3 2"),
+    ("--space task-options.width=1,2", 2, "task_options"),
     (f"--space {LR} --trials 0", 2, "--trials 0"),
     (f"--space {LR} --trials 1001 --seeds 10", 2, "--trials --seeds 10,000"),
-    (f"--space {LR} --parallel -1", 2, "--parallel -1"),
-    (f"--space {LR} --search grid", 2, "optim.lr"),
-    ("--space optim.lr=1,2 --search grid --trials 2", 2, "--trials"),
+    (f"--space {LR} --parallel 0", 2, "--parallel 0"),
+    (f"--space {LR} --search grid", 2, "--search"),
     (f"--space {LR} --search optuna --seeds 2", 2, "--seeds"),
-    (f"--space {LR} --factor 2", 2, "--factor --scheduler"),
-    (f"--space {LR} --scheduler asha --factor 1", 2, "--factor"),
-    (f"--space {LR} --scheduler asha --first-rung 12", 2, "--first-rung epochs"),
     (f"--space {LR} --scheduler asha --seeds 2", 2, "--seeds"),
-    (f"--space {LR} --scheduler asha --steps 9", 2, "--epochs"),
-    ("--space epochs=2:9 --scheduler asha", 2, "--epochs"),
     (f"--space {LR} --scheduler pbt", 2, "--scheduler none asha"),
-    (f"--space {LR} --scaling.num-workers 2", 2, "--scaling.num-workers"),
-    (f"--space {LR} --optim.lr 0.5", 2, "--optim.lr --space"),
     (f"--space {LR} --task nothing.py:Task", 2, "nothing.py"),
     (f"--space {LR} --data.eval-split none", 2, "data.holdout"),
     (f"--space {LR} --name run", 2, "run --name"),
     (f"--space {LR} --name damaged", 5, "sweep.json"),
-    (f"--space {LR} --name other", 2, "--space optim.lr=1:2 --name"),
+    (f"--space {LR} --name other", 2, "--space --epochs --name"),
 ]
 
 
@@ -100,8 +89,10 @@ def test_an_invalid_sweep_is_refused_before_anything_starts(tmp_path: Path):
 
 def a_sweep() -> str:
     trial = {"name": "trial-0000", "values": {"optim.lr": 1.5}, "state": "running"}
-    settings = {"--space": ["optim.lr=1:2"]}
-    return json.dumps({"metric": "", "mode": "max", "trials": [trial], "settings": settings})
+    known = {"metric": "", "mode": "max", "trials": [trial], "config": to_dict(load("digits"))}
+    settings = {"space": ["optim.lr=1:2"], "search": "random", "seeds": 1}
+    settings |= {"epochs": 3, "steps": 0}
+    return json.dumps({**known, "settings": settings})
 
 
 def test_a_missing_optuna_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
@@ -117,7 +108,7 @@ def test_a_dry_run_prints_the_trials_and_writes_nothing(
     assert main(["digits", *f"--space {LR} --trials 2 --seeds 2 --dry-run".split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert lines[1].split() == ["trial-0001", "optim.lr=0.02492,", "seed=1"]
+    assert lines[1].split() == ["trial-0001", "optim.lr=0.02492", "seed=1"]
     assert main(["digits", "--space", "optim.nesterov=true,false", "--dry-run"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2  # all of a small space
     assert [*tmp_path.iterdir()] == []
@@ -127,10 +118,8 @@ def test_a_dry_run_prints_the_trials_and_writes_nothing(
 
 
 def made(folder: Path, values: list[float | None], seeds: int = 1, mode: str = "max") -> Sweep:
-    space = parse_space([LR])
-    fields = ["optim.lr", "seed"][: 1 + (seeds > 1)]
-    base, storage = replace(load("digits"), name="s"), open_storage(str(folder))
-    sweep = Sweep(base, storage, space, fields, {}, len(values))
+    storage = open_storage(str(folder))
+    sweep = Sweep(replace(load("digits"), name="s"), storage, {"space": [LR]}, len(values))
     sweep.metric, sweep.mode = "top1", mode
     for number, value in enumerate(values):
         seed = {"seed": number % seeds} if seeds > 1 else {}
@@ -139,7 +128,9 @@ def made(folder: Path, values: list[float | None], seeds: int = 1, mode: str = "
     return sweep
 
 
-def test_points_are_compared_by_the_mean_of_their_seeds(tmp_path: Path):
+def test_points_are_compared_by_the_mean_of_their_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     best = lambda *args: made(tmp_path, *args).ranked()[0].name  # noqa: E731
     assert best([0.5, None, 0.7]) == "trial-0002"
     assert best([0.5, None, 0.7], 1, "min") == "trial-0000"
@@ -151,27 +142,12 @@ def test_points_are_compared_by_the_mean_of_their_seeds(tmp_path: Path):
     assert [content[name] for name in shown] == [1, "top1", "max", ["optim.lr"], "trial-0002"]
     assert content["trials"][2]["values"] == {"optim.lr": 2.1}
     assert [trial["value"] for trial in content["trials"]] == [0.5, None, 0.7]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_display_fits_the_terminal_and_ends_with_the_best(
-    terminal: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
-    sweep = made(tmp_path, [0.5, None, 0.7, 0.9], 2)
-    with SweepDisplay(sweep) as display:
-        sweep.trials[1].message = "[red]the loss[/] is not finite\nat step 7"
-        display.ended(sweep.trials[1])
-    display.summary([("train it", "a command")])
-    lines = capsys.readouterr().out.splitlines()
-    assert any("trial-0001  failed" in line for line in lines)
-    assert any("[red]the loss[/] is not finite" in line for line in lines)
-    assert any("80.00 % ± 14.14 %" in line for line in lines)
-    assert lines[-1].endswith("a command")
+    with SweepDisplay(made(tmp_path, [0.5, None, 0.7, 0.9], 2)) as display:
+        display.summary([("train it", "a command")])
+    out = capsys.readouterr().out
+    assert "trial-0003" in out
+    assert "80.00 % ± 14.14 %" in out
+    assert out.endswith("a command\n")
 
 
 def test_a_sweep_whose_trials_all_failed_has_their_status(tmp_path: Path):
@@ -179,64 +155,55 @@ def test_a_sweep_whose_trials_all_failed_has_their_status(tmp_path: Path):
     (tmp_path / "runs" / "s").mkdir(parents=True)
     with Lease.take(open_storage("runs/s")), pytest.raises(RunLockedError):
         main(words)
-    sweep = prepared(parse(words), [])
+    sweep = prepared(parse(words))
     for trial in sweep.trials:
         trial.state, trial.message = "failed", "no luck\nin detail"
     sweep.save()
-    with pytest.raises(TaskError, match=r"no luck\. .*--name"):
+    with pytest.raises(TaskError, match=r"no luck[^-]*--name"):
         main(words)  # continues, and finds nothing to do
 
 
 # ------------------------------------------------------------------ a trial is a run
 
 
-def train(
-    config: TrainConfig, told: Callable[[list[Any], threading.Event], None] = lambda *_: None
-) -> tuple[dict[str, Any], list[Any]]:
-    """The end of a trial, and what it reported; `told` may stop it."""
-    stop, said = threading.Event(), list[Any]()
+def train(base: TrainConfig, name: str, stops_at: int = 0, **values: Any) -> dict[str, Any]:
+    """The end of a trial, which is stopped once it has been evaluated after so many epochs."""
 
-    def tell(evaluated: dict[str, Any]) -> None:
-        said.append(evaluated)
-        told(said, stop)
+    def report(result: dict[str, Any]) -> None:
+        if result["epochs"] == stops_at > 0:
+            raise SystemExit(0)
 
-    return train_trial(config, tell, stop), said
+    return train_trial(base, name, values, report)
 
 
 def test_a_stopped_and_continued_trial_has_the_same_bits_as_a_run(tmp_path: Path):
-    plain = tiny_config(tmp_path, "plain", task=TASK)
-    plain = replace(plain, scaling=replace(plain.scaling, cpus_per_worker=1.0))
+    base = tiny_config(tmp_path, "s", task=TASK)
+    base = replace(base, scaling=replace(base.scaling, cpus_per_worker=1.0))
+    plain = replace(trial_config(base, "plain", {}))
     fit_locally(plain, display=Display(Console(quiet=True), live=False))
+    with pytest.raises(SystemExit):
+        train(base, "trial", 1)
     trial = replace(plain, name="trial")
-    _, said = train(trial, lambda said, stop: stop.set())
-    assert [(e["step"], e["epochs"], e["mode"]) for e in said] == [(10, 1.0, "min")]
     assert newest(trial).manifest.step == 11  # the request came after step 10 was evaluated
     events = [each.event for each in read_events(run_storage(trial))]
     assert any(isinstance(event, SweepStop) for event in events)
-    end, said = train(trial)
-    assert end["state"] == "done"
-    # The earlier evaluation again: the driver may have died in between.
-    assert [e["epochs"] for e in said] == [1.0, 2.0, 3.0]
-    assert said[-1]["score"] == -said[-1]["value"]
+    end = train(base, "trial")
+    assert (end["state"], end["epochs"], end["mode"]) == ("done", 3, "min")
+    assert end["score"] == -end["value"]
     assert bits(trial) == bits(plain)
-    assert train(trial) == (end, said)  # nothing is trained
+    assert train(base, "trial") == end  # nothing is trained
     again = [each.event for each in read_events(run_storage(trial))]
     assert sum(isinstance(event, Plan) for event in again) == 2
 
 
 def test_an_error_that_would_come_again_fails_a_trial_and_others_are_raised(tmp_path: Path):
-    config = tiny_config(tmp_path, "diverges", task=TASK)
-    end, _ = train(replace(config, optim=OptimConfig(lr=1e30)))
+    base = tiny_config(tmp_path, "s", task=TASK)
+    end = train(base, "diverges", **{"optim.lr": 1e30})
     assert end["state"] == "failed"
     assert "step 2" in end["message"]
-    end, _ = train(replace(config, name="task", task=TASK.replace("TinyTask", "NoTask")))
-    assert "NoTask" in end["message"]
-
-    def fails(*_: Any) -> None:
-        raise ZeroDivisionError
-
+    assert "batch_size" in train(base, "refused", batch_size=0)["message"]
     with pytest.raises(ZeroDivisionError):
-        train(replace(config, name="raises"), fails)
+        train_trial(base, "raises", {}, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
 
 
 # ------------------------------------------------------------------ with a real Ray
@@ -268,6 +235,17 @@ def over(trials: list[Any]) -> int:
     return sum(trial["state"] in ("done", "stopped", "failed") for trial in trials)
 
 
+def ends(sweep: Path) -> Iterator[int | None]:
+    """The exit status of each run, None if its newest start has none."""
+    for file in sweep.glob("trial-*/events.jsonl"):
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        status = None
+        for event in events:
+            status = event["status"] if event["kind"] == "end" else status
+            status = None if event["kind"] == "plan" else status
+        yield status
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("search", ["random", "optuna"])
 def test_a_killed_sweep_continues_without_losing_or_repeating_a_trial(search: str, tmp_path: Path):
@@ -279,8 +257,10 @@ def test_a_killed_sweep_continues_without_losing_or_repeating_a_trial(search: st
     out = run(tmp_path, words, lambda t: over(t) >= 3, signal.SIGINT)
     assert "status 130" in out
     assert "the same command again" in out
+    assert {*ends(file.parent)} <= {0, 143}  # done, or stopped with a checkpoint
     out = run(tmp_path, words, lambda t: False, 0)
     assert "status 0" in out
+    assert {*ends(file.parent)} <= {0, 143}
     after = trials_in(file)
     assert [trial["name"] for trial in after] == [f"trial-{n:04}" for n in range(6)]
     assert over(after) == 6
