@@ -1,4 +1,4 @@
-"""What limits a run's speed, from the time per phase in the log, and how long it still takes."""
+"""What limits a run's speed, from the time per phase in the log."""
 
 from __future__ import annotations
 
@@ -127,28 +127,3 @@ def split_of(records: Iterable[LogRecord]) -> StepSplit:
         if isinstance(record, Train):
             split.add(record)
     return split
-
-
-class Pace:
-    """The time left: the usual seconds a step (median of recent lines) plus the usual pauses.
-
-    Evaluations and checkpoint stalls are taken out of the lines and spread over the steps so far,
-    so that neither one slow line nor an evaluation just made lets the time left jump.
-    """
-
-    def __init__(self, start_step: int, total_steps: int, began_s: float) -> None:
-        self._start, self._total, self._last = start_step, total_steps, (start_step, began_s)
-        self._step_s: deque[float] = deque(maxlen=25)
-        self.paused_s = 0.0
-
-    def left_s(self, step: int, seconds: float) -> float:
-        """Takes in a training line; returns the seconds left, nan while they are unknown."""
-        running_s = seconds - self.paused_s
-        steps, took_s = step - self._last[0], running_s - self._last[1]
-        self._last = (step, running_s)
-        if steps > 0 and took_s >= 0:  # not so: a clock that began anew, or is not known (nan)
-            self._step_s.append(took_s / steps)
-        if not self._step_s:
-            return math.nan
-        usual_s = sorted(self._step_s)[len(self._step_s) // 2]
-        return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from raytrain_ddp.errors import printable
-from raytrain_ddp.events import DataSummary, Plan
+from raytrain_ddp.events import DataSummary
 
 FRACTION = re.compile(r"(^|[/_.])(top\d+|acc(uracy)?)$")  # names of metrics
 
@@ -53,19 +53,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
         return "no rank"
     *first, last = map(str, ranks)
     return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
-
-
-def format_plan(plan: Plan) -> tuple[str, str]:
-    """The batch arithmetic in one line, and what is trained in another."""
-    unit, resumed = plan.unit, plan.resumed_from
-    return (
-        f"{plan.batch_size} = {plan.slots} slots x {plan.micro_batch}, "
-        f"on {plural(plan.world_size, 'worker')}; {format_count(plan.train_samples)} {unit}, "
-        f"{plural(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all",
-        f"{plan.run}: {plural(plan.epochs, 'epoch')} on {plan.device}, "
-        f"{plan.parameters:,} parameters, {format_count(plan.eval_samples)} {unit} to "
-        f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
-    )
 
 
 def format_data(data: DataSummary | None, unit: str) -> list[tuple[str, str]]:

@@ -10,8 +10,10 @@ import io
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rich.columns import Columns
@@ -21,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.spinner import Spinner
 from rich.text import Text
 
-from raytrain_ddp.bottleneck import Pace, StepSplit
+from raytrain_ddp.bottleneck import StepSplit
 from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.formatting import (
@@ -30,7 +32,6 @@ from raytrain_ddp.formatting import (
     format_data,
     format_metric,
     format_number,
-    format_plan,
     format_ranks,
     format_seconds,
     format_share,
@@ -56,6 +57,31 @@ class _Now:
     step: int
     epoch: int
     line: Train | None = None
+
+
+class Pace:
+    """The time left: the usual seconds a step (median of recent lines) plus the usual pauses.
+
+    Evaluations and checkpoint stalls are taken out of the lines and spread over the steps so far,
+    so that neither one slow line nor an evaluation just made lets the time left jump.
+    """
+
+    def __init__(self, start_step: int, total_steps: int, began_s: float) -> None:
+        self._start, self._total, self._last = start_step, total_steps, (start_step, began_s)
+        self._step_s: deque[float] = deque(maxlen=25)
+        self.paused_s = 0.0
+
+    def left_s(self, step: int, seconds: float) -> float:
+        """Takes in a training line; returns the seconds left, nan while they are unknown."""
+        running_s = seconds - self.paused_s
+        steps, took_s = step - self._last[0], running_s - self._last[1]
+        self._last = (step, running_s)
+        if steps > 0 and took_s >= 0:  # not so: a clock that began anew, or is not known (nan)
+            self._step_s.append(took_s / steps)
+        if not self._step_s:
+            return math.nan
+        usual_s = sorted(self._step_s)[len(self._step_s) // 2]
+        return (self._total - step) * (usual_s + self.paused_s / max(1, step - self._start))
 
 
 class Display(Listener):
@@ -178,7 +204,7 @@ class Display(Listener):
         self._now = _Now(plan, start, epoch)
         self._split.begin(start)
         if before is None:
-            for line in format_plan(plan):
+            for line in _plan_lines(plan):
                 self._print(Text(line))
             for title, text in format_data(plan.data, plan.unit):
                 self._print(Text(f"{title}: {text}", style="yellow" if title == "note" else ""))
@@ -223,7 +249,8 @@ class Display(Listener):
         cells = [*_metrics(event.metrics), *(star if event.best else [])]
         self._print(*_place(self._now), Text("eval", style="cyan"), *cells)
         if event.step == self._now.plan.total_steps:  # half a second, while the workers end
-            threading.Thread(target=_load_matplotlib, name="matplotlib", daemon=True).start()
+            args = ("matplotlib.backends.backend_agg",)  # what `draw` needs
+            threading.Thread(target=import_module, args=args, daemon=True).start()
 
     def _measured(self, now: _Now, loss: float) -> list[Text]:
         """The figures of the latest training line, and the time left."""
@@ -271,10 +298,17 @@ class Display(Listener):
         return Constrain(shown, width)
 
 
-def _load_matplotlib() -> None:
-    from raytrain_ddp.tools.report.curves import load_matplotlib
-
-    load_matplotlib()
+def _plan_lines(plan: Plan) -> tuple[str, str]:
+    """The batch arithmetic in one line, and what is trained in another."""
+    unit, resumed = plan.unit, plan.resumed_from
+    return (
+        f"{plan.batch_size} = {plan.slots} slots x {plan.micro_batch}, "
+        f"on {plural(plan.world_size, 'worker')}; {format_count(plan.train_samples)} {unit}, "
+        f"{plural(plan.steps_per_epoch, 'step')} an epoch, {plan.total_steps} in all",
+        f"{plan.run}: {plural(plan.epochs, 'epoch')} on {plan.device}, "
+        f"{plan.parameters:,} parameters, {format_count(plan.eval_samples)} {unit} to "
+        f"evaluate{f'; resumed from {resumed}' if resumed else ''}",
+    )
 
 
 def _place(now: _Now) -> list[Text]:

@@ -32,9 +32,6 @@ class ReportArgs:
     predict: bool = True
     """For a single run: evaluate its best checkpoint, and show the results by class and the worst
     mistakes. Takes at most a minute, and requires access to the data."""
-    device: str = "auto"
-    """Device for --predict, such as cpu, cuda or cuda:1. auto: a GPU if there is one, unless the
-    run is in progress."""
     open: bool = False
     """Open the report in a browser."""
 
@@ -51,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if args.every < 0:
         raise ConfigError(f"every = {args.every}: must be 0 or more seconds.")
     predict = args.predict and not args.every
-    path = write_report(args.runs, args.out, predict, args.device, args.every)
+    path = write_report(args.runs, args.out, predict, args.every)
     print(path, flush=True)
     if args.open:
         import webbrowser
@@ -61,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         while args.every:
             time.sleep(args.every)
             try:
-                write_report(args.runs, args.out, False, "auto", args.every)
+                write_report(args.runs, args.out, False, args.every)
             except RaytrainError as error:  # a storage that does not answer now
                 print(f"note: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:

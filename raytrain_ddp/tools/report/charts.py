@@ -1,6 +1,6 @@
-"""Charts, painted by matplotlib: as SVG in a report, or below each other in a PNG.
+"""Charts, painted by matplotlib: as SVG in a page, or below each other in a figure.
 
-An SVG has its colors as CSS variables, for light and dark pages, and its text in the page's font.
+Their colors can be seen on light and dark pages, where texts have the page's color and font.
 Imports matplotlib only to paint.
 """
 
@@ -8,83 +8,70 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raytrain_ddp.formatting import format_number
+from raytrain_ddp.formatting import format_metric
+from raytrain_ddp.tools.report.history import Happening
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from numpy.typing import NDArray
 
-    Numbers = NDArray[np.float64]
+Numbers = NDArray[np.float64]
+# After Okabe and Ito, "Color Universal Design" (2008), for any kind of color vision; each has a
+# contrast of at least 3 with white and with black.
+COLORS = ["#2677b8", "#e0651a", "#129a72", "#c2609a", "#b98309", "#3f9aca", "#8470dc", "#7d8794"]
+_BAD, _GRAY = "#d9482b", "#808994"
+_STYLE = Path(__file__).with_name("charts.mplstyle")
+_MOST_DOTS, _MOST_HOVERS, _MOST_FLAGS = 60, 250, 12
+_LOG_FROM = 20  # highest by lowest value
 
-COLORS: Mapping[str, tuple[str, str]] = {  # (light, dark)
-    # After Okabe and Ito, "Color Universal Design" (2008): for any kind of color vision.
-    "c0": ("#0072b2", "#4fa8e0"),
-    "c1": ("#d55e00", "#ff8a3d"),
-    "c2": ("#009e73", "#2cc397"),
-    "c3": ("#b3588a", "#e08cb8"),
-    "c4": ("#c98600", "#efb63e"),
-    "c5": ("#3ba3dd", "#8ccff5"),
-    "c6": ("#7a6ad8", "#a99cf5"),
-    "c7": ("#6b7280", "#9aa4b1"),
-    "ink": ("#16191d", "#e8ebef"),
-    "dim": ("#5d6673", "#9ba5b2"),
-    "rule": ("#e1e5ea", "#2d333b"),
-    "sheet": ("#f6f7f9", "#1c2026"),
-    "paper": ("#ffffff", "#14171b"),
-    "bad": ("#c02c0b", "#ff7a55"),
-}
-INK = {name: light for name, (light, _) in COLORS.items()}
-SERIES = 8
-_LEFT, _RIGHT = 0.115, 0.985  # margins of a chart in a page, as shares of its width
-_MOST_HOVERS = 250
-_STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": INK["dim"],
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": INK["dim"],
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "font.size": 8.4,
-    "grid.color": INK["rule"],
-    "legend.edgecolor": "none",
-    "lines.markersize": 3.2,
-    "path.simplify_threshold": 0.7,  # pixels: a long log becomes small, and its outliers stay
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names of metrics may contain $
-    "xtick.color": INK["dim"],
-    "ytick.color": INK["dim"],
-    "ytick.left": False,
-}
-Hover = tuple[float, str]  # x, text
+
+class Line(NamedTuple):
+    """A line of a chart.
+
+    Args:
+        label: "" draws it faintly, without a value at the pointer.
+        xs, ys: (points,); xs ascend, and ys are nan where there is none.
+        run: a class; the page hides lines by it.
+        scale: of the y axis: shares of 1 as percent, numbers from zero on, or any numbers, by
+            their logarithm if they differ much.
+    """
+
+    label: str
+    xs: Numbers
+    ys: Numbers
+    color: str = COLORS[0]
+    run: str = ""
+    scale: str = "any"  # share, zero
 
 
 class Chart(NamedTuple):
-    """A chart that `paint` draws on axes; returns texts for the pointer, in addition to the values
-    of the labeled lines. Lines with the gid "run3" can be hidden with run 3."""
+    """Lines over steps, a stack of areas, or points over other numbers. Marks are vertical."""
 
     title: str
-    paint: Callable[[Axes], Sequence[Hover]]
-    height: float = 2.5  # inches, in a page of 5.6
+    lines: Sequence[Line]
+    marks: Sequence[Happening] = ()
+    kind: Literal["lines", "stack", "points"] = "lines"
+    xlabel: str = "step"
+
+    @property
+    def named(self) -> list[Line]:
+        return [line for line in self.lines if line.label]
 
 
 class Drawn(NamedTuple):
     """A chart in a page.
 
     Args:
-        keys: (label, color, gid) of each line and area.
-        svg: an element. texts: JSON of [x as a share of the width, [[gid, text], ...]]. No name or
+        keys: (label, color, run) of each line.
+        svg: an element. texts: JSON of [x as a share of the width, [[run, text], ...]]. No name or
             text of a run can end either of them.
     """
 
@@ -94,45 +81,31 @@ class Drawn(NamedTuple):
     texts: str
 
 
-class Mark(NamedTuple):
-    """A vertical line; `flag` is written above it, `text` shown at the pointer."""
-
-    x: float
-    text: str
-    color: str = "dim"
-    flag: str = ""
-
-
 def drawn(chart: Chart) -> Drawn:
     """Draws a chart for a page."""
+    import matplotlib.style
     from matplotlib.figure import Figure
 
-    with _style():
-        figure = Figure(figsize=(5.6, chart.height))
-        figure.subplots_adjust(_LEFT, 0.4 / chart.height, _RIGHT, 1 - 0.17 / chart.height)
-        axes = figure.subplots()
-        hovers = chart.paint(axes)
-        out = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-        keys = [(label, _css(line), line.get_gid() or "") for line, label in _legend(axes)]
+    with matplotlib.style.context(["default", _STYLE]):
+        figure = Figure(figsize=(5.6, 2.5))
+        figure.subplots_adjust(0.115, 0.16, 0.985, 0.93)
+        axes, out = figure.subplots(), io.StringIO()
+        _paint(axes, chart)
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        share = axes.transData + figure.transFigure.inverted()
+        texts = [(share.transform((x, 1))[0].round(4), each) for x, each in _texts(chart)]
     svg = out.getvalue().partition("<svg ")[2]
     svg = re.sub(r'id="(run\d+)"', r'class="\1"', svg)
     svg = re.sub(r' id="[^mp][^"]*"| (?:width|height)="[\d.]+pt"| font-family: [^;]*;', "", svg)
     svg = re.sub(r'\b[dxy]="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
-    for name, light in INK.items():
-        svg = svg.replace(light, f"var(--{name})")
-    text = json.dumps(_texts(axes, hovers), separators=(",", ":"), ensure_ascii=False)
-    for sign in "&<>":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Drawn(chart.title, keys if len(keys) > 1 else [], f"<svg {svg}", text)
+    script = json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")
+    keys = [(line.label, line.color, line.run) for line in chart.named]
+    return Drawn(chart.title, keys if len(keys) > 1 else [], f"<svg {svg}", script)
 
 
-def stacked(charts: Sequence[Chart], title: str) -> Figure:
-    """The charts below each other, as a figure that notebooks display.
-
-    Needs no display and leaves no global state (no pyplot).
-    """
+def figure_of(charts: Sequence[Chart], title: str) -> Figure:
+    """The charts below each other. Needs no display and leaves no global state (no pyplot)."""
+    import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -142,90 +115,90 @@ def stacked(charts: Sequence[Chart], title: str) -> Figure:
             self.savefig(content, format="png")
             return content.getvalue()
 
-    heights = [1.4 * chart.height for chart in charts] or [3.6]
-    with _style(**{"font.size": 10.5, "axes.titlesize": 11}):
-        figure = Curves(figsize=(10, sum(heights)), dpi=120, layout="constrained")
+    size = {"font.size": 10.5, "axes.titlesize": 11}
+    with matplotlib.style.context(["default", _STYLE, size]):
+        figure = Curves(figsize=(10, 3.4 * len(charts) or 3.6), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
         if not charts:
-            figure.text(0.5, 0.5, "no training steps yet", ha="center", color=INK["dim"])
+            figure.text(0.5, 0.5, "no training steps yet", ha="center", color=_GRAY)
             return figure
-        grid = figure.subplots(len(charts), 1, sharex=True, height_ratios=heights, squeeze=False)
-        for axes, chart in zip(grid[:, 0], charts, strict=True):
-            chart.paint(axes)
+        every = figure.subplots(len(charts), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, chart in zip(every, charts, strict=True):
+            _paint(axes, chart)
             axes.label_outer()
             axes.set_title(chart.title)
-            if len(_legend(axes)) > 1:
+            if len(chart.named) > 1:
                 axes.legend()
     return figure
 
 
-def plot_line(axes: Axes, xs: Numbers, ys: Numbers, label: str, most: int, **style: Any) -> None:
-    """A line; of up to `most` points, each has a dot."""
-    axes.plot(xs, ys, label=label, marker="o" if len(xs) <= most else "", **style)
+def smoothed(values: Numbers) -> Numbers:
+    """The mean over a twentieth of the values around each; nan stays nan."""
+    window, known = np.ones(2 * (len(values) // 40) + 1), np.isfinite(values)
+    if not known.any():
+        return values
+    total = np.convolve(np.where(known, values, 0.0), window, "same")
+    return np.where(known, total / np.maximum(1, np.convolve(known, window, "same")), np.nan)
 
 
-def plot_marks(axes: Axes, marks: Sequence[Mark]) -> list[Hover]:
-    """Draws marks, and returns their texts."""
-    above = axes.get_xaxis_transform()
-    for x, _, color, flag in marks:
-        axes.axvline(x, color=INK[color], lw=1.1, ls="-" if color == "bad" else (0, (3, 3)))
-        axes.text(x, 1.01, flag, transform=above, ha="center", color=INK[color], weight="bold")
-    return [(mark.x, mark.text) for mark in marks]
+def _paint(axes: Axes, chart: Chart) -> None:
+    lines = chart.named
+    if chart.kind == "stack":
+        look: dict[str, Any] = {"labels": [line.label for line in lines]}
+        look["colors"] = [line.color for line in lines]
+        axes.stackplot(lines[0].xs, [line.ys for line in lines], **look)
+    for label, xs, ys, color, run, _ in () if chart.kind == "stack" else chart.lines:
+        look = {"lw": 1.5 if label else 0.8, "alpha": 1.0 if label else 0.4, "gid": run or None}
+        look["marker"] = "o" if label and len(xs) <= _MOST_DOTS else ""
+        look |= {"ls": "", "marker": "o"} if chart.kind == "points" else {}
+        axes.plot(xs, ys, color=color, label=label or None, **look)
+    _scale(axes, chart)
+    for mark in chart.marks:
+        bad, above = mark.kind == "failure", axes.get_xaxis_transform()
+        axes.axvline(mark.step or 0, color=_BAD if bad else _GRAY, ls="-" if bad else "--", lw=1)
+        if len(chart.marks) <= _MOST_FLAGS:
+            axes.text(mark.step or 0, 1.01, mark.flag, transform=above, ha="center", color=_GRAY)
 
 
-def percents(axes: Axes) -> None:
-    """The y axis has shares."""
-    from matplotlib.ticker import FuncFormatter
+def _scale(axes: Axes, chart: Chart) -> None:
+    """Single outliers of faint lines may leave the axes."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.4g} %"))
-    axes.fmt_ydata = lambda y: f"{format_number(100 * y)} %"
-
-
-def smoothed(values: Numbers, half_width: int) -> Numbers:
-    """The mean of each value and its ``half_width`` neighbors on both sides, fewer toward both
-    ends; nan stays nan."""
-    known = np.isfinite(values)
-    sums = np.zeros((2, len(values) + 1))
-    np.cumsum([np.where(known, values, 0.0), known], 1, out=sums[:, 1:])
-    at = np.arange(len(values))
-    reach = np.minimum(half_width, np.minimum(at, at[::-1]))
-    total, count = sums[:, at + reach + 1] - sums[:, at - reach]
-    return np.where(known, total / np.maximum(1, count), np.nan)
-
-
-def _style(**more: Any) -> Any:
-    """Overrides the user's matplotlibrc within a ``with``."""
-    import matplotlib.style
-
-    return matplotlib.style.context(["default", _STYLE | more])
-
-
-def _legend(axes: Axes) -> list[tuple[Any, str]]:
-    return [*zip(*axes.get_legend_handles_labels(), strict=True)]
+    xs, ys = (np.concatenate([line[at] for line in chart.named]) for at in (1, 2))
+    axes.set_xlabel(chart.xlabel)
+    if chart.kind != "points":
+        axes.set_xlim(0, 1.01 * max(1.0, *xs))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+    elif 0 < xs.min() < xs.max() / _LOG_FROM:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    scale, known = chart.named[0].scale, ys[np.isfinite(ys)]
+    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    low = 0.0 if scale == "zero" else low
+    pad = 0.06 * (high - low) or 0.1 * abs(low) or 0.1
+    axes.set_ylim(low - pad if low else low, high + pad)
+    if chart.kind == "stack":
+        axes.set_ylim(0, 1)
+    if scale == "share":
+        axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
+    elif 0 < low < high / _LOG_FROM:
+        axes.set(yscale="log", ylim=(low / 1.5, high * 1.3))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
 
 
-def _css(handle: Any) -> str:
-    """The name of a line's or an area's color."""
-    from matplotlib.colors import to_hex
-
-    shade = handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor()
-    return next((name for name, light in INK.items() if light == to_hex(shade)), "dim")
-
-
-def _texts(axes: Axes, hovers: Sequence[Hover]) -> list[tuple[float, list[tuple[str, str]]]]:
-    lines = [line for line, _ in _legend(axes)] if axes.fmt_ydata else []
-    places = np.unique(np.concatenate([[], *(line.get_xdata() for line in lines)]))
-    places = places[np.isfinite(places)][:: -(-len(places) // _MOST_HOVERS) or 1]
-    found = {float(x): [("", axes.format_xdata(x))] for x in places}
-    for line in lines:
-        xs, ys = line.get_data()
-        for x, at in zip(found, np.searchsorted(xs, [*found], "right") - 1, strict=True):
-            if at >= 0 and (at + 1 < len(xs) or xs[at] == x) and math.isfinite(ys[at]):
-                text = f"{line.get_label()} {axes.format_ydata(ys[at])}"
-                found[x].append((line.get_gid() or "", text))
-    for x, text in hovers[:: -(-len(hovers) // _MOST_HOVERS) or 1]:
-        found.setdefault(x, []).append(("", text))
-    left, right = axes.get_xlim()
-    scale = (_RIGHT - _LEFT) / (right - left)
-    return [(round(_LEFT + scale * (x - left), 4), each) for x, each in sorted(found.items())]
+def _texts(chart: Chart) -> list[tuple[float, list[tuple[str, str]]]]:
+    """What is shown near each x: the newest value of each line, and what happened."""
+    xs = np.unique(np.concatenate([line.xs for line in chart.named]))
+    found = [(float(mark.step or 0), [("", mark.text)]) for mark in chart.marks]
+    for x in xs[:: len(xs) // _MOST_HOVERS + 1]:
+        texts = [("", f"{chart.xlabel} {x:.10g}")]
+        for line in chart.named:
+            at = np.searchsorted(line.xs, x, "right") - 1
+            if at >= 0 and x <= line.xs[-1] and np.isfinite(line.ys[at]):
+                value = format_metric("top1" if line.scale == "share" else "", line.ys[at])
+                texts.append((line.run, f"{line.label} {value}"))
+        found.append((x, texts))
+    return sorted(found)

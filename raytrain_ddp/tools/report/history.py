@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.errors import signal_name
 from raytrain_ddp.events import (
     Checkpoint,
@@ -19,7 +16,6 @@ from raytrain_ddp.events import (
     Plan,
     Preempted,
     SweepStop,
-    Train,
 )
 from raytrain_ddp.formatting import (
     error_summary,
@@ -28,207 +24,135 @@ from raytrain_ddp.formatting import (
     format_seconds,
     plural,
 )
-from raytrain_ddp.tools.report.run_files import RunFiles
+from raytrain_ddp.tools.report.run_files import Run
 
-Kind = Literal["start", "restart", "resize", "failure", "preempted", "trouble", "note", "end"]
-State = Literal["running", "finished", "interrupted", "failed", "gone"]
+Kind = Literal["start", "restart", "failure", "trouble", "note", "end"]
 
 
-@dataclass(frozen=True)
-class HistoryEntry:
-    """One thing that happened; `step` is None if unknown."""
+class Happening(NamedTuple):
+    """One thing that happened.
+
+    Args:
+        step: None if unknown. flag: a sign for charts. detail: a traceback.
+    """
 
     wall: float
     step: int | None
     kind: Kind
     text: str
+    flag: str = ""
     detail: str = ""
 
 
-@dataclass(frozen=True)
-class RunHistory:
-    """A run as text.
+class State(NamedTuple):
+    """How a run is. "gone": it ended without an event. `cause`: of a failure, in a line."""
 
-    Args:
-        state: "gone": it ended without an event.
-        summary: the state in a sentence.
-        cause: the failure in a line; "" unless failed.
-    """
-
-    files: RunFiles
-    state: State
+    name: Literal["running", "finished", "interrupted", "failed", "gone"]
     summary: str
-    cause: str
-    happenings: Sequence[HistoryEntry]
-
-    @property
-    def limit(self) -> str:
-        """The main bottleneck; "" if unknown."""
-        return split_of(self.timed).limit()
-
-    @property
-    def timed(self) -> list[Train]:
-        """The training records with timing."""
-        return [r for r in self.files.train if r.timing.split_s]
-
-    @property
-    def plans(self) -> list[Plan]:
-        """Of all starts."""
-        return [event for event, _, _ in self.files.events if isinstance(event, Plan)]
-
-    @property
-    def worked_s(self) -> float:
-        """Seconds of training in all starts, without work that a later start repeated."""
-        return self.files.train[-1].seconds_total if self.files.train else 0.0
-
-    @property
-    def speed(self) -> str:
-        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
-        record of the log."""
-        plan = [Plan(), *self.plans][-1]
-        start = plan.start_step
-        newest = [r for r in self.files.train if r.step > start] or self.files.train
-        speed = median(r.samples_per_s for r in newest) if newest else math.nan
-        return "" if math.isnan(speed) else f"{format_count(speed)} {plan.unit}/s"
+    cause: str = ""
 
 
-def history_of(files: RunFiles) -> RunHistory:
+def state_of(run: Run) -> State:
     """Raises nothing, whatever the files contain."""
-    ends = [each for each in files.events if isinstance(each.event, Plan | End)]
+    ends = [each for each in run.events if isinstance(each.event, Plan | End)]
     end = ends[-1].event if ends and isinstance(ends[-1].event, End) else None
-    running = files.owner is not None
-    if files.owner is not None and end is not None:  # "2026-11-20 18:05:31 UTC", with a T and a Z
-        running = files.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]
-    cause = ""
-    state: State = "gone"
-    if running:
-        state = "running"
-    elif end is None:
-        state = "finished" if files.manifest and files.manifest.finished else "gone"
-    elif end.status == 0 or end.status > 128:
-        state = "finished" if end.status == 0 else "interrupted"
-    else:
-        state = "failed"
-        cause = error_summary(end.message) or f"exit status {end.status}"
-        if end.rank is not None and f"rank {end.rank}" not in cause:
-            cause += f" (rank {end.rank}"
-            cause += f" on {end.node}" if end.node else ""
-            cause += f", step {end.step})" if end.step else ")"
-    summary = _summary(files, state, end)
-    return RunHistory(files, state, summary, cause, list(_happenings(files)))
-
-
-def _summary(files: RunFiles, state: State, end: End | None) -> str:
-    step, total = (end.step if end else None) or files.last_step, files.total_steps
+    step, total = (end.step if end else None) or run.last_step, run.plan.total_steps
     at = f"step {format_count(step)}" + (f" of {format_count(total)}" if total else "")
-    if state == "running":
-        left_s = _left_s(files)
+    # "2026-11-20 18:05:31 UTC", with a T and a Z
+    if run.owner and (not end or run.owner.since[:19].replace(" ", "T") > ends[-1].time[:19]):
+        left_s = _left_s(run)
         left = f", about {format_seconds(left_s)} left" if math.isfinite(left_s) else ""
-        return f"Running: {at}{left}." if files.train else "Running: the first step is not done."
-    if state == "finished":
-        return f"Finished at {at}."
-    if state == "interrupted" and end is not None:
-        by = f"Interrupted by {_signal(end.status)}"
-        resume = "; the same command resumes it."
-        return f"Stopped by the sweep at {at}." if _is_by_sweep(files) else f"{by} at {at}{resume}"
-    if state == "failed":
-        return f"Failed {'after ' + at if step else 'before its first step'}."
-    if not step:
-        return "Disappeared before its first step: its process was probably killed."
-    return (
-        f"Disappeared after {at}: its process was probably killed. Run the same command again to "
-        "resume from the newest checkpoint."
-    )
+        return State("running", f"Running: {at if run.train else 'before the first step'}{left}.")
+    if end.status == 0 if end else run.manifest and run.manifest.finished:
+        return State("finished", f"Finished at {at}.")
+    if end is None:
+        after = f"after {at}" if step else "before its first step"
+        again = "; the same command resumes it" if step else ""
+        gone = f"Disappeared {after}: its process was probably killed{again}."
+        return State("gone", gone)
+    if end.status > 128:
+        return State("interrupted", f"{_interrupted(end, run)} at {at}.")
+    cause = error_summary(end.message) or f"exit status {end.status}"
+    if end.rank is not None and f"rank {end.rank}" not in cause:
+        on = [f"rank {end.rank}", f"node {end.node}" if end.node else "", f"step {end.step or '?'}"]
+        cause += f" ({', '.join(filter(None, on))})"
+    return State("failed", f"Failed {'after ' + at if step else 'before its first step'}.", cause)
 
 
-def _left_s(files: RunFiles) -> float:
+def _left_s(run: Run) -> float:
     """Seconds that the newest start still needs; nan if unknown."""
-    starts = [event.start_step for event, _, _ in files.events if isinstance(event, Plan)]
-    last = files.train[-1] if files.train else None
-    if last is None or not starts or last.step <= starts[-1]:
+    last, start = (run.train[-1] if run.train else None), run.plan.start_step
+    if last is None or last.step <= start:
         return math.nan
-    return (files.total_steps - last.step) * last.seconds / (last.step - starts[-1])
+    return (run.plan.total_steps - last.step) * last.seconds / (last.step - start)
 
 
-def _is_by_sweep(files: RunFiles) -> bool:
-    """Whether a sweep ended the newest start."""
-    ends = (event for event, _, _ in reversed(files.events) if isinstance(event, Plan | SweepStop))
-    return isinstance(next(ends, None), SweepStop)
+def _interrupted(end: End, run: Run) -> str:
+    """By whom; that a sweep did it is the event before the end."""
+    events = [event for event, _, _ in run.events if isinstance(event, End | Plan | SweepStop)]
+    if isinstance(events[events.index(end) - 1], SweepStop):
+        return "Stopped by the sweep"
+    name = signal_name(end.status - 128)
+    return f"Interrupted by {f'Ctrl-C ({name})' if name == 'SIGINT' else name}"
 
 
-def _signal(status: int) -> str:
-    name = signal_name(status - 128)
-    return f"Ctrl-C ({name})" if name == "SIGINT" else name
-
-
-def _happenings(files: RunFiles) -> Iterator[HistoryEntry]:
-    before: Plan | None = None
-    lost_at = math.nan
-    stopped = by_sweep = False
-    reached = 0
-    for event, _, wall in files.events:
+def happenings(run: Run) -> Iterator[Happening]:
+    """What happened, in chronological order."""
+    before: Plan | End | None = None  # the start, or the end of its command
+    size, lost_at, reached = 0, math.nan, 0
+    for event, _, wall in run.events:
         match event:
             case Plan():
-                yield _start(event, before, wall, wall - lost_at, reached, stopped)
-                before, lost_at, stopped, by_sweep = event, math.nan, False, False
+                text = _start(event, before, size, reached)
+                if math.isfinite(lost_at):
+                    text += f"; {format_seconds(max(0.0, wall - lost_at))} without training"
+                flag = "↻" if size == event.world_size else f"{size}→{event.world_size}"
+                kind: Kind = "restart" if before else "start"
+                yield Happening(wall, event.start_step, kind, text, flag)
+                before, size, lost_at = event, event.world_size, math.nan
                 reached = event.start_step
             case Failed():
                 who = "The workers" if event.rank is None else f"Rank {event.rank}"
                 reached, lost_at = max(reached, event.step or 0), wall
-                yield HistoryEntry(wall, event.step, "failure", f"{who} {event.message}")
+                yield Happening(wall, event.step, "failure", f"{who} {event.message}")
             case Preempted():
                 lost_at = wall
-                yield HistoryEntry(wall, None, "preempted", event.text)
+                yield Happening(wall, None, "trouble", event.text)
             case Checkpoint():
                 reached = max(reached, event.step)
             case CheckpointFailed():
                 text = f"The checkpoint of step {event.step} could not be written"
-                yield HistoryEntry(wall, event.step, "trouble", text, event.message)
-            case SweepStop():
-                by_sweep = True
+                yield Happening(wall, event.step, "trouble", text, detail=event.message)
             case Note():
-                yield HistoryEntry(wall, None, "note", event.text)
+                yield Happening(wall, None, "note", event.text)
             case End():
-                stopped = True
-                yield _end(event, wall, by_sweep)
+                before = event
+                yield _end(event, wall, run)
 
 
-def _start(
-    plan: Plan, before: Plan | None, wall: float, lost_s: float, reached: int, stopped: bool
-) -> HistoryEntry:
+def _start(plan: Plan, before: Plan | End | None, size: int, reached: int) -> str:
     step, workers = plan.start_step, plural(plan.world_size, "worker")
-    on = f"{workers} on {plan.device}"
+    on = f"with {workers} on {plan.device}"
     if before is None:
-        resumed = f"; resumed from {plan.resumed_from}" if plan.resumed_from else ""
-        return HistoryEntry(wall, step, "start", f"Started with {on}{resumed}")
-    resized = before.world_size != plan.world_size
-    if plan.replaced is None:
-        text = f"Resumed from step {step} with {on}"
-        text += f" (before: {before.world_size})" if resized else ""
-        text += f"; {plural(reached - step, 'step')} repeated" if reached > step else ""
-    else:  # the step in progress was not done
-        new = f"Continuing with {workers}"
-        if plan.replaced:
-            new = f"{format_ranks(plan.replaced).capitalize()} replaced"
-        if plan.world_size > before.world_size:
-            new = f"Grew from {before.world_size} to {workers}, nothing repeated"
-        text = f"{new}; the others kept their state of step {step}"
-    detail = ""
-    if math.isfinite(lost_s):
-        text += f"; {format_seconds(max(0.0, lost_s))} without training"
-    elif plan.replaced is None:
-        detail = "a new start of the command"
-        detail += "" if stopped else "; the previous one disappeared"
-    return HistoryEntry(wall, step, "resize" if resized else "restart", text, detail)
+        return f"Started {on}" + (f"; resumed from {plan.resumed_from}" * bool(plan.resumed_from))
+    if plan.replaced is not None:  # the step in progress was not done
+        text = f"Continuing with {workers}"
+        if plan.world_size > size:
+            text = f"Grew from {size} to {workers}, nothing repeated"
+        elif plan.replaced:
+            text = f"{format_ranks(plan.replaced).capitalize()} replaced"
+        return f"{text}; the others kept their state of step {step}"
+    text = f"Resumed from step {step} {on}"
+    text += f" (before: {size})" if size != plan.world_size else ""
+    text += f"; {plural(reached - step, 'step')} repeated" if reached > step else ""
+    return text
 
 
-def _end(event: End, wall: float, by_sweep: bool) -> HistoryEntry:
+def _end(event: End, wall: float, run: Run) -> Happening:
     if event.status == 0:
-        return HistoryEntry(wall, event.step, "end", "Finished")
+        return Happening(wall, event.step, "end", "Finished")
     if event.status > 128:
-        by = f"Interrupted by {_signal(event.status)}"
-        text = "Stopped by the sweep" if by_sweep else by
-        return HistoryEntry(wall, event.step, "trouble", text)
+        return Happening(wall, event.step, "trouble", _interrupted(event, run))
     first, _, rest = event.message.partition("\n")
     text = f"Ended with status {event.status}: {first}"
-    return HistoryEntry(wall, event.step, "failure", text, rest)
+    return Happening(wall, event.step, "failure", text, detail=rest)

@@ -1,193 +1,239 @@
-"""What the pages of a run, of several runs, and of a storage show."""
+"""What the pages of a run, of several runs, and of a sweep show: tables and charts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from raytrain_ddp.checkpoint.manifest import package_version
-from raytrain_ddp.events import CheckpointFailed, Failed
+from raytrain_ddp.config.recipe import flat
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.events import Failed
 from raytrain_ddp.formatting import (
+    FRACTION,
     format_bytes,
-    format_count,
     format_metric,
     format_seconds,
     format_share,
     plural,
 )
-from raytrain_ddp.tools.report.charts import COLORS, Chart, drawn
-from raytrain_ddp.tools.report.curves import RunCurves, curves
-from raytrain_ddp.tools.report.history import RunHistory
-from raytrain_ddp.tools.report.time_charts import marks_of, step_time, time_charts
+from raytrain_ddp.tools.report.charts import COLORS, Chart, Drawn, Line, drawn
+from raytrain_ddp.tools.report.curves import curves, speed_charts
+from raytrain_ddp.tools.report.history import happenings, state_of
+from raytrain_ddp.tools.report.run_files import Run
 
 _MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL = 200, 50, 6000
-
-Part = Mapping[str, Any]
-"""A part of a page, by the key that it has:
-
-- ``note``, ``wrong``: text. ``cards``: (name, value, what is said besides) of each.
-- ``rows`` of a table, of texts and `Cell`; with its ``head``, and optionally ``css``, ``title``.
-- ``charts``: `charts.Drawn` of each. ``gallery``: `predictions.Mistake` of each.
-- ``fold``: a line that opens ``parts``.
-"""
-Sections = Sequence[tuple[str, Sequence[Part]]]  # (title, parts); without parts, it is left out
+_MOST_TRIALS, _MOST_CURVES = 500, len(COLORS)  # rows; runs whose curves are shown
+_FREE = ("name", "storage")  # they identify the run, not how it is trained
 
 
 class Cell(NamedTuple):
     """A cell of a table.
 
     Args:
-        css: classes. title: for the pointer.
+        css: classes. style: variables for them, as CSS.
         small: what is said besides. more: long text that is folded away.
-        share: of its width or strength that is colored, 0 to 1.
-        run: number of a run, for a box that shows or hides its curves.
+        run: class of the curves that a box shows or hides. image: a data URI.
     """
 
-    text: str
+    text: Any
     css: str = ""
     small: str = ""
     more: str = ""
-    title: str = ""
-    share: float = 0.0
-    run: int = -1
+    style: str = ""
+    run: str = ""
+    image: str = ""
 
 
-def page(title: str, badge: str, text: str, sections: Sections, command: str, every_s: int) -> str:
-    """A whole page, as HTML.
+class Table(NamedTuple):
+    """Left out if it has no rows. `css` "cards": each row is a card."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    css: str = ""
+
+
+Part = str | Table | Drawn  # a text is a paragraph
+Sections = Sequence[tuple[str, Sequence[Part]]]  # (title, parts); left out if it shows nothing
+
+
+def html_of(sections: Sections, **about: Any) -> str:
+    """A page as HTML.
 
     Args:
-        badge: state of the run; "" without.
-        command: what wrote it.
-        every_s: seconds after which it reloads itself; 0: never.
+        about: its ``title`` and ``text``, the state of the run (``badge``), what went ``wrong``,
+            the ``command``, and ``every_s``: it reloads itself so often; 0: never.
     """
     from jinja2 import Environment, PackageLoader
 
     loader = PackageLoader(__package__, "")
     template = Environment(loader=loader, autoescape=True).get_template("page.html.j2")
-    about = {"title": title, "badge": badge, "text": text, "command": command, "every_s": every_s}
     made = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC, raytrain_ddp {package_version()}"
-    return template.render(about, sections=sections, colors=COLORS, made=made)
+    return template.render(about, sections=sections, made=made)
 
 
-def sections_of_run(history: RunHistory, predicted: Sequence[Part]) -> Sections:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], css: str = "") -> Table:
+    """A table of cells and of anything else, which is shown as text."""
+    cells = [[each if isinstance(each, Cell) else Cell(each) for each in row] for row in rows]
+    return Table(head, cells, css)
+
+
+def sections_of_run(run: Run, predicted: Sequence[Part]) -> Sections:
     """All that is shown of a single run."""
-    files = history.files
-    followed = [RunCurves(files.name, [], files.followed)] if files.followed else []
+    fields = {"value": run.config, "default": flat(TrainConfig())}
     return [
-        ("", [{"wrong": history.cause}, {"cards": _cards(history)}]),
-        ("Curves", charts_of(curves([files], marks_of(history)))),
-        ("Evaluations alongside the run", charts_of(curves(followed)) if followed else []),
-        ("Speed", charts_of(time_charts(history))),
-        ("What happened", _happenings(history)),
+        ("", [_cards(run)]),
+        ("Curves", [*map(drawn, curves([run]))]),
+        ("Speed", [*map(drawn, speed_charts(run))]),
+        ("What happened", _happenings(run)),
         ("Predictions", predicted),
-        ("Checkpoints", _checkpoints(history)),
-        ("Config", _config(history)),
-        ("Environment", _environment(history)),
+        ("Checkpoints", [_checkpoints(run)]),
+        ("Config, where it is not the default", [_differing(fields)] if run.config else []),
+        ("Environment", [_environment(run)]),
     ]
 
 
-def charts_of(charts: Sequence[Chart]) -> list[Part]:
-    return [{"charts": [drawn(chart) for chart in charts]}]
-
-
-def _cards(history: RunHistory) -> list[tuple[str, str, str]]:
-    files, plans, records = history.files, history.plans, history.timed
-    cards = []
-    if files.best:
-        values = [e.metrics.get(files.monitor, math.nan) for e in (files.best, files.evals[-1])]
-        best, last = (format_metric(files.monitor, value) for value in values)
-        cards.append((f"Best {files.monitor}", best, f"at step {files.best.step}; last {last}"))
-    if plans:
-        walls = [wall for _, _, wall in files.events if math.isfinite(wall)] or [0.0]
-        besides = f"{plural(len(plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
-        cards.append(("Time at work", format_seconds(history.worked_s), besides))
-        sizes = [*dict.fromkeys(str(plan.world_size) for plan in plans)]
-        failures = plural(sum(isinstance(e, Failed) for e, _, _ in files.events), "failure")
+def _cards(run: Run) -> Table:
+    cards, records = [], run.timed
+    if run.best:
+        values = [e.metrics.get(run.monitor, math.nan) for e in (run.best, run.evals[-1])]
+        best, last = (format_metric(run.monitor, value) for value in values)
+        cards.append((f"Best {run.monitor}", best, f"at step {run.best.step}; last {last}"))
+    if run.plans:
+        walls = [wall for _, _, wall in run.events if math.isfinite(wall)] or [0.0]
+        besides = f"{plural(len(run.plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
+        cards.append(("Time at work", format_seconds(run.worked_s), besides))
+        sizes = [*dict.fromkeys(str(plan.world_size) for plan in run.plans)]
+        failures = plural(sum(isinstance(e, Failed) for e, _, _ in run.events), "failure")
         cards.append(("Workers", " → ".join(sizes), f"{failures} of workers"))
     if records:
-        step = step_time(median(r.timing.step_s for r in records))
-        cards.append(("Speed", history.speed, f"{step} a step"))
+        step = 1e3 * median(r.timing.step_s for r in records)
+        cards.append(("Speed", run.speed, f"{step:.3g} ms a step"))
         memory = max(r.timing.peak_memory_bytes for r in records)
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
-    mfu = [r.timing.mfu for r in records[-50:] if r.timing.mfu is not None]
-    if mfu:
-        cards.append(("MFU", format_share(median(mfu)), "of a worker"))
-    return [*cards, ("What limits it", history.limit, "")] if history.limit else cards
+        mfu = [r.timing.mfu for r in records[-50:] if r.timing.mfu is not None]
+        cards += [("MFU", format_share(median(mfu)), "of a worker")] if mfu else []
+        cards.append(("What limits it", run.limit, ""))
+    rows = [(Cell(name, "dim"), Cell(value, "big", small)) for name, value, small in cards]
+    return table((), rows, "cards")
 
 
-def _happenings(history: RunHistory) -> list[Part]:
+def _happenings(run: Run) -> list[Part]:
     """What happened, in chronological order."""
-    entries = list(history.happenings)
-    if len(entries) > _MOST_HAPPENINGS:  # notes are dropped first, then entries in the middle
-        entries = [one for one in entries if one.kind != "note"]
-        entries = entries if len(entries) <= _MOST_HAPPENINGS else [*entries[:50], *entries[-150:]]
-    rows = []
-    for one in entries:
-        moment = datetime.fromtimestamp(one.wall, timezone.utc) if math.isfinite(one.wall) else None
-        detail = one.detail.strip()
-        is_long = "\n" in detail or len(detail) > 120
-        small, more = ("", detail[-_MOST_DETAIL:]) if is_long else (detail, "")
-        what = Cell(one.text, f"dot {one.kind}", small, more)
-        step = "" if one.step is None else str(one.step)
-        rows.append((f"{moment:%m-%d %H:%M:%S}" if moment else "?", step, what))
-    left_out = len(history.happenings) - len(entries)
-    note = f"{left_out} entries are omitted." if left_out else ""
-    return [
-        {"head": ("when (UTC)", "step", "what"), "rows": rows, "css": "happenings"},
-        {"note": note},
-    ]
+    entries, rows = [*happenings(run)], []
+    for one in entries[-_MOST_HAPPENINGS:]:
+        known = math.isfinite(one.wall)
+        when = f"{datetime.fromtimestamp(one.wall, timezone.utc):%m-%d %H:%M:%S}" if known else "?"
+        what = Cell(one.text, f"dot {one.kind}", more=one.detail.strip()[-_MOST_DETAIL:])
+        rows.append((when, "" if one.step is None else one.step, what))
+    left_out = len(entries) - len(rows)
+    found = table(("when (UTC)", "step", "what"), rows)
+    return [f"The first {left_out} are left out.", found] if left_out else [found]
 
 
-def _checkpoints(history: RunHistory) -> list[Part]:
+def _checkpoints(run: Run) -> Table:
     """The existing checkpoints, newest first."""
     rows = []
-    for name, manifest in history.files.kept[:_MOST_CHECKPOINTS]:
-        best = history.files.best
-        star = "★ best" if best and name.step == best.step else ""
-        size = f"{manifest.size_bytes / 2**20:.1f} MiB" if manifest else "cannot be read"
+    for name, manifest in run.kept[:_MOST_CHECKPOINTS]:
+        star = "★ best" if run.best and name.step == run.best.step else ""
+        size = format_bytes(manifest.size_bytes) if manifest else "cannot be read"
         metrics = manifest.metrics.items() if manifest else ()
         text = ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in metrics)
-        rows.append((Cell(str(name), small=star), size, text))
-    failed = sum(isinstance(e, CheckpointFailed) for e, _, _ in history.files.events)
-    note = f"{failed} more could not be written." if failed else ""
-    return [{"head": ("there now", "size", "metrics"), "rows": rows}, {"note": note}]
+        rows.append((Cell(name, small=star), size, text))
+    return table(("there now", "size", "metrics"), rows)
 
 
-def _config(history: RunHistory) -> list[Part]:
-    """First the fields that differ from the defaults, then all."""
-    settings = history.files.settings()
-    if not history.files.config:
-        return [{"note": "There is no config.toml, or it cannot be read."}]
-    rows = [(Cell(name, "code"), *map(value_cell, pair)) for name, pair in settings.items()]
-    changed = [row for row in rows if row[1].text != row[2].text]
-    head = ("field", "value", "default")
-    every: Part = {"fold": f"all {len(rows)} fields", "parts": [{"head": head, "rows": rows}]}
-    return [{"head": ("differs from its default", *head[1:]), "rows": changed}, every]
+def _differing(columns: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The fields in which configs differ, with a column for each config."""
+    rows = []
+    for name in dict.fromkeys(name for each in columns.values() for name in each):
+        values = [_toml(each.get(name)) for each in columns.values()]
+        if len({*values}) > 1 and name not in _FREE:
+            rows.append([Cell(text, "code") for text in (name, *values)])
+    return table(("field", *columns), rows)
 
 
-def _environment(history: RunHistory) -> list[Part]:
-    """Where it ran, on which devices, and with which versions, as far as recorded."""
-    files, found = history.files, {"folder": str(history.files.place)}
-    for plan in history.plans[-1:]:
-        found["workers"] = f"{plan.world_size} x {plan.device}, on {', '.join({*plan.hosts})}"
-        found["versions"] = ", ".join(f"{name} {text}" for name, text in plan.versions.items())
-        samples = f"{format_count(plan.train_samples)} {plan.unit} to train on"
-        found["data"] = f"{samples}, {format_count(plan.eval_samples)} to evaluate on"
-        found["parameters"] = f"{plan.parameters:,}"
-    if files.manifest:
-        found["raytrain_ddp"] = files.manifest.written_by
-        found["data fingerprint"] = files.manifest.data_fingerprint[:64]
-    found["driven now by"] = str(files.owner or "")
+def _environment(run: Run) -> Table:
+    """Where it ran, and with which versions, as far as recorded."""
+    found = {
+        "folder": run.place,
+        "driven now by": run.owner,
+        "hosts": ", ".join({*run.plan.hosts}),
+        "versions": ", ".join(f"{name} {text}" for name, text in run.plan.versions.items()),
+        "data fingerprint": run.manifest.data_fingerprint[:64] if run.manifest else "",
+    }
+    return table((), [(Cell(name, "dim"), text) for name, text in found.items() if text])
+
+
+def sections_of_runs(runs: Sequence[Run], sweep: Mapping[str, Any] | None = None) -> Sections:
+    """Running runs first, then the newest; of a sweep, the best trials first.
+
+    Args:
+        sweep: the content of sweep.json.
+    """
+    sign = -1 if sweep and sweep["mode"] == "max" else 1
+    trials = sweep["trials"] if sweep else []
+    trials = sorted(trials, key=lambda t: (t["value"] is None, sign * (t["value"] or 0.0)))
+    places = {trial["name"]: place for place, trial in enumerate(trials)}
+
+    def rank(run: Run) -> tuple[int, bool, float]:
+        wall = max((wall for _, _, wall in run.events), default=0.0)
+        return places.get(run.name, len(places)), state_of(run).name != "running", -wall
+
+    shown = sorted(runs, key=rank)
+    some = shown[:_MOST_CURVES]
+    configs = {run.name: run.config for run in some if run.config}
     return [
-        {"head": (), "rows": [(Cell(name, "dim"), text) for name, text in found.items() if text]}
+        ("Trials", _trials(sweep, trials) if sweep else []),
+        ("Runs", [_runs(shown)]),
+        ("Curves", [*map(drawn, curves(some))] if some else []),
+        ("Where their configs differ", [_differing(configs)]),
     ]
 
 
-def value_cell(thing: Any) -> Cell:
+def _runs(runs: Sequence[Run]) -> Table:
+    """Each run with its state, progress and time left."""
+    rows = []
+    for number, run in enumerate(runs):
+        state = state_of(run)
+        done = run.last_step / (run.plan.total_steps or math.inf)
+        box = Cell(run.name)
+        if number < _MOST_CURVES:
+            box = Cell(run.name, style=f"--c: {COLORS[number]}", run=f"run{number}")
+        css, share = f"state progress {state.name}", 1.0 if state.name == "finished" else done
+        text = state.cause or state.summary
+        progress = Cell(state.name, css, text, style=f"--share: {share:.3f}")
+        best, worked = Cell(run.best_summary or "-", small=run.limit), format_seconds(run.worked_s)
+        restarts = max(0, len(run.plans) - 1)
+        rows.append((box, progress, best, worked, run.speed, run.plan.world_size, restarts))
+    head = ("run", "progress", "best", "time at work", "speed", "workers", "restarts")
+    return table(head, rows)
+
+
+def _trials(sweep: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Part]:
+    """The trials, the best first, and their values over each field that is a number."""
+    metric, fields, rows, charts = sweep["metric"], sweep["fields"], [], list[Part]()
+    for trial in trials[:_MOST_TRIALS]:
+        value = "-" if trial["value"] is None else format_metric(metric, trial["value"])
+        texts = (Cell(_toml(trial["values"].get(name)), "code") for name in fields)
+        rows.append((trial["name"], Cell(trial["state"], f"state {trial['state']}"), value, *texts))
+    for name in fields:
+        points = [(t["values"].get(name), t["value"]) for t in trials if t["value"] is not None]
+        if len(points) > 1 and all(isinstance(x, int | float) for x, _ in points):
+            xs, ys = np.array(sorted(points), dtype=float).T
+            scale = "share" if FRACTION.search(metric) else "any"
+            line = Line(metric, xs, ys, scale=scale)
+            charts.append(drawn(Chart(f"{metric} by {name}", [line], (), "points", name)))
+    return [*charts, table(("trial", "state", metric, *fields), rows)]
+
+
+def _toml(value: Any) -> str:
     """A config value as in TOML."""
-    text = "not set" if thing is None else json.dumps(thing, ensure_ascii=False, default=str)
-    return Cell(text, "code")
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return "not set" if value is None else text

@@ -1,13 +1,15 @@
-"""Reads the folders of runs without changing them, even while the runs are in progress."""
+"""Reads the folder of a run without changing it, even while the run is in progress."""
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
+from raytrain_ddp.bottleneck import split_of
 from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -21,35 +23,35 @@ from raytrain_ddp.checkpoint.run_folder import (
     read_followed,
 )
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.recipe import fields_of, flat, parse
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.recipe import fields_of, parse
 from raytrain_ddp.errors import CheckpointError, PreflightError
 from raytrain_ddp.events import Eval, LogRecord, Plan, Train
+from raytrain_ddp.formatting import format_count, format_metric
 from raytrain_ddp.records import Timed, log_records
-from raytrain_ddp.tools.report.curves import RunCurves
+
+_MOST_RECORDS = 10_000  # training records of a run; of more, every second, third, ...
 
 
 @dataclass(frozen=True)
-class RunFiles(RunCurves):
-    """The content of a run's folder.
+class Run:
+    """What is known of a run.
 
     Args:
-        name: the folder's.
-        config: the fields in config.toml, by their full names.
+        train, evals: of its log, by step; and the evaluations of `evaluate --follow`.
         events: in the order in which they were written.
-        followed: the evaluations of `evaluate --follow`.
+        config: the fields in config.toml, by their full names.
         kept: the existing checkpoints, newest first; None if it cannot be read.
-        owner: the process that holds the run, as far as known.
-        read_at: seconds since 1970.
+        owner: the process that drives the run, as far as known.
     """
 
-    place: Storage
-    config: Mapping[str, Any]
-    events: Sequence[Timed]
-    followed: Sequence[Eval]
-    kept: Sequence[tuple[CheckpointName, Manifest | None]]
-    owner: Owner | None
-    read_at: float
+    name: str
+    train: Sequence[Train]
+    evals: Sequence[Eval]
+    place: str = ""
+    events: Sequence[Timed] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    kept: Sequence[tuple[CheckpointName, Manifest | None]] = ()
+    owner: Owner | None = None
 
     @property
     def manifest(self) -> Manifest | None:
@@ -57,31 +59,77 @@ class RunFiles(RunCurves):
         return next((manifest for _, manifest in self.kept if manifest), None)
 
     @property
-    def last_step(self) -> int:
-        """The last step in the log, the events and the checkpoints."""
-        steps = [super().last_step]
-        steps += [name.step for name, _ in self.kept[:1]]
-        steps += [e.start_step for e, _, _ in self.events[-1:] if isinstance(e, Plan)]
-        return max(steps)
+    def plans(self) -> list[Plan]:
+        """Of all starts."""
+        return [event for event, _, _ in self.events if isinstance(event, Plan)]
 
     @property
-    def total_steps(self) -> int:
-        """As planned by the newest start; 0 if unknown."""
-        plans = (each.event for each in reversed(self.events) if isinstance(each.event, Plan))
-        return next((plan.total_steps for plan in plans), 0)
+    def plan(self) -> Plan:
+        """Of the newest start; one of zeros before the first."""
+        return [Plan(), *self.plans][-1]
 
-    def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Field -> (value, default) of all fields, including those that this version lacks."""
-        defaults = flat(TrainConfig())
-        names = list(dict.fromkeys([*defaults, *self.config]))
-        return {n: (self.config.get(n, defaults.get(n)), defaults.get(n)) for n in names}
+    @property
+    def monitor(self) -> str:
+        """The metric that decides which evaluation is the best; "" before the first."""
+        return self.evals[-1].monitor if self.evals else ""
+
+    @property
+    def best(self) -> Eval | None:
+        """The best evaluation, if it has that metric."""
+        found = (e for e in reversed(self.evals) if e.best and self.monitor in e.metrics)
+        return next(found, None)
+
+    @property
+    def best_summary(self) -> str:
+        """``top1 97.50 % at step 184``; "" without an evaluation."""
+        if self.best is None:
+            return ""
+        metric = format_metric(self.monitor, self.best.metrics[self.monitor])
+        return f"{self.monitor} {metric} at step {format_count(self.best.step)}"
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the log, the plans and the checkpoints."""
+        steps = [self.plan.start_step, *(record.step for record in self.train[-1:])]
+        steps += [each.step for each in self.evals[-1:]]
+        return max(steps + [name.step for name, _ in self.kept[:1]])
+
+    @property
+    def timed(self) -> list[Train]:
+        """The training records with timing."""
+        return [record for record in self.train if record.timing.split_s]
+
+    @property
+    def limit(self) -> str:
+        """The main bottleneck; "" if unknown."""
+        return split_of(self.timed).limit()
+
+    @property
+    def worked_s(self) -> float:
+        """Seconds of training in all starts, without work that a later start repeated."""
+        return self.train[-1].seconds_total if self.train else 0.0
+
+    @property
+    def speed(self) -> str:
+        """``1437 images/s``: of all workers, the median of the newest start; "" before the first
+        record of the log."""
+        newest = [r for r in self.train if r.step > self.plan.start_step] or self.train
+        speed = median(record.samples_per_s for record in newest) if newest else math.nan
+        return "" if math.isnan(speed) else f"{format_count(speed)} {self.plan.unit}/s"
 
 
-def read_run(place: str | Storage, most: int = 2**40) -> RunFiles:
+def of_log(name: str, records: Sequence[LogRecord]) -> Run:
+    """A run of which only the log is known."""
+    evals = {each.step: each for each in records if isinstance(each, Eval)}
+    train = [each for each in records if isinstance(each, Train)]
+    return Run(name, train, [evals[step] for step in sorted(evals)])
+
+
+def read_run(place: str | Storage, name: str = "") -> Run:
     """The run in a folder, or at a path, at a URI, or of that name below runs/.
 
     Args:
-        most: of a longer log, only about so many training records are read.
+        name: how it is called. Default: as its folder.
 
     Raises:
         ConfigError: there is no run.
@@ -89,41 +137,33 @@ def read_run(place: str | Storage, most: int = 2**40) -> RunFiles:
     """
     storage = open_run(place) if isinstance(place, str) else place
     try:
-        records = _log_in(storage, most)
-        return RunFiles(
-            place=storage,
-            name=storage.path.rstrip("/").rpartition("/")[2],
-            config=_config_of(storage),
-            train=[r for r in records if isinstance(r, Train)],
-            evals=[r for r in records if isinstance(r, Eval)],
+        return replace(
+            of_log(name or storage.path.rstrip("/").rpartition("/")[2], _log_in(storage)),
+            place=storage.address,
             events=[each for each in read_events(storage) if each.time],
-            followed=read_followed(storage),
+            config=_config_of(storage),
             kept=_kept_in(storage),
             owner=owner_of(storage),
-            read_at=time.time(),
         )
     except OSError as error:
         raise PreflightError(f"{storage}: cannot be read: {error}") from error
 
 
-def _log_in(storage: Storage, most: int) -> list[LogRecord]:
-    if not storage.exists(METRICS_FILE):
-        return []
-    lines = storage.read(METRICS_FILE).splitlines()
-    some = {*range(0, len(lines), -(-len(lines) // most) or 1), len(lines) - 1}
-    kept = [line for n, line in enumerate(lines) if n in some or b'"eval"' in line[:20]]
-    return log_records(parsed_lines(kept, METRICS_FILE))
+def _log_in(storage: Storage) -> list[LogRecord]:
+    """With the evaluations of `evaluate --follow`, where the log has none."""
+    lines = storage.read(METRICS_FILE).splitlines() if storage.exists(METRICS_FILE) else []
+    last, every = len(lines) - 1, len(lines) // _MOST_RECORDS + 1
+    kept = [line for n, line in enumerate(lines) if (last - n) % every == 0 or b'"eval"' in line]
+    return [*read_followed(storage), *log_records(parsed_lines(kept, METRICS_FILE))]
 
 
 def _config_of(storage: Storage) -> dict[str, Any]:
     """As it was written, whatever version did; {} where there is none."""
     if not storage.exists(CONFIG_FILE):
         return {}
-    text = storage.read(CONFIG_FILE).decode("utf-8", errors="replace")
-    try:
-        return dict(fields_of(parse(text)))
-    except ValueError:
-        return {}
+    with suppress(ValueError):
+        return dict(fields_of(parse(storage.read(CONFIG_FILE).decode(errors="replace"))))
+    return {}
 
 
 def _kept_in(storage: Storage) -> list[tuple[CheckpointName, Manifest | None]]:
