@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
-from raytrain_ddp.config.effects import value_of
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.recipe import flat, from_dict, to_dict
+from raytrain_ddp.config.rules import value_of
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import scalar
 from raytrain_ddp.config.withdrawn import withdrawn
