@@ -112,8 +112,8 @@ def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str
 def _violated(field: dataclasses.Field[Any], kind: Any, value: Any) -> str:
     """The rule that a value of the field's type violates; empty if there is none."""
     about = field.metadata
-    parts = chain(*value.items()) if isinstance(value, Mapping) else (value,)
-    parts = [*(value if isinstance(value, tuple) else parts)]
+    several = chain(*value.items()) if isinstance(value, Mapping) else value
+    parts = [*several] if isinstance(value, Mapping | tuple) else [value]
     given = [each for each in parts if type(each) in (int, float)]
     control = [*filter(None, (NOT_PLAIN.search(each) for each in parts if isinstance(each, str)))]
     limits = [limit for limit in _LIMITS if limit in about]
