@@ -69,9 +69,9 @@ class _Parts:
     def inside(self, value: Any, is_task: bool = False) -> list[Any]:
         """The texts of the parts of a value, in a fixed order."""
         if isinstance(value, (list, tuple)):
-            if any(type(each) not in _PLAIN for each in value):
-                return [*map(self.text, value)]
-            return [len(value), *value[:: 1 + len(value) // _MOST_VALUES]]  # perhaps millions
+            is_plain = all(type(each) in _PLAIN for each in value)  # perhaps millions
+            chosen = value[:: 1 + len(value) // _MOST_VALUES]
+            return [len(value), *(chosen if is_plain else map(self.text, value))]
         if isinstance(value, (set, frozenset)):  # they may refer to each other, in any order
             return sorted(_Parts().text(each) for each in value)
         if isinstance(value, Mapping):
