@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raytrain_ddp.config.effects import value_of
+from raytrain_ddp.config.rules import value_of
 from raytrain_ddp.config.train_config import AUTO_FIELDS, TrainConfig
 
 # Ampere and later, by the names that Ray gives accelerators. Others count as without bf16.
@@ -26,14 +26,20 @@ def unsettled(config: TrainConfig) -> list[str]:
 def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
     """The config with values for fields that say auto: bf16 and channels_last on GPUs that have
     bf16 in hardware; fp32 and contiguous elsewhere."""
-    precision = "bf16" if has_bf16 else "fp32"
-    return _settled(config, {"precision": precision, "channels_last": has_bf16})
+    compute = {"precision": "bf16" if has_bf16 else "fp32", "channels_last": has_bf16}
+    return settled_as_begun(config, {"compute": compute})
 
 
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
     """The config with the values that a run has, whose config is given as nested tables."""
-    values: Mapping[str, Any] = begun.get("compute", {})
-    return _settled(config, {name: v for name, v in values.items() if v not in (None, "auto")})
+    values = {f"compute.{name}": value for name, value in begun.get("compute", {}).items()}
+    chosen = [n for n in unsettled(config) if values.get(n) not in (None, "auto")]
+    compute: dict[str, Any] = {name.rpartition(".")[2]: values[name] for name in chosen}
+    return dataclasses.replace(
+        config,
+        compute=dataclasses.replace(config.compute, **compute),
+        settled=tuple(dict.fromkeys((*config.settled, *chosen))),
+    )
 
 
 def settled_note(before: TrainConfig, after: TrainConfig) -> str:
@@ -52,13 +58,3 @@ def have_bf16(nodes: Iterable[Mapping[str, float]]) -> bool:
         if node.get("GPU", 0) > 0
     ]
     return bool(kinds) and all(of and all(map(_HAS_BF16.fullmatch, of)) for of in kinds)
-
-
-def _settled(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    names = [name for name in unsettled(config) if name.rpartition(".")[2] in values]
-    chosen = {name.rpartition(".")[2]: values[name.rpartition(".")[2]] for name in names}
-    return dataclasses.replace(
-        config,
-        compute=dataclasses.replace(config.compute, **chosen),
-        settled=tuple(dict.fromkeys((*config.settled, *names))),
-    )

@@ -1,6 +1,6 @@
-"""The types of a config's fields, which are checked whenever a section is made.
+"""The fields of a config: their types and limits, which are checked whenever a section is made.
 
-Python does not check them, and a value of another type would fail late, or never.
+Python does not check them, and a wrong value would fail late, or never.
 """
 
 from __future__ import annotations
@@ -9,17 +9,42 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from raytrain_ddp.config.validation import require
+from raytrain_ddp.config.validation import NOT_PLAIN, require
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, quoted
 
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+_LIMITS = {
+    "least": ("{} or more", operator.ge),
+    "above": ("above {}", operator.gt),
+    "most": ("at most {}", operator.le),
+    "below": ("below {}", operator.lt),
+}
+
+
+def setting(default: Any, **facts: Any) -> Any:
+    """A field of a config, and all facts about it.
+
+    Args:
+        free: it may change when a run is resumed; all others decide the result.
+        least, above, most, below: limits of its number, or of each of its numbers.
+        check: (function, rule): the value must be one for which the function is true.
+        may_be_empty: the empty text is a value; lines: so are several lines.
+        needs, images, on_ray: without what it has no effect; see rules.py.
+        path: the kind of path that it is; see paths.py.
+        metavar: how the help shows its value.
+    """
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: {**default}, metadata=facts)
+    return dataclasses.field(default=default, metadata=facts)
 
 
 class Section:
@@ -29,7 +54,7 @@ class Section:
     numbers Python's.
 
     Raises:
-        ConfigError: a line for each value of another type.
+        ConfigError: a line for each value that its field does not take.
     """
 
     section: ClassVar[str] = ""
@@ -45,59 +70,64 @@ class Section:
         return {field.name: hints[field.name] for field in dataclasses.fields(cast(Any, cls))}
 
     def __post_init__(self) -> None:
-        given = {field: getattr(self, field) for field in self.kinds()}
-        fitting, wrong = checked(type(self), given)
+        fitting, wrong = checked(type(self), vars(self))
         if wrong:
             raise ConfigError("\n".join(wrong))
-        for field, value in fitting.items():
-            object.__setattr__(self, field, value)
+        vars(self).update(fitting)
 
     def require(self, field: str, holds: object, rule: str) -> None:
         """Raises ConfigError that names the field, its value and the rule, unless the rule
         holds."""
         require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
 
-    def at_least(self, least: float, *fields: str) -> None:
-        """Requires that the fields are `least` or more. These methods also accept
-        `auto`."""
-        self._require_each(fields, lambda value: value >= least, f"must be {least:g} or more")
 
-    def at_most(self, most: int, *fields: str) -> None:
-        """Requires that the fields are `most` or less: far more is a slip, and would take all
-        memory."""
-        self._require_each(fields, lambda value: value <= most, f"must be {most} or less")
-
-    def above_zero(self, *fields: str) -> None:
-        """Requires that the fields are above 0."""
-        self._require_each(fields, lambda value: value > 0, "must be above 0")
-
-    def below_one(self, *fields: str) -> None:
-        """Requires that the fields lie in [0, 1)."""
-        self._require_each(fields, lambda value: 0 <= value < 1, "must be 0 or more and below 1")
-
-    def _require_each(self, fields: Iterable[str], fits: Callable[[Any], bool], rule: str) -> None:
-        for field in fields:
-            value = getattr(self, field)
-            may = ", or auto" if "auto" in described(self.kinds()[field]) else ""
-            self.require(field, value == "auto" or fits(value), f"{rule}{may}")
+def facts(section: type[Section], fact: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(full name, value) of this fact for each field that has it, also in nested sections."""
+    for field in dataclasses.fields(cast(Any, section)):
+        kind = section.kinds()[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from facts(cast(Any, kind), fact, f"{prefix}{field.name}.")
+        elif fact in field.metadata:
+            yield prefix + field.name, field.metadata[fact]
 
 
 def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values as their fields' types, and a line for each that is of another type."""
+    """The values as their fields' types, and a line for each that its field does not take."""
     fitting: dict[str, Any] = {}
     wrong: list[str] = []
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, section))}
     for name, value in values.items():
         kind = section.kinds()[name]
-        rule = described(kind)
-        with suppress(ValueError):
+        try:
             fitting[name] = fitted(kind, value)
-            if _is_finite(fitting[name]):
-                continue
-            rule = "finite"
-        field = f"{section.section}.{name}".lstrip(".")
-        hint = withdrawn(f"{field}={value}")
-        wrong.append(f"{field} = {quoted(value)}: must be {rule}.{hint}")
+            rule = _violated(fields[name], kind, fitting[name])
+        except ValueError:
+            rule = f"must be {described(kind)}"
+        if rule:
+            field = f"{section.section}.{name}".lstrip(".")
+            wrong.append(f"{field} = {quoted(value)}: {rule}.{withdrawn(f'{field}={value}')}")
     return fitting, wrong
+
+
+def _violated(field: dataclasses.Field[Any], kind: Any, value: Any) -> str:
+    """The rule that a value of the field's type violates; empty if there is none."""
+    about = field.metadata
+    several = chain(*value.items()) if isinstance(value, Mapping) else value
+    parts = [*several] if isinstance(value, Mapping | tuple) else [value]
+    given = [each for each in parts if type(each) in (int, float)]
+    control = [*filter(None, (NOT_PLAIN.search(each) for each in parts if isinstance(each, str)))]
+    limits = [limit for limit in _LIMITS if limit in about]
+    holds, rule = about.get("check", (bool, ""))
+    if control and "lines" not in about:
+        return f"must not contain the control character U+{ord(control[0][0]):04X}"
+    if not all(math.isfinite(each) for each in given if isinstance(each, float)):
+        return "must be finite"
+    if not all(_LIMITS[limit][1](each, about[limit]) for each in given for limit in limits):
+        limit = " and ".join(_LIMITS[limit][0].format(about[limit]) for limit in limits)
+        return f"must be {limit}{', or auto' if 'auto' in described(kind) else ''}"
+    if value == "" and field.default not in ("", None) and "may_be_empty" not in about:
+        return "must not be empty"
+    return rule if rule and value is not None and not holds(value) else ""
 
 
 def listed(words: Iterable[str]) -> str:
@@ -133,43 +163,26 @@ def fitted(kind: Any, value: Any) -> Any:
     """The value as that type. Raises ValueError if it is of another one."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        own = [each for each in args if type(value) is each]
-        return _first_fitting(own or args, value)
-    if origin is Literal:
-        fits = isinstance(value, str) and value in args
-    elif origin is tuple:
+        for each in [each for each in args if type(value) is each] or args:
+            with suppress(ValueError):
+                return fitted(each, value)
+        raise ValueError
+    if origin is tuple:
         value = value.tolist() if hasattr(value, "tolist") else value  # of NumPy
         if not isinstance(value, tuple | list) or (... not in args and len(value) != len(args)):
             raise ValueError
         return tuple(fitted(args[0], each) for each in value)
-    elif origin is dict:
-        if not isinstance(value, Mapping):
-            raise ValueError
+    if origin is dict and isinstance(value, Mapping):
         return {fitted(str, key): fitted(args[1], each) for key, each in value.items()}
-    elif kind in (int, float):
+    if kind in (int, float):
         return _number(kind, value)
-    elif kind is str:
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        fits = isinstance(value, str)
-    else:
-        value = value.item() if kind is bool and hasattr(value, "item") else value  # of NumPy
-        fits = isinstance(value, kind)
-    if not fits:
+    if kind is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind is bool and hasattr(value, "item"):  # of NumPy
+        value = value.item()
+    if not (value in args if origin is Literal else origin is None and isinstance(value, kind)):
         raise ValueError
     return value
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether a number, or all in a list, are neither infinite nor nan."""
-    values = value if isinstance(value, tuple) else (value,)
-    return all(math.isfinite(each) for each in values if isinstance(each, float))
-
-
-def _first_fitting(kinds: Iterable[Any], value: Any) -> Any:
-    for kind in kinds:
-        with suppress(ValueError):
-            return fitted(kind, value)
-    raise ValueError
 
 
 def _number(kind: type, value: Any) -> Any:

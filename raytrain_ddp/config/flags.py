@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -69,30 +70,28 @@ class Flag:
     @property
     def nargs(self) -> int | Literal["*"] | None:
         """The number of words of its value, as argparse takes it. None: one."""
-        for kind in self.members:
-            if get_origin(kind) in (dict, tuple):
-                args = get_args(kind)
-                return "*" if get_origin(kind) is dict or ... in args else len(args)
-        return None
+        several = [kind for kind in self.members if get_origin(kind) in (dict, tuple)]
+        args = get_args(several[0]) if several else ()
+        return ("*" if self._is_table or ... in args else len(args)) if several else None
 
     @property
     def choices(self) -> list[str]:
         """The words that it takes, as far as they can be listed."""
-        words = {bool: ("true", "false")}
-        words |= {kind: get_args(kind) for kind in self.members if get_origin(kind) is Literal}
-        return [word for kind in self.members for word in words.get(kind, ())]
+        words = [
+            ("true", "false") if kind is bool else get_args(kind)
+            for kind in self.members
+            if kind is bool or get_origin(kind) is Literal
+        ]
+        return [*chain(*words)]
 
     @property
     def metavar(self) -> str:
         """What stands for each word of the value in help texts; empty for a switch."""
-        own = self.metadata.get("metavar") or self.positional
-        if own or self.kind is bool:
-            return str(own)
-        scalars = [
-            get_args(kind)[0] if get_origin(kind) is tuple else kind for kind in self.members
-        ]
-        names = [_METAVARS[kind] for kind in scalars if kind in _METAVARS]
-        return "|".join([*names, *self.choices]) if not self._is_table else "KEY=VALUE"
+        own = self.metadata.get("metavar", self.positional)
+        if own or self.kind is bool or self._is_table:
+            return str(own or "KEY=VALUE" * self._is_table)
+        words = [get_args(kind)[0] if get_args(kind) else kind for kind in self.members]
+        return "|".join([*(_METAVARS[word] for word in words if word in _METAVARS), *self.choices])
 
     @property
     def takes(self) -> str:
@@ -140,12 +139,11 @@ def flags_of(
 def changes(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """The fields of `holder` that get another value, by the paths of flags; nested dataclasses are
     replaced as a whole, and so are checked."""
-    result: dict[str, Any] = {}
-    for name in dict.fromkeys(path[0] for path in values):
+    result: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for name in dict.fromkeys(path[0] for path in values if len(path) > 1):
         below = {path[1:]: value for path, value in values.items() if path[0] == name}
-        inner: Any = getattr(holder, name, None)
-        nested = () not in below
-        result[name] = dataclasses.replace(inner, **changes(inner, below)) if nested else below[()]
+        inner: Any = getattr(holder, name)
+        result[name] = dataclasses.replace(inner, **changes(inner, below))
     return result
 
 

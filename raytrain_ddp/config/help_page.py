@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import re
@@ -10,23 +9,15 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from textwrap import fill, wrap
-from typing import Any
+from textwrap import fill
 
 from raytrain_ddp.config.flags import Flag
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
-_MIN_COLUMNS, _MAX_COLUMNS, _HELP_AT = 40, 100, 29
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names of flags are not broken at their hyphens."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrap(text, width, break_on_hyphens=False)
+_MIN_COLUMNS, _MAX_COLUMNS, _HELP_AT = 40, 100, 28
 
 
 def topic_of(argv: Sequence[str]) -> str | None:
@@ -54,32 +45,28 @@ def page(
         ConfigError: there is no such section or flag.
     """
     # Python 3.10 reports 0 columns for a terminal that states no size, as a serial console.
-    width = shutil.get_terminal_size().columns or _MAX_COLUMNS
-    width = max(_MIN_COLUMNS, min(width, _MAX_COLUMNS))
-    formatter = partial(_Formatter, max_help_position=_HELP_AT, width=width)
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter
-    )
-    if topic in ("", "all"):  # indented lines, such as commands, are kept
-        parts = (inspect.getdoc(kind) or "").split("\n\n")
-        text = "\n\n".join(part if part[:2] == "  " else fill(part, width) for part in parts)
-        parser.usage, parser.description = usage, text
+    width = max(_MIN_COLUMNS, min(shutil.get_terminal_size().columns or _MAX_COLUMNS, _MAX_COLUMNS))
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
+    parts = [f"usage: {usage}"]  # indented lines, such as commands, are kept
+    parts += [each if each[:2] == "  " else fill(each, width) for each in paragraphs]
     if topic:
+        parts = parts if topic == "all" else []
         for section, found in groupby(_found(flags, topic), lambda flag: flag.section):
             members = [*found]
             about = (inspect.getdoc(members[0].owner) or "").partition("\n\n")[0]
-            text = fill(about, width - 2) if "." in members[0].name else ""
-            _add(parser.add_argument_group(section, text), members, brief=False)
-        return parser.format_help().strip("\n")
+            text = fill(about, width, initial_indent="  ", subsequent_indent="  ")
+            parts.append(f"{section}:\n{text}\n" if "." in members[0].name else f"{section}:")
+            parts[-1] += "".join(f"\n{_row(flag, width, brief=False)}" for flag in members)
+        return "\n\n".join(parts)
     named = {flag.name: flag for flag in flags}
     own = [flag.name for flag in flags if len(flag.path) == 1 and not flag.positional]
-    placed = [flag.name for flag in flags if flag.positional]
-    for title, names in {"": placed, **(main or {"Flags": own})}.items():
-        _add(parser.add_argument_group(title or None), [named[name] for name in names], brief=True)
+    rows = [_row(flag, width, brief=True) for flag in flags if flag.positional]
+    for title, names in (main or {"Flags": own}).items():
+        rows += [f"{title}:", *(_row(named[name], width, brief=True) for name in names)]
     sections = dict.fromkeys(flag.section for flag in flags)
     of = f", --help SECTION: {', '.join(sections)}" if len(sections) > 1 else ""
-    parser.epilog = fill(f"Defaults in [ ]. More: --help-all, --help FLAG{of}.", width)
-    return re.sub(r"\n(?=\n[A-Z][\w ]+:\n)", "", parser.format_help().rstrip())
+    end = fill(f"Defaults in [ ]. More: --help-all, --help FLAG{of}.", width)
+    return "\n\n".join([*parts, "\n".join(rows), end])
 
 
 def summary(flag: Flag) -> str:
@@ -117,24 +104,25 @@ def _found(flags: Sequence[Flag], topic: str) -> Sequence[Flag]:
     return found
 
 
-def _add(group: Any, flags: Sequence[Flag], brief: bool) -> None:
-    """Adds flags to what is printed; `brief`: the first sentence, and no long list of values."""
-    for flag in flags:
-        text, shown = summary(flag) if brief else help_of(flag), default_of(flag)
-        text = (f"{text} [{shown}]" if shown else text).replace("%", "%%")
-        if flag.positional:
-            group.add_argument(flag.name, metavar=flag.positional, help=text)
-            continue
-        names = [f"--{flag.name}"]
-        if flag.kind is bool and not brief:
-            names += [f"--{flag.negated()}"]
-        elif flag.default is True and flag.kind is bool:
-            names = [f"--{flag.negated('[no-]')}"]
-        how: dict[str, Any] = {"action": "store_true"}
-        if flag.metavar and not (brief and len(f"  {names[0]} {flag.metavar}  ") > _HELP_AT):
-            nargs = None if "metavar" in flag.metadata else flag.nargs
-            how = {"metavar": flag.metavar, "nargs": nargs}
-        group.add_argument(*names, dest=flag.name, help=text, **how)
+def _row(flag: Flag, width: int, brief: bool) -> str:
+    """The help on a flag; `brief`: the first sentence, and no long list of values."""
+    text, shown = summary(flag) if brief else help_of(flag), default_of(flag)
+    left, several = f"--{flag.name}", flag.nargs if "metavar" not in flag.metadata else None
+    values = f"[{flag.metavar} ...]" if several == "*" else f" {flag.metavar}" * (several or 1)
+    if flag.positional:
+        left = flag.positional
+    elif flag.kind is bool and not brief:
+        left += f", --{flag.negated()}"
+    elif flag.kind is bool:
+        left = f"--{flag.negated('[no-]')}" if flag.default is True else left
+    elif not brief or len(f"  {left} {flag.metavar}  ") <= _HELP_AT:
+        left += f" {values.strip()}"
+    indent, text = " " * _HELP_AT, f"{text} [{shown}]" if shown else text
+    start = f"  {left}  ".ljust(_HELP_AT)
+    is_long = len(start) > _HELP_AT
+    first = indent if is_long else start
+    row = fill(text, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    return f"  {left}\n{row}" if is_long else row.rstrip()
 
 
 @cache
@@ -142,16 +130,16 @@ def _documented(kind: type) -> Mapping[str, str]:
     """The strings below the fields of a dataclass, by field."""
     if not is_dataclass(kind):
         return {}
-    tree = _parsed(str(sys.modules[kind.__module__].__file__))
-    names = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    body = _classes(str(sys.modules[kind.__module__].__file__))[kind.__name__].body
     return {
         field.target.id: " ".join(str(text.value.value).split())
-        for field, text in pairwise(names[kind.__name__].body)
+        for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
 
 
 @cache
-def _parsed(path: str) -> ast.Module:
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
+def _classes(path: str) -> Mapping[str, ast.ClassDef]:
+    parsed = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {node.name: node for node in parsed.body if isinstance(node, ast.ClassDef)}

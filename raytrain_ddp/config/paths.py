@@ -1,6 +1,6 @@
 """Makes the paths in a config absolute when a run starts, and finds them again if it has moved.
 
-The metadata ``path`` of a field gives the kind of path.
+The fact ``path`` of a field gives the kind of path.
 """
 
 from __future__ import annotations
@@ -8,31 +8,20 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.config.field_types import Section, facts
 from raytrain_ddp.files import absolute
 
 S = TypeVar("S", bound=Section)
 Change = Callable[[str], str]
 
 
-@cache
 def path_fields(section: type[Section], prefix: str = "") -> Mapping[str, str]:
     """Maps the full name of each field with a path to its kind: folder, data, code, weights or
     options."""
-    return dict(_path_fields(section, prefix))
-
-
-def _path_fields(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
-    kinds = section.kinds()
-    for each in dataclasses.fields(section):  # type: ignore[arg-type]
-        if "path" in each.metadata:
-            yield prefix + each.name, each.metadata["path"]
-        elif dataclasses.is_dataclass(kinds[each.name]):
-            yield from _path_fields(kinds[each.name], f"{prefix}{each.name}.")
+    return dict(facts(section, "path", prefix))
 
 
 def with_paths(section: S, change: Change) -> S:

@@ -6,7 +6,6 @@ Imports nothing heavy; see config.py for the fields themselves.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.automatic import unsettled
-from raytrain_ddp.config.field_types import Section, as_text, checked
+from raytrain_ddp.config.field_types import Section, as_text, checked, facts
 from raytrain_ddp.config.paths import (
     absolute_path,
     changed_path,
@@ -89,30 +88,26 @@ def load(path_or_name: str) -> TrainConfig:
 
 def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     """A recipe, and what it says about itself in its table [recipe]."""
-    path = Path(path_or_name)
     shipped = shipped_recipes()
-    if path.suffix != ".toml" and path_or_name in shipped:
-        path = shipped[path_or_name]
-    runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
-    hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
-    wrong = f"no recipe {path_or_name!r}: give"
-    if path.suffix == ".toml":
-        why = "is a folder" if path.is_dir() else "does not exist"
-        wrong, hint = f"{path_or_name} {why}. Give", ""
-    elif os.path.exists(path):
-        meant = f"--task {path}:CLASS" if path.suffix == ".py" else f"--data.source {path}"
-        hint = f" Did you mean {meant}?"
+    path = shipped.get(path_or_name, Path(path_or_name))
+    flag = f"--task {path}:CLASS" if path.suffix == ".py" else f"--data.source {path}"
+    is_toml = path.suffix == ".toml"
+    hint = "" if is_toml else f" Did you mean {flag}?"
     try:
-        if path.is_file():
+        if not path.is_dir():
             return loads(path.read_text(encoding="utf-8-sig"), str(path))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
+        hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except ConfigError as error:
-        raise ConfigError(f"{error}{hint}") from None
+    except ValueError as error:
+        text = error if isinstance(error, ConfigError) else f"{path} is not valid TOML: {error}."
+        raise ConfigError(f"{text}{hint}") from None
+    why = "is a folder" if path.is_dir() else "does not exist"
+    wrong = f"{path} {why}. Give" if is_toml else f"no recipe {path_or_name!r}: give"
     choices = f"a .toml file, the folder of a run, or one of {', '.join(shipped)}."
-    raise ConfigError(f"{wrong} {choices}{hint}")
+    raise ConfigError(f"{wrong} {choices}{'' if is_toml else hint}")
 
 
 def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
@@ -197,36 +192,30 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
-    free = {*_free_fields(TrainConfig(), ""), *(DEFAULTS.keys() - DECIDING)}
+    free = {*dict(facts(TrainConfig, "free")), *(DEFAULTS.keys() - DECIDING)}
     begun = dict(each for each in fields_of(old) if each not in DEFAULTS.items())
     was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
     free |= was_auto.intersection(unsettled(new))
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
     place = moved_with(f"{begun.get('storage')}/{begun.get('name')}", folder)
-    then = _bare(_placed({**flat(TrainConfig()), **begun}, place))
-    now = _bare(_placed(flat(new), absolute_path))
-    for values in (then, now):  # auto: on CPUs, where it decides the result, 1
-        if values["scaling.cpus_per_worker"] == "auto":
-            values["scaling.cpus_per_worker"] = 1.0
+    then = _comparable({**flat(TrainConfig()), **begun}, lambda path: absolute_path(place(path)))
+    now = _comparable(flat(new), absolute_path)
     fixed = [name for name in {**now, **then} if name not in free]
     return [(n, then.get(n), now.get(n)) for n in fixed if then.get(n) != now.get(n)]
 
 
-def _placed(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+def _comparable(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
+    """The fields with one spelling for what means the same."""
     kinds = path_fields(TrainConfig)
-    at = lambda path: absolute_path(place(path))  # noqa: E731
-    return {name: changed_path(kinds.get(name, ""), value, at) for name, value in fields.items()}
-
-
-def _bare(fields: Mapping[str, Any]) -> dict[str, Any]:
-    bare: dict[str, Any] = {
-        k: without_secrets(v) if isinstance(v, str) else v for k, v in fields.items()
-    }
-    options = bare["task_options"]
+    same = {name: changed_path(kinds.get(name, ""), each, place) for name, each in fields.items()}
+    same = {k: without_secrets(v) if isinstance(v, str) else v for k, v in same.items()}
+    options = same["task_options"]
     if isinstance(options, Mapping):  # a command line gives text, a file or Python also numbers
-        bare["task_options"] = {name: as_text(value) for name, value in options.items()}
-    return bare
+        same["task_options"] = {name: as_text(value) for name, value in options.items()}
+    if same["scaling.cpus_per_worker"] == "auto":  # on CPUs, where it decides the result, 1
+        same["scaling.cpus_per_worker"] = 1.0
+    return same
 
 
 def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -236,11 +225,3 @@ def fields_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from fields_of(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _free_fields(section: Any, prefix: str) -> Iterator[str]:
-    for f in dataclasses.fields(section):
-        if f.metadata.get("free"):
-            yield prefix + f.name
-        elif dataclasses.is_dataclass(getattr(section, f.name)):
-            yield from _free_fields(getattr(section, f.name), f"{prefix}{f.name}.")

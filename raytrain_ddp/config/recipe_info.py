@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.config.field_types import Section, setting
 
 _WIDTH = 100
 
@@ -19,16 +20,16 @@ class RecipeInfo(Section, name="recipe"):
         source: paper, reference script and version.
         expected: result of the source.
         gpu_hours: what it needs, and how that is known.
-        reached: result of this package; empty if it was not run.
+        reached: result of this package.
         differs: arguments of the source that have another value here, each with the reason.
     """
 
-    about: str = ""
-    source: str = ""
-    expected: str = ""
-    gpu_hours: str = ""
-    reached: str = ""
-    differs: dict[str, str] = field(default_factory=dict)
+    about: str = setting("", lines=True)
+    source: str = setting("", lines=True)
+    expected: str = setting("", lines=True)
+    gpu_hours: str = setting("", lines=True)
+    reached: str = setting("not run", lines=True, may_be_empty=True)
+    differs: dict[str, str] = setting({}, lines=True)
 
     def page(self, name: str) -> str:
         """All of it, as lines for a terminal."""
@@ -36,26 +37,26 @@ class RecipeInfo(Section, name="recipe"):
             ("source", self.source),
             ("expected", self.expected),
             ("GPU hours", self.gpu_hours),
-            ("reached", self.reached or "not run"),
+            ("reached", self.reached),
             *(("differs", f"{argument}: {reason}") for argument, reason in self.differs.items()),
         ]
-        lines = _wrapped(f"{name}: {self.about}", "")
-        for title, shown in rows:
-            lines += _wrapped(shown, f"  {title:<10}", " " * 12) if shown else []
-        return "\n".join([*lines, ""])
+        return _lines([("", f"{name}: {self.about}"), *((f"  {k:<10}", v) for k, v in rows if v)])
 
 
-def overview(recipes: dict[str, RecipeInfo]) -> str:
+def overview(recipes: Mapping[str, RecipeInfo]) -> str:
     """A few lines for each recipe: what it is, what to expect of it, and what was reached."""
-    lines = []
+    rows = []
     for name, info in recipes.items():
-        shown = f"Expected: {info.expected}. Reached: {info.reached or 'not run'}."
-        lines += [name, *_wrapped(info.about, "    "), *_wrapped(shown, "    ")]
-    return "\n".join([*lines, "All about one: python -m raytrain_ddp.fit NAME --describe", ""])
+        result = f"Expected: {info.expected}. Reached: {info.reached}."
+        rows += [("", name), ("    ", info.about), ("    ", result)]
+    return _lines([*rows, ("", "All about one: python -m raytrain_ddp.fit NAME --describe")])
 
 
-def _wrapped(text: str, first: str, later: str | None = None) -> list[str]:
-    later = first if later is None else later
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
-    )
+def _lines(rows: Iterable[tuple[str, str]]) -> str:
+    """Texts, each after a title or indentation."""
+    filler = textwrap.TextWrapper(_WIDTH, break_on_hyphens=False)
+    text = ""
+    for filler.initial_indent, row in rows:
+        filler.subsequent_indent = " " * len(filler.initial_indent)
+        text += f"{filler.fill(row)}\n"
+    return text

@@ -1,50 +1,51 @@
 """The sections of a config: frozen dataclasses, checked when built. The data: input_sections.py.
 
 Imports nothing heavy, so that ``--help`` and every error of a config answer in well under a second.
-Fields marked `FREE` may change when a run is resumed; all others decide the result and may not.
+A field has all facts about it; what several fields say together is in rules.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.config.field_types import Section, setting
 from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
-from raytrain_ddp.config.validation import FREE, group_rules, scalar
+from raytrain_ddp.config.validation import scalar
+
+_OWN_MODEL = ("a model other than digits-cnn", lambda c: c.model.name != "digits-cnn")
+_SMOOTHED = (
+    "loss.name = cross-entropy or bce, without data.target_columns",
+    lambda c: c.loss.name != "focal" and not c.data.target_columns,
+)
+_ON_FILES = ("storage on a file system", lambda c: "://" not in c.storage)
 
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = field(default="digits-cnn", metadata={"path": "code"})
+    name: str = setting("digits-cnn", path="code")
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
     or digits-cnn, a small network for the bundled digits."""
-    args: dict[str, str | bool | int | float] = field(
-        default_factory=dict, metadata={"path": "options"}
-    )
+    args: dict[str, str | bool | int | float] = setting({}, path="options", images=_OWN_MODEL)
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
-    weights: str | None = field(default=None, metadata={"path": "weights"})
+    weights: str | None = setting(None, path="weights")
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, least=0, below=1, images="model.name = digits-cnn")
     """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.below_one("dropout")
         values = {name: scalar(value) for name, value in self.args.items()}
         object.__setattr__(self, "args", values)  # the same, from a command line and from TOML
-        for name in values:
-            rule = f"{name!r} must be the name of an argument"
-            self.require("args", name.isidentifier(), rule)
 
 
 @dataclass(frozen=True)
@@ -53,53 +54,38 @@ class OptimConfig(Section, name="optim"):
 
     name: Literal["sgd", "adamw"] = "sgd"
     """SGD with momentum, or AdamW."""
-    lr: float = 0.1
+    lr: float = setting(0.1, above=0)
     """Peak learning rate, for the global batch. It is never scaled by the number of workers."""
-    momentum: float = 0.9
+    momentum: float = setting(0.9, least=0, below=1, needs="optim.name = sgd")
     """Momentum of SGD."""
-    nesterov: bool = True
+    nesterov: bool = setting(True, needs="optim.name = sgd")
     """Use Nesterov momentum (SGD)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = setting((0.9, 0.999), least=0, below=1, needs="optim.name = adamw")
     """Coefficients of AdamW's running averages of the gradient and its square."""
-    weight_decay: float = 5e-4
+    weight_decay: float = setting(5e-4, least=0)
     """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
     or positional embeddings."""
-    decay_norms: bool = False
+    decay_norms: bool = setting(False, needs="optim.weight_decay above 0")
     """Also decay the weights of normalization layers."""
-    decay_bias: bool = False
+    decay_bias: bool = setting(False, needs="optim.weight_decay above 0")
     """Also decay biases."""
-    head_lr: float | None = None
+    head_lr: float | None = setting(None, above=0)
     """Peak learning rate of the classification head. Default: lr."""
-    layer_decay: float = 1.0
+    layer_decay: float = setting(1.0, above=0, most=1)
     """Ratio of a layer's learning rate to that of the layer after it (models of timm)."""
     groups: tuple[str, ...] = ()
     """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
     names or a module, then its peak learning rate, its weight decay, or both; if several match,
     the last one applies."""
-    clip_norm: float = 0.0
+    clip_norm: float = setting(0.0, least=0)
     """Clip the norm of the whole gradient to this value. 0: do not clip."""
-    nonfinite: Literal["stop", "skip"] = field(default="stop", metadata=FREE)
+    nonfinite: Literal["stop", "skip"] = setting("stop", free=True)
     """What to do when a loss or gradient is not finite. Such a step is never applied. stop: end the
     run (exit status 6); skip: continue with the next step."""
-    max_nonfinite: int = field(default=3, metadata=FREE)
+    max_nonfinite: int = setting(3, free=True, least=0, needs="optim.nonfinite = skip")
     """With nonfinite = skip: number of steps that a run may skip."""
-    label_smoothing: float = 0.1
+    label_smoothing: float = setting(0.1, least=0, below=1, images=_SMOOTHED)
     """Label smoothing of cross entropy and binary cross entropy."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.above_zero("lr")
-        self.at_least(0, "weight_decay", "clip_norm", "max_nonfinite")
-        self.below_one("momentum", "label_smoothing")
-        self.require("layer_decay", 0 < self.layer_decay <= 1, "must be above 0 and at most 1")
-        head_ok = self.head_lr is None or self.head_lr > 0
-        self.require("head_lr", head_ok, "must be above 0; see model.freeze")
-        group_rules(self.groups)
-        betas_ok = all(0 <= beta < 1 for beta in self.betas)
-        self.require("betas", betas_ok, "each must be 0 or more and below 1")
-        nesterov_ok = self.name != "sgd" or not self.nesterov or self.momentum > 0
-        rule = "needs optim.momentum above 0: set --optim.no-nesterov"
-        self.require("nesterov", nesterov_ok, rule)
 
 
 @dataclass(frozen=True)
@@ -111,15 +97,11 @@ class LossConfig(Section, name="loss"):
     classes, each by itself; focal: cross entropy times (1 - p)^gamma, without label smoothing.
     Images that are mixed have a soft target in all of them. mse, l1, huber (delta 1): the mean over
     data.target_columns."""
-    gamma: float = 2.0
+    gamma: float = setting(2.0, least=1, images="loss.name = focal")
     """focal: the exponent, 1 or more."""
     class_weights: Literal["none", "balanced"] = "none"
     """Weight of the samples of a class. balanced: rows / (classes * rows of the class), counted in
     the training set; a step's mean is over its samples, not over their weights."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(1, "gamma")
 
 
 @dataclass(frozen=True)
@@ -128,22 +110,14 @@ class ScheduleConfig(Section, name="schedule"):
 
     name: Literal["cosine", "step", "constant"] = "cosine"
     """Shape of the learning rate after the warmup."""
-    warmup_epochs: float = 1.0
+    warmup_epochs: float = setting(1.0, least=0)
     """Length of the linear warmup from 0, in epochs."""
-    final_lr: float = 0.0
+    final_lr: float = setting(0.0, least=0, most=1, needs="schedule.name = cosine")
     """cosine: final learning rate, as a fraction of optim.lr."""
-    step_epochs: float = 30.0
+    step_epochs: float = setting(30.0, above=0, needs="schedule.name = step")
     """step: multiply the learning rate by gamma every this many epochs."""
-    gamma: float = 0.1
+    gamma: float = setting(0.1, least=0, most=1, needs="schedule.name = step")
     """step: the factor."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "warmup_epochs")
-        self.above_zero("step_epochs")
-        rule = "must be a fraction of optim.lr, 0 to 1"
-        self.require("final_lr", 0 <= self.final_lr <= 1, rule)
-        self.require("gamma", 0 <= self.gamma <= 1, "must be a fraction, 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -153,7 +127,7 @@ class ComputeConfig(Section, name="compute"):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Precision: fp32, or autocast to bf16 or fp16. auto: bf16 on GPUs that have it (Ampere and
     later), else fp32. fp16 also uses a gradient scaler."""
-    tf32: bool = True
+    tf32: bool = setting(True, needs="scaling.use_gpu")
     """Use TF32 (10 bits of mantissa) for what stays in fp32, on GPUs that have it."""
     compile: bool = False
     """Compile the model with torch.compile."""
@@ -170,13 +144,13 @@ class ComputeConfig(Section, name="compute"):
 class DdpConfig(Section, name="ddp"):
     """Options of DistributedDataParallel."""
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float = setting(25.0, above=0)
     """Size of a gradient bucket, in MiB. Also used with exact."""
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = setting(True, needs="exact = false")
     """Let gradients be views of the buckets, which saves one copy."""
-    static_graph: bool = False
+    static_graph: bool = setting(False, needs="exact = false")
     """Promise that the graph is the same in every step."""
-    find_unused_parameters: bool = False
+    find_unused_parameters: bool = setting(False, needs="ddp.static_graph = false or exact = true")
     """Find parameters that a step does not use. Required for models that skip some. With exact,
     their gradient is 0, so weight decay and momentum still change them."""
     sync_batchnorm: bool = False
@@ -185,105 +159,78 @@ class DdpConfig(Section, name="ddp"):
     compression: Literal["none", "bf16", "fp16"] = "none"
     """Send gradients in this precision, for slow networks."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.above_zero("bucket_cap_mb")
-
 
 @dataclass(frozen=True)
 class EvalConfig(Section, name="eval"):
     """When the model is evaluated."""
 
-    every_epochs: int = 1
+    every_epochs: int = setting(1, least=0)
     """Evaluate every this many epochs, and always at the end. 0: only at the end."""
-    every_steps: int = 0
+    every_steps: int = setting(0, least=0)
     """Also evaluate every this many steps. 0: off."""
-    micro_batch: int = 0
+    micro_batch: int = setting(0, least=0)
     """Samples of one evaluation pass through the model. 0: same as micro_batch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "every_epochs", "every_steps", "micro_batch")
 
 
 @dataclass(frozen=True)
 class StopConfig(Section, name="stop"):
     """Early stopping, by the metric that decides which checkpoint is the best."""
 
-    patience: int = field(default=0, metadata=FREE)
+    patience: int = setting(0, free=True, least=0)
     """Stop after this many evaluations in a row without improvement. 0: off."""
-    min_delta: float = field(default=0.0, metadata=FREE)
+    min_delta: float = setting(0.0, free=True, least=0, needs="stop.patience above 0")
     """Minimum improvement: the metric must be better than before by more than this."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "patience", "min_delta")
 
 
 @dataclass(frozen=True)
 class EmaConfig(Section, name="ema"):
     """An exponential moving average of the weights."""
 
-    decay: float = 0.0
+    decay: float = setting(0.0, least=0, below=1)
     """Decay of the average of the weights of all steps, such as 0.9999. The average is evaluated
     and exported in place of the weights. 0: off."""
-    warmup: bool = True
+    warmup: bool = setting(True, needs="ema.decay above 0")
     """Average over fewer steps at first: the decay of step n is at most (1 + n) / (10 + n)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.below_one("decay")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
     """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 
-    every_epochs: int = field(default=1, metadata=FREE)
+    every_epochs: int = setting(1, free=True, least=0)
     """Save a checkpoint every this many epochs. 0: off."""
-    every_steps: int = field(default=0, metadata=FREE)
+    every_steps: int = setting(0, free=True, least=0)
     """Save a checkpoint every this many steps. 0: off."""
-    every_s: float | Literal["auto"] = field(default="auto", metadata=FREE)
+    every_s: float | Literal["auto"] = setting("auto", free=True, least=0)
     """Seconds between checkpoints, or auto. 0: off. auto: sqrt(2 * stall * MTBF), which loses the
     least time (Young/Daly). The stall of a checkpoint is measured; the mean time between failures
     is taken as one hour until more is known. The result is 5 to 600 s, and at least twice the time
     of a commit."""
-    keep_last: int = field(default=2, metadata=FREE)
+    keep_last: int = setting(2, free=True, least=2)
     """Number of newest checkpoints to keep (2 or more), besides the best."""
-    max_failed: int = field(default=3, metadata=FREE)
+    max_failed: int = setting(3, free=True, least=1)
     """Number of failed checkpoints in a row that ends the run (exit status 5). Training continues
     after fewer."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(0, "every_epochs", "every_steps", "every_s")
-        self.at_least(1, "max_failed")
-        self.at_least(2, "keep_last")  # a damaged newest one is not the only one
 
 
 @dataclass(frozen=True)
 class LogConfig(Section, name="log"):
     """Logging, experiment trackers, and profiling."""
 
-    every_steps: int = field(default=10, metadata=FREE)
+    every_steps: int = setting(10, free=True, least=1)
     """Log the loss and speed every this many steps. The host waits for the device only then."""
-    tensorboard: bool = field(default=True, metadata=FREE)
+    tensorboard: bool = setting(True, free=True, needs=_ON_FILES)
     """Write TensorBoard events next to metrics.jsonl."""
-    wandb: bool = field(default=False, metadata=FREE)
+    wandb: bool = setting(False, free=True)
     """Also log to Weights & Biases (pip install 'raytrain_ddp[wandb]'). WANDB_MODE is respected."""
-    mlflow: bool = field(default=False, metadata=FREE)
+    mlflow: bool = setting(False, free=True)
     """Also log to MLflow (pip install 'raytrain_ddp[mlflow]'), at MLFLOW_TRACKING_URI."""
-    project: str = field(default="raytrain_ddp", metadata=FREE)
+    project: str = setting("raytrain_ddp", free=True, needs="log.wandb or log.mlflow")
     """Project in Weights & Biases, experiment in MLflow."""
-    audit: bool = field(default=False, metadata=FREE)
+    audit: bool = setting(False, free=True)
     """Log a hash of the sample ids and pixels of each step, to compare runs. Same as --audit."""
-    profile_steps: int = field(default=0, metadata=FREE)
+    profile_steps: int = setting(0, free=True, least=0)
     """Trace this many steps of each start with torch.profiler, after the first ten. See
     --profile."""
-    profile_ranks: tuple[int, ...] = field(default=(0,), metadata=FREE)
+    profile_ranks: tuple[int, ...] = setting((0,), free=True, needs="log.profile_steps above 0")
     """Ranks to trace."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.at_least(1, "every_steps")
-        self.at_least(0, "profile_steps")

@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.config import rules
+from raytrain_ddp.config.field_types import Section, setting
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
@@ -26,8 +27,6 @@ from raytrain_ddp.config.sections import (
     ScheduleConfig,
     StopConfig,
 )
-from raytrain_ddp.config.validation import FREE, require_plain, seconds_of
-from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
     TaskLike = Any  # accepted from Python code
@@ -37,6 +36,16 @@ else:
 AUTO_FIELDS = ("compute.precision", "compute.channels_last")
 """Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NAME = (RUN_NAME.fullmatch, "use letters, digits, '.', '_' and '-', at most 128")
+_TIME = (
+    re.compile(r"(?=.*[1-9])\d+(\.\d+)?[smhd]").fullmatch,
+    "must be a time above 0, such as 90m, 2.5h or 1d",
+)
+_SETTLED = (
+    {*AUTO_FIELDS, "micro_batch"}.issuperset,  # of an earlier version
+    f"can name {', '.join(AUTO_FIELDS)}",
+)
 
 
 class TaskName(str):
@@ -75,42 +84,42 @@ class TrainConfig(Section):
     From Python, `task` may be a class, a function that returns a task, or a task instance.
     """
 
-    name: str | None = field(default=None, metadata=FREE)
+    name: str | None = setting(None, free=True, check=_NAME)
     """Name of the run and of its folder. Default: the name of the recipe or of the data."""
-    storage: str = field(default="runs", metadata={**FREE, "path": "folder"})
+    storage: str = setting("runs", free=True, path="folder")
     """Folder or URI for runs (s3://, gs:// ...). All nodes must have access to it."""
-    task: TaskLike = field(default="image-classification", metadata={"path": "code"})
+    task: TaskLike = setting("image-classification", path="code")
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
     package.module:Class or path/to/file.py:Class."""
-    task_options: dict[str, str | bool | int | float] = field(
-        default_factory=dict, metadata={"path": "options"}
+    task_options: dict[str, str | bool | int | float] = setting(
+        {}, path="options", images=("a task of your own", lambda _: False)
     )
     """Keyword arguments for a task of your own."""
-    seed: int = 0
+    seed: int = setting(0, least=0, below=2**63)
     """Random seed. All randomness depends on it only."""
-    epochs: int = field(default=12, metadata=FREE)
+    epochs: int = setting(12, free=True, least=1, needs="steps = 0")
     """Passes over the training data."""
-    steps: int = field(default=0, metadata=FREE)
+    steps: int = setting(0, free=True, least=0)
     """Optimizer steps, instead of epochs. 0: as many as the epochs have."""
-    max_time: str | None = field(default=None, metadata={**FREE, "metavar": "TIME"})
+    max_time: str | None = setting(None, free=True, metavar="TIME", check=_TIME)
     """Training time after which the run ends, such as 90m, 2.5h or 1d. It ends with an evaluation
     and a checkpoint. Time before a restart counts. A longer time continues the run."""
-    limit_train_batches: int = 0
+    limit_train_batches: int = setting(0, least=0)
     """Steps of each epoch, to try things. 0: all."""
-    limit_eval_batches: int = 0
+    limit_eval_batches: int = setting(0, least=0)
     """Micro-batches of each evaluation, spread evenly over its data, to try things. 0: all. The
     command evaluate always takes all."""
-    overfit_batches: int = 0
+    overfit_batches: int = setting(0, least=0)
     """Train on this many steps of data, the same ones in each epoch, to see whether the model can
     learn them. 0: off."""
-    batch_size: int = 64
+    batch_size: int = setting(64, least=1, most=10**7)
     """Global batch size: samples per optimizer step. It is the total over all workers."""
-    micro_batch: int = 16
+    micro_batch: int = setting(16, least=1)
     """Samples per forward pass. A step has batch_size / micro_batch slots, which are dealt to the
     workers. Batch norm has the statistics of that many samples."""
     exact: bool = False
     """Same bits on any number of workers. Gradients are summed slot by slot, in one order."""
-    settled: tuple[str, ...] = field(default=(), metadata=FREE)
+    settled: tuple[str, ...] = setting((), free=True, check=_SETTLED)
     """Set by fit: the fields that said auto, with the values that were chosen as the run began."""
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -127,99 +136,20 @@ class TrainConfig(Section):
     scaling: ScalingConfig = field(default_factory=ScalingConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
+    require_loss = rules.require_loss
+    require_slots = rules.require_slots
+    require_synced = rules.require_synced
+
     def __post_init__(self) -> None:
         if not isinstance(self.task, str):
             object.__setattr__(self, "task", TaskName.of(self.task))
         super().__post_init__()
-        require_plain(self)
-        name_ok = self.name is None or bool(RUN_NAME.fullmatch(self.name))
-        self.require("name", name_ok, "use letters, digits, '.', '_' and '-', at most 128")
-        self.require("storage", self.storage, "must be a folder or URI, not empty")
-        self.at_least(1, "epochs", "batch_size")
-        self.at_most(10**7, "batch_size")
-        known = set(self.settled) <= {*AUTO_FIELDS, "micro_batch"}  # of an earlier version
-        self.require("settled", known, f"can name {', '.join(AUTO_FIELDS)}")
-        limits = ("limit_train_batches", "limit_eval_batches", "overfit_batches")
-        self.at_least(0, "steps", *limits)
-        rule = "must be a time above 0, such as 90m, 2.5h or 1d"
-        self.require("max_time", self.max_time is None or self.max_time_s > 0, rule)
-        rule = f"give only one of this and limit_train_batches = {self.limit_train_batches}"
-        both = self.overfit_batches and self.limit_train_batches
-        self.require("overfit_batches", not both, rule)
-        self.require("seed", 0 <= self.seed < 2**63, "must be 0 or more and below 2**63")
-        self._require_micro_batch()
-        grows = self.steps or self.data.grow_epochs < self.epochs
-        rule = f"must be below epochs = {self.epochs}; else no image has data.image_size"
-        self.data.require("grow_epochs", grows, rule)
-        if self.task == "image-classification":
-            self.require_loss()
-        least, most = self.scaling.worker_range()
-        self.require_slots(most)
-        self.require_synced(least, most, self.scaling.use_gpu is not False)
-        if self.exact:
-            self._require_exact()
-
-    def _require_micro_batch(self) -> None:
-        batch, micro = self.batch_size, self.micro_batch
-        repeats, spread = self.augment.repeats, self.augment.spread_repeats
-        self.at_least(1, "micro_batch")
-        rule = f"must be at least micro_batch = {micro}; set --micro-batch {batch}"
-        self.require("batch_size", batch >= micro, rule)
-        below, above = batch // micro * micro, (batch // micro + 1) * micro
-        rule = f"must be a multiple of micro_batch = {micro}; use {below} or {above}"
-        self.require("batch_size", batch % micro == 0, rule)
-        rule = f"with spread_repeats, it must be at most {self.slots}, the slots of a step"
-        self.augment.require("repeats", not spread or repeats <= self.slots, rule)
-        repeats = 1 if spread else repeats  # in a micro-batch
-        rule = f"must divide micro_batch = {micro}"
-        self.augment.require("repeats", micro % repeats == 0, rule)
-        for kind in ("mixup", "cutmix"):
-            rule = (
-                f"mixes the images of a micro-batch, but each has only {micro // repeats} "
-                f"(micro_batch = {micro}, augment.repeats = {repeats}): set micro_batch to "
-                f"{2 * repeats} or more"
-            )
-            is_off = not getattr(self.augment, kind)
-            self.augment.require(kind, is_off or micro >= 2 * repeats, rule)
-
-    def micro_batches(self, workers: int) -> list[int]:
-        """The sizes that give each of `workers` a slot, from large to small."""
-        augment, batch = self.augment, self.batch_size
-        repeats, least_slots = augment.repeats, workers
-        if augment.spread_repeats:
-            repeats, least_slots = 1, max(workers, repeats)
-        least = 2 * repeats if augment.mixup or augment.cutmix else repeats
-        sizes = [m for m in range(batch // least_slots, least - 1, -1) if batch % m == 0]
-        return [m for m in sizes if m % repeats == 0]
-
-    def _require_exact(self) -> None:
-        whole = "must be {} with exact = true, whose gradients are summed whole, slot by slot"
-        ddp, compute = self.ddp, self.compute
-        ddp.require("compression", ddp.compression == "none", whole.format("none"))
-        ddp.require("sync_batchnorm", not ddp.sync_batchnorm, whole.format("off"))
-        rule = "must be off with exact = true: compiled code may depend on earlier inputs"
-        compute.require("compile", not compute.compile, rule)
-        rule = "must be on with exact = true: other kernels may sum in a different order"
-        compute.require("deterministic", compute.deterministic, rule)
-
-    def require_loss(self) -> None:
-        """Raises ConfigError if the loss, or what goes with it, cannot use the kind of targets."""
-        name, columns = self.loss.name, self.data.target_columns
-        of_numbers = name in ("mse", "l1", "huber")
-        rule = "compares numbers: name their columns with --data.target-columns"
-        self.loss.require("name", columns or not of_numbers, rule)
-        rule = "must be bce (labels), or mse, l1 or huber (numbers) with data.target_columns"
-        self.loss.require("name", not columns or name == "bce" or of_numbers, rule)
-        rule = "must be none with data.target_columns, which are not classes"
-        weighted = self.loss.class_weights != "none"
-        self.loss.require("class_weights", not (columns and weighted), rule)
-        rule = f"mixes labels, but loss.name = {name}"
-        for kind in ("mixup", "cutmix") if of_numbers else ():
-            self.augment.require(kind, not getattr(self.augment, kind), rule)
+        rules.require_rules(self)
 
     @property
     def max_time_s(self) -> float:
-        return math.inf if self.max_time is None else seconds_of(self.max_time)
+        time = self.max_time
+        return math.inf if time is None else float(time[:-1]) * _UNITS[time[-1]]
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole run, unless it stops early."""
@@ -235,28 +165,12 @@ class TrainConfig(Section):
         """Samples of one evaluation pass."""
         return self.eval.micro_batch or self.micro_batch
 
-    def require_slots(self, workers: int) -> None:
-        """Raises ConfigError if `workers` are more than the slots of a step."""
-        if workers <= self.slots:
-            return
-        fitting = [m for m in range(1, self.micro_batch) if self.batch_size % m == 0]
-        fitting = [m for m in fitting if self.batch_size // m >= workers]
-        alone = f"--batch-size {workers} --micro-batch 1"
-        raise ConfigError(
-            f"batch_size = {self.batch_size} is {self.slots} slots of {self.micro_batch}, too few "
-            f"for {workers} workers: set {f'--micro-batch {max(fitting)}' if fitting else alone}, "
-            f"or --scaling.num-workers {self.slots}."
-        )
-
-    def require_synced(self, least: int, most: int, on_gpu: bool) -> None:
-        """Raises ConfigError if some number of workers, from `least` to `most`, cannot make the
-        same forward passes, in each of which ddp.sync_batchnorm communicates."""
-        counts = {*range(max(2, least), most + 1)}
-        if self.ddp.sync_batchnorm and counts and not (on_gpu and counts == {self.slots}):
-            workers = f"{least} to {most}" if least < most else f"{most}"
-            raise ConfigError(
-                "ddp.sync_batchnorm needs GPUs, and as many slots (batch_size / micro_batch) as "
-                f"workers: there are {workers} workers{'' if on_gpu else ' on CPUs'}, and "
-                f"micro_batch = {self.micro_batch} of batch_size = {self.batch_size}. Without it, "
-                "statistics are those of a slot, whatever the number of workers."
-            )
+    def micro_batches(self, workers: int) -> list[int]:
+        """The sizes that give each of `workers` a slot, from large to small."""
+        augment, batch = self.augment, self.batch_size
+        repeats, least_slots = augment.repeats, workers
+        if augment.spread_repeats:
+            repeats, least_slots = 1, max(workers, repeats)
+        least = 2 * repeats if augment.mixup or augment.cutmix else repeats
+        sizes = [m for m in range(batch // least_slots, least - 1, -1) if batch % m == 0]
+        return [m for m in sizes if m % repeats == 0]

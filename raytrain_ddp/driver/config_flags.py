@@ -8,8 +8,8 @@ from collections.abc import Container, Iterator
 from itertools import chain
 from typing import Any
 
-from raytrain_ddp.config.effects import idle
 from raytrain_ddp.config.recipe import load
+from raytrain_ddp.config.rules import idle
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import is_flag, require
 

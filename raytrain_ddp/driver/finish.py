@@ -27,7 +27,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
-from raytrain_ddp.config.effects import IMAGES
+from raytrain_ddp.config.rules import IMAGES
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records

@@ -14,8 +14,9 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.automatic import settled, settled_note, unsettled
-from raytrain_ddp.config.effects import effect_notes, ranks_of_launcher, under_torchrun
+from raytrain_ddp.config.environment import ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.config.rules import effect_notes
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.branching import run_and_branch
 from raytrain_ddp.driver.finish import (

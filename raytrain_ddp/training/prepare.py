@@ -11,8 +11,9 @@ from torch import nn
 
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.config.effects import step_notes, unread_notes
+from raytrain_ddp.config.rules import step_notes
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.unread import unread_notes
 from raytrain_ddp.data.loading.loader import TrainLoader, memory_note, start_processes
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.splits import Splits

@@ -17,8 +17,8 @@ from split_checks import folder as class_folders
 from torchvision import datasets
 
 from raytrain_ddp import fit_locally
-from raytrain_ddp.config.effects import idle
 from raytrain_ddp.config.recipe import flat, load, load_with_info, shipped_recipes
+from raytrain_ddp.config.rules import idle
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tasks.model_zoo import build

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytrain_ddp.config.command_line import Command
-from raytrain_ddp.config.effects import given_flags, require_effect, value_of
 from raytrain_ddp.config.process import run_command
+from raytrain_ddp.config.rules import given_flags, require_effect, value_of
 from raytrain_ddp.config.validation import require, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.config.effects import idle
 from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import default_name
 from raytrain_ddp.config.train_config import TrainConfig

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.config.effects import ranks_of_launcher
-from raytrain_ddp.config.scaling_section import ScalingConfig, cpus_of_process
+from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
+from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.signals import handling, heeded

@@ -13,16 +13,12 @@ import pytest
 from tiny import TinyTask, tiny_config
 
 from raytrain_ddp import TrainConfig
-from raytrain_ddp.config.effects import (
-    effect_notes,
-    idle,
-    ranks_of_launcher,
-    unread_notes,
-    watched,
-)
+from raytrain_ddp.config.environment import ranks_of_launcher
 from raytrain_ddp.config.recipe import dumps, flat, load, shipped_recipes
+from raytrain_ddp.config.rules import effect_notes, idle
 from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig
+from raytrain_ddp.config.unread import unread_notes, watched
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, PreflightError
@@ -163,7 +159,7 @@ def test_a_field_that_a_task_does_not_read_is_noted(tmp_path: Path):
     config = tiny_config(tmp_path, "reads", task=Reading, model=ModelConfig(dropout=0.5))
     config = replace(config, optim=replace(config.optim, label_smoothing=0.3))
     reported = dry_run(config)
-    assert "optim.label_smoothing = 0.3 is set, but test_effects:Reading does not read" in reported
+    assert "optim.label_smoothing = 0.3 is set, but test_rules:Reading does not read" in reported
     assert "model.dropout = 0.5 is set" not in reported  # it is read in `loss`
 
 
