@@ -13,6 +13,7 @@ from raytrain_ddp.checkpoint.lease import Lease
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.config.paths import absolute_path, with_paths
 from raytrain_ddp.config.recipe import default_name
+from raytrain_ddp.config.rules import idle
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.driver.config_flags import command
