@@ -33,8 +33,8 @@ class SweepArgs(RecipeArgs):
     seeds: int = 1
     """Train each point with this many seeds, from --seed on. Points are compared by their mean."""
     search: Literal["random", "grid", "optuna"] = "random"
-    """How to choose points: random; grid, all combinations of lists; optuna, its TPE sampler, which
-    learns from the trials that have ended (needs the extra sweep)."""
+    """How to choose points. grid: all combinations of lists. optuna: its TPE sampler, which learns
+    from the trials that have ended; it needs the extra sweep."""
     scheduler: Literal["none", "asha"] = "none"
     """Stop bad trials early, with a checkpoint. asha: asynchronous successive halving. The best
     third of those that have reached a rung continues. Rungs are after --first-rung epochs, and each
