@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from raytrain_ddp.config.automatic import unsettled
 from raytrain_ddp.config.field_types import Section, as_text, checked, facts
@@ -24,7 +24,7 @@ from raytrain_ddp.config.paths import (
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, withdrawn
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
 
@@ -55,30 +55,25 @@ def _read(section: type[Section], values: Mapping[str, Any], where: str, prefix:
 
 
 def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], prefix: str) -> Any:
-    """A section of what is known of `values`, or None; `wrong` receives a line for each error."""
-    kinds, given, is_right = section.kinds(), dict[str, Any](), True
+    """A section of `values`; `wrong` receives a line for each error."""
+    kinds, given = section.kinds(), dict[str, Any]()
     for name, value in values.items():
         if (prefix + name, value) in DEFAULTS.items():
             continue
         if name not in kinds:
             hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
-            shown = f"{prefix}{name}" if name.isprintable() else repr(f"{prefix}{name}")
-            wrong.append(f"there is no field {shown}.{hint}")
+            wrong.append(f"there is no field {in_one_line(prefix + name)}.{hint}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
-            inner = _built(kinds[name], value, wrong, f"{prefix}{name}.")
-            is_right &= inner is not None
-            given[name] = kinds[name]() if inner is None else inner
+            given[name] = _built(cast(Any, kinds[name]), value, wrong, f"{prefix}{name}.")
         else:
             given[name] = value
-    fitting, refused = checked(section, given)
-    wrong += refused
-    if refused or not is_right:
-        return None  # sections are compared only once each is right
     try:
-        return section(**fitting)
+        if not wrong:  # sections are compared only once each is right
+            return section(**given)
+        wrong += checked(section, given)[1]
     except ConfigError as error:
         wrong += str(error).splitlines()
-        return None
+    return section()
 
 
 def load(path_or_name: str) -> TrainConfig:
