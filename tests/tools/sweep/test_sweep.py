@@ -235,15 +235,15 @@ def over(trials: list[Any]) -> int:
     return sum(trial["state"] in ("done", "stopped", "failed") for trial in trials)
 
 
-def ends(sweep: Path) -> Iterator[int | None]:
-    """The exit status of each run, None if its newest start has none."""
+def ends(sweep: Path, killed: list[Any]) -> Iterator[int | None]:
+    """The exit status of each run, None if its newest start has none; not of those that were over
+    when the sweep was killed, perhaps before their checkpoint."""
+    before = [trial["name"] for trial in killed if over([trial])]
     for file in sweep.glob("trial-*/events.jsonl"):
         events = [json.loads(line) for line in file.read_text().splitlines()]
-        status = None
-        for event in events:
-            status = event["status"] if event["kind"] == "end" else status
-            status = None if event["kind"] == "plan" else status
-        yield status
+        last = [event for event in events if event["kind"] in ("plan", "end")][-1:]
+        if file.parent.name not in before:
+            yield last[0].get("status") if last else None
 
 
 @pytest.mark.ray
@@ -257,10 +257,10 @@ def test_a_killed_sweep_continues_without_losing_or_repeating_a_trial(search: st
     out = run(tmp_path, words, lambda t: over(t) >= 3, signal.SIGINT)
     assert "status 130" in out
     assert "the same command again" in out
-    assert {*ends(file.parent)} <= {0, 143}  # done, or stopped with a checkpoint
+    assert {*ends(file.parent, killed)} <= {0, 143}  # done, or stopped with a checkpoint
     out = run(tmp_path, words, lambda t: False, 0)
     assert "status 0" in out
-    assert {*ends(file.parent)} <= {0, 143}
+    assert {*ends(file.parent, killed)} <= {0, 143}
     after = trials_in(file)
     assert [trial["name"] for trial in after] == [f"trial-{n:04}" for n in range(6)]
     assert over(after) == 6
