@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if name not in COMMANDS:
         hint = (
-            withdrawn(name)
+            withdrawn(name.lstrip("-"))
             or did_you_mean(name, COMMANDS)
             or f" The commands: {', '.join(COMMANDS)}."
         )

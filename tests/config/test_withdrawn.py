@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from raytrain_ddp.__main__ import main
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import to_dict
@@ -71,7 +72,7 @@ def ways(name: str, folder: Path) -> list[list[str]]:
     """Command lines of `fit` that use it."""
     if name == "allow_change":
         return [["--resume-from", "x", "--allow-change", "optim.lr"], ["--allow-change=optim.lr"]]
-    if "." not in name:
+    if "." not in name and "=" not in name:
         return [[name], [name, "--describe"]]
     field, value = field_of(name)
     recipe = write(folder / "recipes" / "mine.toml", (field, value))
@@ -82,8 +83,27 @@ def ways(name: str, folder: Path) -> list[list[str]]:
     return [*found, [f"--{word}"], [f"--{section}.no-{last}"]] if value is True else found
 
 
+TOOLS = {
+    "format=hf": "export r --format hf",
+    "format=timm": "export r --format timm",
+    "format=torchscript": "export r --format torchscript",
+    "per_trial": "sweep digits --space optim.lr=1,2 --per-trial cpus=4",
+    "print_completion": "--print-completion bash",
+    "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
+    "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "watch": "watch runs",
+}
+
+
+def test_a_withdrawn_name_of_a_tool_is_refused_with_what_to_use_instead():
+    for name, line in TOOLS.items():
+        with pytest.raises(ConfigError) as caught:
+            main(line.split())
+        assert str(caught.value).endswith(f"{WITHDRAWN[name]}."), line
+
+
 def test_a_withdrawn_name_is_refused_with_what_to_use_instead(tmp_path: Path):
-    for name, instead in WITHDRAWN.items():
+    for name, instead in WITHDRAWN.items() - {n: WITHDRAWN[n] for n in TOOLS}.items():
         for command in ways(name, tmp_path):
             with pytest.raises(ConfigError) as caught:
                 dry_run(parse_fit([*command, "--local"]).config, local=True)
