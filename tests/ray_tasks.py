@@ -1,13 +1,9 @@
-"""Misbehaving tasks for tests with a real Ray; imported by its workers."""
+"""A task for tests with a real Ray; imported by its workers."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,19 +23,3 @@ class Paced(ImageClassification):
         if self._slow.exists():
             time.sleep(self._pause_s)
         return super().loss(model, batch)
-
-
-class DiesOnce(ImageClassification):
-    """Digits; a process that predicts dies in a batch, its second, if it can delete the file."""
-
-    def __init__(self, config: TrainConfig, bomb: str, last: str = "2") -> None:
-        super().__init__(config)
-        self._bomb, self._last, self._batches = Path(bomb), int(last), 0
-
-    def predict(self, model: nn.Module, batch: Batch) -> dict[str, Any]:
-        self._batches += 1
-        if self._batches == self._last:
-            with suppress(FileNotFoundError):
-                self._bomb.unlink()
-                os.kill(os.getpid(), signal.SIGKILL)
-        return super().predict(model, batch)

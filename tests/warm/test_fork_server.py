@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
+from processes import alive, wait_until
 
 from raytrain_ddp.warm import fork_client
 from raytrain_ddp.warm.warm_start import py_executable
@@ -137,10 +137,6 @@ def place(tmp_path: Path, owner: subprocess.Popen[bytes]) -> Place:
     return Place(tmp_path, owner.pid)
 
 
-def ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 VARIABLES = [
     "PYTHONHASHSEED=0 PYTHONOPTIMIZE=1 PYTHONWARNINGS=ignore PYTHONMALLOC=malloc PYTHONDEBUG=",
     "PYTHONSTARTUP=/rc.py PYTHONBREAKPOINT=a.b PYTHON_VERSION=3.11.9 PYTHONDONTWRITEBYTECODE=1",
@@ -213,13 +209,13 @@ def test_a_server_outlives_its_processes_and_ends_with_its_owner(
     waiting = [place.run("wait") for _ in range(3)]
     [server] = place.servers()
     os.kill(waiting[0]["pid"], signal.SIGKILL)
-    wait_until(lambda: ended(waiting[0]["pid"]))
+    wait_until(lambda: not alive(waiting[0]["pid"]))
     assert place.run()["parent"] == server.pid
-    assert not ended(waiting[1]["pid"])
+    assert alive(waiting[1]["pid"])
     owner.kill()
     wait_until(lambda: not server.is_running())
     assert all(
-        ended(each["pid"]) for each in waiting
+        not alive(each["pid"]) for each in waiting
     )  # Ray's own processes would have ended by themselves
 
 
@@ -236,7 +232,7 @@ def test_each_process_takes_a_spare_which_is_then_replaced(
     os.kill(both[0]["pid"], signal.SIGKILL)
     # Ray reads its variables when it is loaded.
     assert not place.run(env={**os.environ, "RAY_X": "1"})["loaded"]
-    wait_until(lambda: all(ended(each.pid) for each in new))
+    wait_until(lambda: all(not alive(each.pid) for each in new))
     place.spares(2)
     late = {"RAY_X": "1", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
     assert place.run(env={**os.environ, **late})["loaded"]
@@ -244,7 +240,7 @@ def test_each_process_takes_a_spare_which_is_then_replaced(
     [server] = place.servers()
     last = place.spares(2)
     server.kill()
-    wait_until(lambda: all(ended(each.pid) for each in last))
+    wait_until(lambda: all(not alive(each.pid) for each in last))
     os.kill(both[1]["pid"], signal.SIGKILL)
 
 
@@ -259,7 +255,7 @@ def test_a_server_without_a_spare_forks_itself(
     report = place.run()
     assert report["forked"]
     assert not report["loaded"]
-    assert ended(spare.pid)
+    assert not alive(spare.pid)
     place.spares(1)  # another one
     [server] = place.servers()
     wait_until(
@@ -275,7 +271,7 @@ def test_fault_59_forked_processes_survive_a_killed_server(place: Place):
     after = place.run()
     assert after["forked"]  # by a new server
     assert after["parent"] != server.pid
-    assert not ended(waiting["pid"])
+    assert alive(waiting["pid"])
     os.kill(waiting["pid"], signal.SIGKILL)
 
 

@@ -45,7 +45,7 @@ from raytrain_ddp.tasks.small_networks import DigitsCNN
 from raytrain_ddp.tools.staging import Staging
 
 DIGITS = Path(command.__file__).parents[2] / "data/digits/test-00000-of-00001.parquet"
-TASKS = Path(__file__).parents[2] / "ray_tasks.py"
+TASKS = Path(__file__).with_name("dying_task.py")
 FORMATS = ("parquet", "csv", "jsonl")
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("ray")
-from ray_cluster import TASKS, processes, two_nodes, wait_until
+from ray_cluster import processes, two_nodes, wait_until
 from test_predict import DIGITS
 
 import raytrain_ddp.tools.predict.__main__ as command
@@ -42,7 +42,7 @@ def test_predict_on_a_cluster_writes_the_bytes_of_one_process_despite_kills(
         storage=str(tmp_path),
         steps=2,
         log=LogConfig(tensorboard=False),
-        task=f"{TASKS}:DiesOnce",
+        task=f"{Path(__file__).with_name('dying_task.py')}:DiesOnce",
         task_options={"bomb": str(bomb), "last": "200"},
     )
     fit_locally(config)
