@@ -19,6 +19,7 @@ from rich.console import Console
 from tiny import tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, find_checkpoint, run_storage
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import default_name, dumps
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.dry_run import dry_run
@@ -250,3 +251,18 @@ def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
     assert meant("--data.source", "more/photos", *words) == (f"{run}-2", 0)
     with pytest.raises(ConfigError, match=r"data\.source"):
         meant("runs/photos", "--data.source", "more/photos", *SMALL)
+
+
+def test_the_name_of_another_users_run_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "TinyTask").mkdir()
+    read = Storage.read
+
+    def of_another(storage: Storage, name: str) -> bytes:
+        if str(storage).endswith("TinyTask"):
+            raise PermissionError
+        return read(storage, name)
+
+    monkeypatch.setattr(Storage, "read", of_another)
+    assert named(unnamed(tmp_path)) == ("TinyTask-2", True)

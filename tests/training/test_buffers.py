@@ -199,3 +199,17 @@ def test_evaluation_gives_bitwise_equal_metrics_on_1_2_and_3_workers(
         for result in workers(size, evaluate_tiny, eval_rows, batch_size)
     )
     assert others == [alone] * 5
+
+
+def test_a_counter_is_not_rounded_down():
+    """Ten slots of a tenth: their sum is below 1."""
+    model = nn.BatchNorm1d(3)
+    buffers = SlotBuffers(model, World(0, 1, 0, torch.device("cpu"), 1))
+    buffers.begin()
+    for slot in range(10):
+        buffers.rewind()
+        model(torch.randn(4, 3))
+        buffers.add(slot, 0.1, torch.zeros(()))
+    buffers.agree()
+    buffers.finish(torch.tensor(False))
+    assert model.num_batches_tracked == 1

@@ -19,6 +19,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import dumps, from_dict, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats.image_folder import FolderImages
+from raytrain_ddp.data.formats.labels import Labels, name_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.splits import open_splits
@@ -159,3 +160,10 @@ def test_parquet_written_by_datasets_has_the_classes_of_datasets(kind: str, tmp_
         theirs = theirs.class_encode_column("label")
     assert ours.class_names == theirs.features["label"].names
     assert labels_of(ours.train) == theirs["label"][:]
+
+
+def test_an_ambiguous_or_inexact_number_is_no_class() -> None:
+    assert Labels(["001", "01"]).number(1) is None
+    assert Labels(["001", "02"]).number(1) == 0
+    assert name_of(2.0**53) is None  # 2**53 + 1 is the same float
+    assert name_of(2.0**53 - 1) == str(2**53 - 1)

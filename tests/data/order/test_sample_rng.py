@@ -32,6 +32,10 @@ def test_a_rows_draws_do_not_depend_on_the_other_rows_or_their_order(
     more = Draws(seed, epoch, rows).uniform(count + 5)  # further numbers do not change these
     assert more[:, :count].tolist() == together.tolist()
     assert ((together >= 0) & (together < 1)).all()
+    places = list(range(0, len(rows), 2))
+    repeated = Draws(seed, epoch, rows, np.arange(len(rows)) % 3)
+    picked = repeated.of(places).uniform(count)
+    assert picked.tolist() == repeated.uniform(count)[places].tolist()
 
 
 def test_the_draws_are_frozen():

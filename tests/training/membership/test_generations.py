@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import generation_runs
@@ -25,7 +26,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import Plan
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.membership.generations import RankLost
+from raytrain_ddp.training.membership.generations import RankLost, through_generations
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
@@ -281,3 +282,26 @@ def test_a_kept_model_does_not_keep_a_nonfinite_loss(tmp_path: Path) -> None:
         _, live = trained_alone(config, task, None, step, late=True)
         assert trained_alone(config, task, live, 0)[0] == step - 1
         assert_same(config, whole)
+
+
+def test_losses_in_a_row_without_a_step_end_the_run() -> None:
+    begun: list[Any] = []
+
+    class Session(nullcontext[Any]):
+        suspended = None
+
+        def take_over(self, recorder: Any) -> None: ...
+
+        def live_state(self) -> Any:
+            return SimpleNamespace(manifest=SimpleNamespace(step=5))
+
+    def run(session: Any) -> None:
+        begun.append(session)
+        assert len(begun) < 9
+        raise RankLost
+
+    place: Any = SimpleNamespace(join=lambda: True, leave=lambda: None, is_broken=False)
+    start: Any = lambda live: Session()  # noqa: E731
+    with pytest.raises(RankLost):
+        through_generations(place, start, run, lambda error: False, most=3)
+    assert len(begun) == 4

@@ -333,3 +333,15 @@ def test_after_any_sequence_of_events_all_live_processes_finally_train_together(
     assert all(process.trains for process in run.ranks)
     assert len({seat[:3] for seat in seats}) == 1
     assert sorted(seat.rank for seat in seats) == [*range(ranks)]
+
+
+def test_a_process_reported_dead_that_is_heard_again_is_not() -> None:
+    clocked = training_roster()
+    clocked.roster.died(0)
+    clocked.now_s += 1
+    assert clocked.is_over(1, "b", last=1)
+    clocked.now_s += 1
+    clocked.is_over(0, "a", last=1)  # its heartbeat
+    clocked.now_s += 1
+    assert not clocked.is_over(1, "b", last=1)
+    assert clocked.roster.alive() == 3
