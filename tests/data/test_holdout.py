@@ -13,6 +13,7 @@ from parquet_files import png, write_parquet
 from split_checks import folder, labels_of, lines, splits_of
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.holdout import held_out
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import ConfigError, DataError
@@ -110,11 +111,10 @@ def test_a_holdout_replaces_a_split_with_a_note_unless_one_is_requested(tmp_path
     wrong: list[dict[str, Any]] = [{"holdout": part} for part in (-0.1, 1.0, float("nan"))]
     for fields in ({"eval_source": "x"}, {"eval_split": "test"}, *wrong):
         with pytest.raises(ConfigError, match=r"data\.holdout"):
-            DataConfig(**{"holdout": 0.1, **fields})
+            TrainConfig(data=DataConfig(**{"holdout": 0.1, **fields}))
 
 
 def test_the_held_out_part_is_not_augmented(tmp_path: Path):
-    from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.tasks.image_classification import ImageClassification
 
     data = DataConfig(source=str(pictures(tmp_path, rows=80)), holdout=0.2, image_size=8)

@@ -448,7 +448,7 @@ def test_a_conversion_stopped_at_any_write_continues_to_the_same_bytes(
                 stops += 1
         assert not dest.exists()
         assert [path.name for path in tmp_path.iterdir()] == [".animals.converting"]
-    assert stops > 4
+    assert stops > 2
     convert(source, tmp_path / "whole", *flags)
     assert contents(dest) == contents(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["animals", "whole"]
