@@ -85,6 +85,10 @@ def parse(argv: Sequence[str]) -> SweepArgs:
         raise ConfigError(f"--trials times --seeds must be {MAX_POINTS:,} or less.")
     if [*argv].count("--space") > 1:
         raise ConfigError("--space is given twice: list all fields after one --space.")
+    if args.first_rung > 1 and args.scheduler == "none":
+        raise ConfigError("--first-rung has no effect without --scheduler asha: remove it.")
+    if any(word.replace("_", "-").startswith("--scaling.num-workers") for word in argv):
+        raise ConfigError("--scaling.num-workers: each trial is one process; see --parallel.")
     return args
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.tools.sweep.__main__ import parse
 from raytrain_ddp.tools.sweep.space import Dimension, grid, parse_space, random_points, with_point
 
 WORDS = ["optim.lr=log:1e-3:1", "model.dropout=0:0.5", "augment.policy=none,trivial"]
@@ -93,3 +94,9 @@ def test_a_grid_has_all_combinations_and_refuses_ranges():
     for words in (["optim.lr=0:0.5"], [f"task_options.a{n}={ten}" for n in range(8)]):
         with pytest.raises(ConfigError, match="grid"):
             grid(parse_space(words))
+
+
+@pytest.mark.parametrize("flag", ["--first-rung=2", "--scaling.num-workers=2"])
+def test_a_flag_without_effect_is_refused(flag: str):
+    with pytest.raises(ConfigError, match=flag.partition("=")[0]):
+        parse(["digits", "--space", "optim.lr=1,2", flag])
