@@ -241,8 +241,9 @@ class Lease:
 
     def _is_outage(self, gone_s: float) -> bool:
         """Whether the lease disappeared together with the run, as when a file system is temporarily
-        unmounted."""
-        return gone_s < self._timeout_s and not self._run.exists("config.toml")
+        unmounted; it may be back by now."""
+        is_gone = gone_s < self._timeout_s and not self._run.exists("config.toml")
+        return is_gone or _read(self._run) is not None
 
     def _remove(self) -> None:
         self._thread.join()  # otherwise it would write the file again
