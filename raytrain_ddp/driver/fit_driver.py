@@ -55,21 +55,7 @@ def fit(
     resume_from: str | os.PathLike[str] | None = None,
     display: Listener | None = None,
 ) -> FitResult:
-    """Trains on Ray; resumes from the newest checkpoint if the run exists.
-
-    Args:
-        config: if it has no name, resumes the run with this config, or starts a new one.
-        address: of a running Ray cluster ("auto": the one on this machine). Default: RAY_ADDRESS,
-            else an embedded Ray that lasts as long as the run.
-        dashboard: start the embedded Ray with its dashboard.
-        default_name: name of a new run if the config has none; a number is appended if it is taken.
-        resume_from: a run or checkpoint whose state a new run starts from.
-        display: shows the run. Default: nothing is shown or drawn.
-
-    Raises:
-        RaytrainError: one of errors.py, each with its exit status.
-        KeyboardInterrupt: Ctrl-C before training began, or twice.
-    """
+    """`raytrain_ddp.fit.fit`, which has the same arguments; shows and draws nothing by default."""
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     run, branch = run_and_branch(config, default_name, resume_from)
@@ -99,10 +85,7 @@ def fit_locally(
     display: Listener | None = None,
     session: Callable[..., LocalSession] | None = None,
 ) -> FitResult:
-    """Like `fit`, but without Ray: in this process, or in each process that torchrun started.
-
-    Only rank 0 shows and writes; all ranks return the result. An exception raised by the task
-    propagates unchanged, where `fit` raises a `TaskError` with its traceback.
+    """`raytrain_ddp.fit.fit_locally`; shows and draws nothing by default.
 
     Args:
         session: makes the session, from the arguments of `LocalSession`, which is the default.
