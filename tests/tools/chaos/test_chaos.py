@@ -128,13 +128,13 @@ def test_a_run_is_restarted_after_a_fault_and_given_up_after_another_failure(
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_leftover_processes_are_found_by_their_environment_and_ended():
     code = "import os, time; os.fork(); print(flush=True); time.sleep(60)"
-    command, environment = [sys.executable, "-c", code], {**os.environ, TAG: "here"}
+    command, environment = [sys.executable, "-c", code], {**os.environ, TAG: f"here-{os.getpid()}"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.readline()  # both are there
-        assert end_tagged("elsewhere", 0.0) == []
-        assert len(end_tagged("here", 0.0)) == 2
+        assert end_tagged(f"elsewhere-{os.getpid()}", 0.0) == []
+        assert len(end_tagged(f"here-{os.getpid()}", 0.0)) == 2
         assert process.wait(20) == -signal.SIGKILL
 
 
@@ -221,7 +221,7 @@ def test_fault_01_02_03_05_a_run_killed_at_every_failpoint_ends_with_the_same_bi
     config = tiny_config(tmp_path, "calm", task=TINY, log=LOG)
     config = replace(config, checkpoint=CheckpointConfig(every_steps=3, every_s=0.0))
     config = replace(config, scaling=ScalingConfig(num_workers=3, use_gpu=False))
-    screen, environment = Notes(), {**os.environ, TAG: "sweep"}
+    screen, environment = Notes(), {**os.environ, TAG: f"sweep-{os.getpid()}"}
     with without_ray(environment) as launch:
         calm = KilledRun(config, launch, environment, [], repeat(3), screen)
         wild = KilledRun(replace(config, name="wild"), launch, environment, plan, repeat(3), screen)
@@ -232,7 +232,7 @@ def test_fault_01_02_03_05_a_run_killed_at_every_failpoint_ends_with_the_same_bi
     assert {*screen.sites} == {*SITES, "log"} - NOT_DRAWN
     assert len(calm.logged) == TOTAL_STEPS < len(wild.logged)
     assert len(plan) / 2 < len(wild.sizes) <= 1 + len(plan)  # two ranks may die at once
-    assert end_tagged("sweep", 0.0) == []
+    assert end_tagged(f"sweep-{os.getpid()}", 0.0) == []
 
 
 def tiny_args(storage: Path, *argv: str) -> ChaosArgs:
