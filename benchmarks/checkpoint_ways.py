@@ -27,6 +27,7 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.files import fsync
+from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
 from raytrain_ddp.training.state.train_state import TrainState, encode
@@ -55,7 +56,7 @@ class Ours:
         self._commit: Future[Any] | None = None
 
     def save(self, number: int) -> Future[Any]:
-        if not self._state.is_finite():
+        if nonfinite(self._state.model):
             raise ValueError("weights are not finite")
         if self._commit is not None:
             self._commit.result()

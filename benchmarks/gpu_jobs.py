@@ -222,18 +222,27 @@ def _used() -> tuple[int, ...]:
 
 def on_ray(options: Options) -> None:
     """Compares `raytrain fit` on a new Ray with a run without Ray."""
-    storage, wheels = options["storage"], options["wheels"]
+    storage, wheels, precision = options["storage"], options["wheels"], list[str]()
     if wheels:
         target = f"{storage}/site"
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         files = [str(file) for file in Path(wheels).glob("*.whl")]
         subprocess.run([*pip, "--no-compile", "--target", target, *files], check=True)
         os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), target])
+        sys.path.append(target)
+    if options["tiny"]:
+        import ray
+
+        cores = len(os.sched_getaffinity(0))
+        ray.init(num_cpus=cores, num_gpus=1, include_dashboard=False)  # it sees no emulated GPU
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        precision = ["--compute.precision", "fp32", "--compute.no-channels-last"]  # nor its type
     found = []
     for name, flags in (("on-ray", ["--scaling.num-workers", "1"]), ("local", ["--local"])):
         command = [sys.executable, "-m", "raytrain_ddp.fit", "--storage", storage, "--name", name]
+        command += ["--epochs", "2", "--scaling.use-gpu", "true"]
         began = time.monotonic()
-        subprocess.run([*command, "--epochs", "2", "--scaling.use-gpu", "true", *flags], check=True)
+        subprocess.run([*command, *precision, *flags], check=True)
         found.append((weights(Path(storage) / name), time.monotonic() - began))
     (on_ray, ray_s), (alone, alone_s) = found
     same = "same bits" if on_ray == alone else "DIFFERENT BITS"

@@ -20,8 +20,9 @@ get() { # FOLDER REQUIREMENT ...
         --platform manylinux1_x86_64 --dest "$kit/$folder" "$@"
 }
 
-get wheels simplejpeg tomli-w pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
-get ray 'ray==2.60.*' jsonschema jsonschema-specifications referencing rpds-py tensorboardX
+get wheels simplejpeg tomli-w
+get ray 'ray==2.60.*' jsonschema jsonschema-specifications referencing rpds-py tensorboardX \
+    pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection
 python3 - "$kit"/ray/ray-*.whl <<'END'
 import os, sys, zipfile
 

@@ -10,9 +10,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 place=$PWD/build/gpu-rehearsal
 lent=(
     torch==2.11.0 torchvision==0.26.0 numpy==2.5.2 torchmetrics==1.9.0 timm==1.0.31 pyarrow==26.0.1
-    pandas==3.1.1 matplotlib==3.11.2 rich==15.0.0 pytest==9.2.0 safetensors==0.8.0 tensorboard pyyaml pip
+    pandas==3.1.1 matplotlib==3.11.2 rich==15.0.0 pytest==9.2.0 safetensors==0.8.0 tensorboard pyyaml pip msgpack click requests psutil attrs filelock
 )
-carried=(pydantic==2.14.3 simplejpeg==1.9.0 tomli-w==1.2.0 cloudpickle==3.1.2)
+carried=(simplejpeg==1.9.0 tomli-w==1.2.0 cloudpickle==3.1.2)
 
 if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$place/venv/bin/python
