@@ -21,14 +21,13 @@ from raytrain_ddp.events import Eval, Plan
 from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.splits import ImageSource
     from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.runtime.world import World
 
 
@@ -109,17 +108,19 @@ def main(argv: Sequence[str]) -> int:
 
     world = _world(args.device, config)
     try:
-        task, data = _opened(checkpoint, config, given)
+        build = _opened(checkpoint, config, given, world)
     except DataError as error:
         if args.data is not None:
             raise
         raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
-    model = _model_of(config, task, checkpoint, world.device)
+    task, data = build.task, build.eval_data
+    assert data is not None
+    build.load_model(checkpoint)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
     threads = LoaderThreads(world.threads)
-    values = evaluate(config, task, model, data, world, threads, metrics)
+    values = evaluate(build, threads, metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
@@ -145,17 +146,15 @@ def _follow(args: EvaluateArgs) -> int:
     run = run_folder.open_run(args.run)
     store, done = run_folder.checkpoint_store(run), run_folder.read_followed(run)
     seen = {each.step for each in done}
-    parts: list[tuple[TrainConfig, World, Task, Data]] = []
+    builds: list[Build] = []
 
     def evaluated(checkpoint: Checkpoint) -> Eval:
-        if not parts:
+        if not builds:
             config = run_folder.config_of(checkpoint)
-            world = _world(args.device, config)
-            parts.append((config, world, *_opened(checkpoint, config, {})))
-        (config, world, task, data), began = parts[0], time.monotonic()
-        model = _model_of(config, task, checkpoint, world.device)
-        threads = LoaderThreads(world.threads)
-        metrics, tables = evaluation_of(config, task, model, data, world, threads)
+            builds.append(_opened(checkpoint, config, {}, _world(args.device, config)))
+        build, task, began = builds[0], builds[0].task, time.monotonic()
+        build.load_model(checkpoint)
+        metrics, tables = evaluation_of(build, LoaderThreads(build.world.threads))
         sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
         others = [sign * each.metrics.get(name, math.nan) for each in done]
         best = not (math.isnan(metrics[name]) or any(v >= sign * metrics[name] for v in others))
@@ -204,19 +203,6 @@ def _world(device_name: str, config: TrainConfig) -> World:
     return world
 
 
-def _model_of(
-    config: TrainConfig, task: Task, checkpoint: Checkpoint, device: torch.device
-) -> nn.Module:
-    """Returns the model of a checkpoint on the device, as the run evaluates it."""
-    from raytrain_ddp.tasks.task_check import model_of
-    from raytrain_ddp.training.start.initial_model import placed
-    from raytrain_ddp.training.state.shared_checkpoint import load_model
-
-    model = model_of(task, pretrained=False)
-    load_model(model, checkpoint)
-    return placed(config, model, device)
-
-
 def _place(out: str) -> Path:
     """The file to write. Raises ConfigError, before any work, if it cannot be there."""
     path = expanded(out)
@@ -240,8 +226,8 @@ def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:
 
 
 def _opened(
-    checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any]
-) -> tuple[Task, Data]:
+    checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any], world: World
+) -> Build:
     """The task, and the data to evaluate on.
 
     Training data that are not evaluated need not be there: the checkpoint has recorded the classes.
@@ -250,28 +236,27 @@ def _opened(
     from raytrain_ddp.data.pixels.image_batches import image_data
     from raytrain_ddp.data.splits import open_evaluation
     from raytrain_ddp.tasks.image_classification import ImageClassification
-    from raytrain_ddp.tasks.task_check import eval_data_of
-    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+    from raytrain_ddp.tasks.task_loading import BUILT_IN
+    from raytrain_ddp.training.build import Build
 
-    classes = recorded_classes(checkpoint)
+    build, classes = Build(config, world), recorded_classes(checkpoint)
     is_apart = config.data.eval_source is not None and not config.data.holdout
     if is_apart and config.task in BUILT_IN and classes:
         source = open_evaluation(config.data, classes, config.loss.name == "bce")
         _require_used(given, source, config)
-        data = image_data(source, config.data, None, len(classes))
-        return ImageClassification.without_data(config, classes), data
-    reads: set[str] = set()
-    task = load_task(config, reads)
-    own = eval_data_of(task, config.seed)
+        build.eval_data = image_data(source, config.data, None, len(classes))
+        build.task = ImageClassification.without_data(config, classes)
+        return build
+    task, own = build.task, build.eval_data
     if isinstance(task, ImageClassification) and task.splits.eval is not None:
         _require_used(given, task.splits.eval, config)
     for name in given if config.task not in BUILT_IN else ():
-        if f"data.{name}" not in reads:
+        if f"data.{name}" not in (build.reads or ()):
             flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
             raise ConfigError(f"{flag} has no effect: {config.task} does not read data.{name}.")
     if own is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
-    return task, own
+    return build
 
 
 def _require_used(given: Mapping[str, Any], source: ImageSource, config: TrainConfig) -> None:

@@ -31,6 +31,7 @@ from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.loop import train
 from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.recording.recorder import Best
@@ -238,7 +239,7 @@ def run_tiny(
         task.session = session
         if prepare_session is not None:
             prepare_session(session)
-        outcome = train(made, task, session)
+        outcome = train(Build(made, world, task), session)
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
         digest.update(tensor.double().cpu().contiguous().numpy().tobytes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,7 @@ from raytrain_ddp.ray_backend.placement import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from raytrain_ddp.data.loading.sources import Data
-    from raytrain_ddp.data.order.epoch_order import Plan
-    from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.training.build import Build
 
 _SAMPLES = 8  # in the trial batch
 
@@ -66,27 +62,27 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import model_of
-    from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
-    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-    from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
-    from raytrain_ddp.training.steps.device_feed import plan_for
+    from raytrain_ddp.training.build import Build, plan_for
+    from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
+    from raytrain_ddp.training.runtime.world import World
 
-    reads: set[str] = set()
-    task, data, eval_data = _opened(config, reads)
-    plan = plan_for(config, data, layout.most)
+    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
+    plain = replace(config, compute=replace(config.compute, compile=False))
+    build = Build(plain, world, is_begun=manifest is not None)
+    build.open_data()
+    task, data, eval_data = build.task, build.data, build.eval_data
+    build.plan = plan = plan_for(config, data, layout.most)
     steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
     epochs, repeats = steps / per_epoch, config.augment.repeats
-    model = model_of(task, pretrained=manifest is None)
-    optimizer = optimizer_of(task, model, config)
-    due = turns_of(task, optimizer, steps_to_check(steps))
+    model, optimizer = build.model, build.optimizer
     notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
-    notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
+    notes += _tried(build)
     notes += getattr(task, "notes", ())
-    notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
-    _require_same_data(run, data, eval_data, task)  # reads each field
+    notes += unread_notes(config, build.reads, replaced_fields(task, optimizer, config))
+    if checkpoint := newest_checkpoint(run.folder):
+        build.identity.require_same(checkpoint)
     notes += filter(None, [new_code_note(run)])
-    learning = LearningRates(task, optimizer, config, per_epoch)
+    learning = build.rates
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
@@ -127,26 +123,6 @@ def dry_run(
     return "\n".join(lines)
 
 
-def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | None]:
-    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
-
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
-    return task, data, eval_data
-
-
-def _require_same_data(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> None:
-    """Raises DataError if a file is missing, or the data are not those of the run so far."""
-    from raytrain_ddp.training.run_identity import RunIdentity
-
-    identity = RunIdentity.of(run.config, data, eval_data, task)
-    if checkpoint := newest_checkpoint(run.folder):
-        identity.require_same(checkpoint)
-
-
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:
     """The workers, and what they are called."""
     layout = choose_layout(config, have)
@@ -171,36 +147,18 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
     return f"{state} ({run.note})" if run.note else state
 
 
-def _tried(
-    config: TrainConfig,
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    eval_data: Data | None,
-    plan: Plan,
-    turns: Sequence[str],
-) -> list[str]:
+def _tried(build: Build) -> list[str]:
     """Passes a small batch through the loss of each turn, and one through the evaluation; returns
     notes."""
-    import torch
-
-    from raytrain_ddp.tasks.model_parts import begin_training
-    from raytrain_ddp.training.gradients.buffer_sync import own_memory
-    from raytrain_ddp.training.runtime.world import World
+    from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
-    from raytrain_ddp.training.steps.device_feed import train_loader
 
-    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
-    begin_training(model)
-    own_memory(model)
-    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
-    for name in turns:
-        try_loss(config, task, model, batch, world, name)
-    notes: list[str] = []
-    if eval_data is not None:
-        size = min(_SAMPLES, config.eval_micro_batch)
-        small = replace(config, eval=replace(config.eval, micro_batch=size))
-        told: list[Event] = []
-        try_evaluation(small, task, model, eval_data, world, told.append)
-        notes = [event.text for event in told if isinstance(event, Note)]
-    return notes
+    config, steps_per_epoch = build.config, build.plan.steps_per_epoch
+    steps = steps_to_check(config.total_steps(steps_per_epoch))
+    batch = build.loader.any_batch(min(_SAMPLES, config.micro_batch))
+    for name in turns_of(build.task, build.optimizer, steps)(0):
+        try_loss(build, batch, name)
+    told: list[Event] = []
+    try_evaluation(build, told.append, min(_SAMPLES, config.eval_micro_batch))
+    return [event.text for event in told if isinstance(event, Note)]

@@ -132,7 +132,8 @@ def _train_here(
     session_of: Callable[..., LocalSession] | None = None,
 ) -> tuple[Outcome, _Starts]:
     _note_idle(config, show)
-    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
+    from raytrain_ddp.tasks.task_loading import BUILT_IN
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.recording.local_session import (
         LocalSession,
@@ -148,8 +149,8 @@ def _train_here(
     asked = config
     if unsettled(config):
         config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
-    reads: set[str] = set()
-    task = load_task(config, reads)
+    build = Build(config, world)
+    task = build.task
     if main:
         if config.task in BUILT_IN:
             try_model(config, is_new)
@@ -161,7 +162,7 @@ def _train_here(
     make = session_of or LocalSession
     with make(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
-        outcome = train(config, task, session, reads)
+        outcome = train(build, session)
     return outcome, watch
 
 

@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
-from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import LogRecord
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.gradients.buffer_sync import BufferLocation
 from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.runtime.world import World
 
 
@@ -39,49 +36,6 @@ class Snapshot:
     last: bool = False
 
 
-class WarmUp(NamedTuple):
-    """What the warm-up of a turn has found out about the model.
-
-    Args:
-        scalar_names: of the scalars that the task logs with the loss.
-        fewest: samples with which a slot passes in training mode.
-        changing: the bool buffers that a forward pass changes.
-        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
-        averaged: other buffers that it changes, but for statistics of normalization layers.
-        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
-            attributes.
-        collectives: those that the loss calls.
-    """
-
-    scalar_names: tuple[str, ...]
-    fewest: int
-    changing: list[BufferLocation]
-    flops: float
-    averaged: Sequence[str] = ()
-    unsaved: Sequence[str] = ()
-    collectives: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Parts that do not depend on other ranks: a process keeps them when it loses some, and builds
-    them before it joins others.
-
-    Args:
-        data: to train and to evaluate on.
-        identity: of the data.
-        model: its weights are arbitrary; None: it is made anew.
-        warm_up: of the turns of that model, by name; empty: it follows.
-        has_trained: whether the model has been trained, so that its initial weights are gone.
-    """
-
-    data: tuple[Data, Data | None]
-    identity: RunIdentity
-    model: nn.Module | None
-    warm_up: Mapping[str, WarmUp]
-    has_trained: bool
-
-
 class Requests(NamedTuple):
     """What one rank requests after the current step; all ranks then do what any rank requests.
 
@@ -102,15 +56,11 @@ class Session(Protocol):
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
-        survived: whether this process has a state from an earlier generation.
-        kept: parts that this process already has; None: none.
     """
 
     world: World
     hosts: list[str]
     only_main_asks: bool
-    survived: bool
-    kept: Kept | None
 
     def watch(self, clock: Clock) -> None:
         """Until `finish`, workers that make no progress are ended. All ranks take part."""
@@ -125,10 +75,10 @@ class Session(Protocol):
             existing: may be read into; it is to be loaded from the result, or the run ends.
         """
 
-    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
+    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
         """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`, and continues with `kept`. If `take_live` returns None,
-        no rank could continue from that state."""
+        last complete step with `take_live`. If that returns None, no rank could continue from it.
+        """
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         """Restores the log of a checkpoint."""

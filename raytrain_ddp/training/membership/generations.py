@@ -24,6 +24,7 @@ from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat
 from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
 
 if TYPE_CHECKING:
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.recording.recorder import Recorder
     from raytrain_ddp.training.recording.recording_session import RecordingSession
     from raytrain_ddp.training.state.live_state import LiveState
@@ -246,18 +247,22 @@ def _end(why: str) -> None:
 
 def through_generations(
     place: Place,
-    start: Callable[[LiveState | None], S],
-    run: Callable[[S], None],
+    make: Callable[[bool], Build],
+    start: Callable[[Build, LiveState | None], S],
+    run: Callable[[Build, S], None],
     is_loss: Callable[[BaseException], bool],
     most: int,
+    build: Build | None = None,
 ) -> None:
     """Trains, and continues in the next generation whenever another rank is lost.
 
     Args:
-        most: losses in a row without a further step; one more is an error.
+        make: what the run is made of, from nothing; given whether this process has a state.
         start: the session of a generation, given the state that this process has.
         run: trains in it.
         is_loss: whether an error only says that another rank is gone.
+        most: losses in a row without a further step; one more is an error.
+        build: what this process has made ahead.
     """
     live: LiveState | None = None
     recorder: Recorder | None = None
@@ -270,13 +275,15 @@ def through_generations(
 
     try:
         while place.join():
-            session, live = start(live), None
+            if build is None or (build.is_begun and live is None):  # others could not go on
+                build = make(live is not None)
+            session, live = start(build, live), None
             session.take_over(recorder)
             recorder = None
             try:
                 with session:
                     try:
-                        run(session)
+                        run(build, session)
                     except BaseException as error:
                         place.leave()  # first of all, so that the others notice
                         session.is_continued = isinstance(error, Exception) and continues(error)
@@ -296,6 +303,7 @@ def through_generations(
                 reached, losses = max(reached, step), losses + (not is_planned)
                 if losses > most:
                     raise
+                build = build.remains()
             del session
     finally:
         if recorder is not None:

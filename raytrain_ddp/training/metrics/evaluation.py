@@ -7,16 +7,14 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.tasks.model_parts import evaluating
-from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metrics.metric_states import (
     TreeMetrics,
@@ -25,7 +23,7 @@ from raytrain_ddp.training.metrics.metric_states import (
     tables,
 )
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.runtime.world import World, autocast, from_all_ranks
+from raytrain_ddp.training.runtime.world import autocast, from_all_ranks
 from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few_bad
 
 if TYPE_CHECKING:
@@ -33,40 +31,29 @@ if TYPE_CHECKING:
 
 
 def evaluation_of(
-    config: TrainConfig,
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    world: World,
-    threads: LoaderThreads,
-    beat: Callable[[], None] = lambda: None,
+    build: Build, threads: LoaderThreads, beat: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns the metrics and tables of `evaluate`, for `events.Eval`; all ranks take part.
 
     Raises:
         DataError: too many bad records. TaskError: the metrics lack the task's monitor.
     """
-    limit = config.limit_eval_batches
-    values = evaluate(config, task, model, data, world, threads, beat=beat, limit=limit)
+    values = evaluate(build, threads, beat=beat, limit=build.config.limit_eval_batches)
     metrics = scalars(values)
     skipped = int(metrics.get("skipped", 0))
-    require_few_bad(skipped, "in the evaluation set", config.data.max_bad)
-    require_monitor(task, values)
+    require_few_bad(skipped, "in the evaluation set", build.config.data.max_bad)
+    require_monitor(build.task, values)
     return metrics, tables(values)
 
 
 def evaluate(
-    config: TrainConfig,
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    world: World,
+    build: Build,
     threads: LoaderThreads,
     metrics: Mapping[str, Metric] | MetricCollection | None = None,
     beat: Callable[[], None] = lambda: None,
     limit: int = 0,
 ) -> dict[str, Tensor]:
-    """Metric values over all of `data`, on the CPU. All ranks take part and get the same.
+    """Metric values over all evaluation data, on the CPU. All ranks take part and get the same.
 
     The rows are cut into chunks of `config.eval_micro_batch`, independent of the number of workers.
     The metric states of the chunks are merged along a tree over all chunks, so floating-point sums
@@ -77,6 +64,8 @@ def evaluate(
     The values include "skipped", the number of bad records, if any were skipped.
 
     Args:
+        build: with evaluation data.
+        metrics: instead of the task's.
         beat: called before each batch.
         limit: the most chunks, spread evenly over the data; 0: all.
 
@@ -84,6 +73,9 @@ def evaluate(
         DataError: collate left out records although data.bad_records is not skip.
         TaskError: a metric's states of two chunks cannot be merged.
     """
+    config, task, model, world = build.config, build.task, build.model, build.world
+    data = build.eval_data
+    assert data is not None
     scores = TreeMetrics(task, metrics_of(task) if metrics is None else metrics, world.device)
     batch_size = config.eval_micro_batch
     chunks = chunks_of(data.rows, batch_size, limit)

@@ -24,7 +24,7 @@ from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
 from raytrain_ddp.training.recording.newest_state import NewestState
 from raytrain_ddp.training.recording.recorder import Best, Recorder
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.session import Kept, Snapshot
+from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.live_state import LiveState
 
 S = TypeVar("S", bound="RecordingSession")
@@ -39,7 +39,6 @@ class RecordingSession:
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
-        survived, kept: see Session.
         is_continued: another generation follows.
         suspended: the recorder that goes on in it, after `close`.
     """
@@ -63,8 +62,7 @@ class RecordingSession:
         self._clock: Clock | None = None
         self.hosts: list[str] = []
         self._take_live: Callable[[], Snapshot | None] | None = None
-        self._live, self.survived = live, live is not None
-        self.kept = live.kept if live else None
+        self._live = live
         self.recorder = Recorder(config, world, best, show) if world.is_main else None
         self._closing = threading.Event()
         self._records = self.recorder.log.records if self.recorder else list[LogRecord]()
@@ -132,8 +130,8 @@ class RecordingSession:
         )
         return search.find(existing)
 
-    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
-        self._live, self._take_live, self.kept = None, take_live, kept
+    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
+        self._live, self._take_live = None, take_live
 
     def live_state(self) -> LiveState | None:
         """The state that this process has; None if others could not continue from it."""
@@ -141,7 +139,7 @@ class RecordingSession:
         if take is None:
             return self._live
         taken = take()
-        return None if taken is None else LiveState.of(taken, self.kept)
+        return None if taken is None else LiveState.of(taken)
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
         if self.recorder is not None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import tried
 from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch, Data
@@ -22,6 +21,7 @@ from raytrain_ddp.messages import Event
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import metrics_of, place_of, refused
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import SavedBuffers
 from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, require_monitor
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
@@ -32,17 +32,16 @@ from raytrain_ddp.training.steps.warm_up import Forward, Repeated, others_of, re
 _MOST_BAD = 4096  # rows searched for a readable one
 
 
-def try_loss(
-    config: TrainConfig, task: Task, model: nn.Module, batch: Batch, world: World, name: str = ""
-) -> Tensor:
+def try_loss(build: Build, batch: Batch, name: str = "") -> Tensor:
     """The loss of a batch, without side effects; the warm-up of a run does the same. For several
     optimizers, that of the one of this name.
 
     Raises:
         TaskError: it has no gradient, or depends on parameters that the model lacks.
     """
+    model, world, task = build.model, build.world, build.task
     buffers = SavedBuffers(model)
-    forward = Forward(config, task, model, model, world, name)
+    forward = Forward(build, model, name)
     repeated = Repeated(forward)
     loss, _ = repeated.first(forward, batch)
     buffers.restore()
@@ -57,19 +56,20 @@ def try_loss(
 
 
 def try_evaluation(
-    config: TrainConfig,
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    world: World,
-    tell: Callable[[Event], None],
+    build: Build, tell: Callable[[Event], None], micro_batch: int | None = None
 ) -> None:
-    """Evaluates the first chunk, without side effects. Each rank does the same, alone.
+    """Evaluates the first chunk, if there is evaluation data, without side effects. Each rank does
+    the same, alone.
+
+    Args:
+        micro_batch: size of the chunk, if not that of the config.
 
     Raises:
         TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
     """
-    batch = _readable(config, data)
+    config, task, model, world = build.config, build.task, build.model, build.world
+    data, size = build.eval_data, micro_batch or config.eval_micro_batch
+    batch = None if data is None else _readable(data, size, config.data.may_skip)
     if batch is None:
         return  # all are bad records; the evaluation will count them
     metrics = metrics_of(task)
@@ -123,13 +123,12 @@ def try_evaluation(
             tell(Note(f"{text} `evaluate --out FILE` writes them all."))
 
 
-def _readable(config: TrainConfig, data: Data) -> Batch | None:
+def _readable(data: Data, size: int, may_skip: bool) -> Batch | None:
     """Returns the first chunk with a readable record, if there is one."""
-    size = config.eval_micro_batch
     for start in range(0, min(data.rows, _MOST_BAD), size):
         rows = np.arange(start, min(start + size, data.rows), dtype=np.int64)
         batch = tried(data, Draws(0, 0, rows))
-        if data.checked_samples(batch, len(rows), config.data.may_skip):
+        if data.checked_samples(batch, len(rows), may_skip):
             return batch
     return None
 

@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
-from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.session import WarmUp
+from raytrain_ddp.training.runtime.world import autocast
 from raytrain_ddp.training.steps.hidden_state import (
     attributes_of,
     changed,
@@ -37,21 +36,40 @@ _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 
 
-@dataclass(frozen=True)
+class WarmUp(NamedTuple):
+    """What the warm-up of a turn has found out about the model.
+
+    Args:
+        scalar_names: of the scalars that the task logs with the loss.
+        fewest: samples with which a slot passes in training mode.
+        changing: the bool buffers that a forward pass changes.
+        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
+        averaged: other buffers that it changes, but for statistics of normalization layers.
+        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
+            attributes.
+        collectives: those that the loss calls.
+    """
+
+    scalar_names: tuple[str, ...]
+    fewest: int
+    changing: list[BufferLocation]
+    flops: float
+    averaged: Sequence[str] = ()
+    unsaved: Sequence[str] = ()
+    collectives: Sequence[str] = ()
+
+
 class Forward:
     """The task's loss of a batch, in the config's precision.
 
     Args:
-        net: `model`, possibly wrapped in DDP.
+        net: the model, possibly wrapped in DDP.
         name: of the optimizer whose loss it is, if there are several.
     """
 
-    config: TrainConfig
-    task: Task
-    model: nn.Module
-    net: nn.Module
-    world: World
-    name: str = ""
+    def __init__(self, build: Build, net: nn.Module, name: str = "") -> None:
+        self.config, self.task, self.world = build.config, build.task, build.world
+        self.model, self.net, self.name = build.model, net, name
 
     def __call__(self, batch: Batch, is_wrapped: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss, shape (), and the scalars with it.
@@ -67,23 +85,17 @@ class Forward:
 
 
 def warm_up(
-    run: Forward,
-    require_gradients: Callable[[], None],
-    batch: Batch,
-    samples: int,
-    smallest: Batch,
-    single: Batch | None,
+    run: Forward, require_gradients: Callable[[nn.Module], None], loader: TrainLoader
 ) -> WarmUp:
     """Makes a pass without side effects, and a second one for static graphs; all ranks take part if
     the model is wrapped.
 
-    Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
+    Also finds what cannot work: kernels, or a smallest micro-batch too small for batch norm. If bad
+    records may leave a slot a single sample, which batch norm refuses, such a slot passes in
+    evaluation mode, for any number of workers.
 
     Args:
-        require_gradients: called after the backward pass.
-        samples: number of samples in `batch`.
-        single: one sample, if bad records may leave a slot only one. If batch norm refuses
-            it, such a slot passes in evaluation mode, for any number of workers.
+        require_gradients: called with the model after the backward pass.
 
     DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
     the second backward pass), which changes the order of its sums. As the first step follows
@@ -92,6 +104,11 @@ def warm_up(
     Raises:
         ConfigError, TaskError: the model or the loss could not be trained.
     """
+    epoch = run.config.data.grow_epochs  # one with the largest images
+    batch = loader.any_batch(epoch=epoch)
+    samples = loader.data.samples_of(batch)
+    smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
+    single = loader.any_batch(1, epoch) if loader.skip else None
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
     repeated = Repeated(run)
     try:
@@ -194,7 +211,7 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 def _pass(
     run: Forward,
     batch: Batch,
-    require_gradients: Callable[[], None],
+    require_gradients: Callable[[nn.Module], None],
     watching: AbstractContextManager[object],
 ) -> tuple[tuple[str, ...], dict[int, nn.Parameter], Tensor]:
     """Returns the names of the scalars with the loss, which is computed in the context;
@@ -218,7 +235,7 @@ def _pass(
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
     if not run.config.ddp.find_unused_parameters:
-        require_gradients()
+        require_gradients(run.model)
     run.model.zero_grad()
     return (*scalars,), others, loss.detach()
 
@@ -246,13 +263,11 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def require_equal_calls(
-    task: Task, found: Mapping[str, WarmUp], config: TrainConfig, size: int
-) -> None:
-    """Raises ConfigError if a loss calls collectives, but some of `size` ranks could call them more
-    often than others, or in another order relative to those of exact sums."""
-    names = dict.fromkeys(name for each in found.values() for name in each.collectives)
-    why = ""
+def require_equal_calls(build: Build) -> None:
+    """Raises ConfigError if a loss calls collectives, but some ranks could call them more often
+    than others, or in another order relative to those of exact sums."""
+    names = dict.fromkeys(name for each in build.warm_ups.values() for name in each.collectives)
+    config, size, why = build.config, build.world.size, ""
     if config.exact:
         why, remedy = "--exact sums gradients in between", "Use --no-exact."
     elif config.slots != size:
@@ -260,7 +275,7 @@ def require_equal_calls(
         remedy = "Set --micro-batch to --batch-size divided by the number of workers."
     if names and why and size > 1:
         raise ConfigError(
-            f"{place_of(task.loss)}: calls collectives ({', '.join(names)}), but {why}: some "
+            f"{place_of(build.task.loss)}: calls collectives ({', '.join(names)}), but {why}: some "
             f"workers would wait forever. {remedy}"
         )
 
