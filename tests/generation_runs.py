@@ -51,17 +51,17 @@ def _work(
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
 
+    from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
     from raytrain_ddp.training.build import Build
+    from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.membership.generations import (
         NewcomerWaits,
         Place,
         through_generations,
     )
-    from raytrain_ddp.training.recording.local_session import LocalSession
-    from raytrain_ddp.training.recording.recorder import Best
     from raytrain_ddp.training.runtime.world import World, broadcast
     from raytrain_ddp.training.session import Requests
     from raytrain_ddp.training.state.live_state import LiveState
@@ -144,10 +144,9 @@ def _make_storage_fail(folder: Path, times: int) -> None:
     nothing if one has fired already."""
     if not times or failpoints.fired(folder):
         return
-    from raytrain_ddp.checkpoint import run_folder
+    from raytrain_ddp.checkpoint import async_checkpoint, run_folder
     from raytrain_ddp.checkpoint.store import CheckpointStore
     from raytrain_ddp.errors import UnreachableError
-    from raytrain_ddp.training.state import async_checkpoint
 
     names, opened = CheckpointStore.names, run_folder.open_storage
     left = [times]

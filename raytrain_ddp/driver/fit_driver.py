@@ -38,7 +38,7 @@ from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 from raytrain_ddp.result import FitResult
 
 if TYPE_CHECKING:
-    from raytrain_ddp.training.recording.local_session import LocalSession
+    from raytrain_ddp.training.local_session import LocalSession
 
 # New objects, 700 by default. The collector takes an eighth of the CPU of importing torch and Ray
 # Train; the driver of a run on Ray keeps neither tensors nor much else.
@@ -132,15 +132,15 @@ def _train_here(
     session_of: Callable[..., LocalSession] | None = None,
 ) -> tuple[Outcome, _Starts]:
     _note_idle(config, show)
+    from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.tasks.task_loading import BUILT_IN
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.recording.local_session import (
+    from raytrain_ddp.training.local_session import (
         LocalSession,
         idle_gpus_note,
         join_world,
     )
-    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
     from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16
 

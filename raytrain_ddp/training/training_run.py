@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp import events, messages
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.recipe import publishable, to_dict
 from raytrain_ddp.config.rules import step_notes
@@ -40,7 +41,7 @@ from raytrain_ddp.training.runtime.world import (
     software_versions,
     versions_here,
 )
-from raytrain_ddp.training.session import Session, Snapshot
+from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.start.sanity_check import try_evaluation
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.steps.device_feed import Feed

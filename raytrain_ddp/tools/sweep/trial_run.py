@@ -19,7 +19,7 @@ from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.tools.sweep.space import Point
 from raytrain_ddp.tools.sweep.trials import trial_config
-from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.session import Requests
 
 # Of a driver that was killed, the trials may live on for a moment; a lease runs out after a minute.

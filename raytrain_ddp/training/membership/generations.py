@@ -24,12 +24,12 @@ from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat
 from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
 
 if TYPE_CHECKING:
+    from raytrain_ddp.checkpoint.recorder import Recorder
     from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.recording.recorder import Recorder
-    from raytrain_ddp.training.recording.recording_session import RecordingSession
+    from raytrain_ddp.training.session import Session
     from raytrain_ddp.training.state.live_state import LiveState
 
-S = TypeVar("S", bound="RecordingSession")
+S = TypeVar("S", bound="Session")
 
 _CONNECT_S = 60.0
 _TRIES = 5

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import STATE_FILE
+from raytrain_ddp.checkpoint.snapshot import Snapshot, encode
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
-from raytrain_ddp.training.state.train_state import encode
 
 OWED_FILE = "owed.json"
 """What was due after the step and is not done; see `Run.make_up`."""
