@@ -27,7 +27,7 @@ from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
 from raytrain_ddp.training.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
-from raytrain_ddp.training.monitoring.rendezvous import Exchange
+from raytrain_ddp.training.monitoring.watchdog import Exchange
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Requests, Session
 from raytrain_ddp.training.state.live_state import LiveState

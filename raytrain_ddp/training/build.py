@@ -89,12 +89,14 @@ class Build:
             self.task, self.reads = task, None
 
     def join(self, world: World) -> None:
-        """Enters a process group; nothing that depends on the ranks is made yet.
+        """Enters a process group; model and state, if it is not of this process alone, follow.
 
         Raises:
             ConfigError: its size does not fit the config.
         """
         self.world, config = world, self.config
+        for name in ("plan", "loader"):  # of a warm-up in this process alone
+            vars(self).pop(name, None)
         set_up(world, config.compute)
         config.require_slots(world.size)
         config.require_synced(world.size, world.size, world.device.type == "cuda")

@@ -24,8 +24,7 @@ from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
-from raytrain_ddp.training.monitoring.rendezvous import Exchange
-from raytrain_ddp.training.monitoring.watchdog import WRITING, Watchdog
+from raytrain_ddp.training.monitoring.watchdog import WRITING, Exchange, Watchdog
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.state.live_state import LiveState, most_advanced
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
@@ -206,8 +205,9 @@ class Session:
         found, steps = self._of_main(begin, relay)
         if found is None:
             return None, steps
-        place = self._checkpoints.join(str(found[0]))
-        return SharedCheckpoint(*found, place, self._trying_again, self.world, relay), steps
+        name, manifest = found
+        place, again = self._checkpoints.join(str(name)), self._trying_again
+        return SharedCheckpoint(name, manifest, place, again, self.world, relay), steps
 
     def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
         """What rank 0's recorder answers, on all ranks; they receive what it reads."""

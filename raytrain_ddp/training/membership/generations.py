@@ -19,9 +19,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
-from raytrain_ddp.training.membership.generation_store import open_store
+from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
+from raytrain_ddp.uri import answer_within
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.recorder import Recorder
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 S = TypeVar("S", bound="Session")
 
 _CONNECT_S = 60.0
+_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
+_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
 _TRIES = 5
 _STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
@@ -308,3 +311,43 @@ def through_generations(
     finally:
         if recorder is not None:
             recorder.close()
+
+
+def open_store(seat: Seat, offered: Any, rank: int, is_over: Callable[[], bool]) -> Any:
+    """Waits until all ranks of a generation have reached its store, and returns it.
+
+    A rank that has died in the meantime is missed here, not while the others connect to it. That
+    may be the one that serves the store: torch's client waits for it much longer than the roster
+    needs to notice, and without a limit if its machine does not answer.
+
+    Args:
+        seat: in the generation.
+        offered: the store, if this process serves it.
+        rank: of the run.
+        is_over: whether the generation is.
+
+    Raises:
+        RuntimeError: a rank was lost, or does not come.
+    """
+    given_up = threading.Event()
+
+    def reach_all() -> Any:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        host, _, port = seat.address.rpartition(":")
+        limit = timedelta(seconds=_THERE_S)
+        own = offered or TCPStore(host, int(port), is_master=False, timeout=limit)
+        store = PrefixStore(seat.key, own)
+        failpoint("start.met", rank)
+        store.add("there", 1)
+        while not given_up.is_set() and store.add("there", 0) < seat.size:
+            time.sleep(_POLL_S + _POLL_OF_MANY_S * seat.size)
+        return store
+
+    answer = answer_within(_THERE_S, reach_all, is_over)
+    given_up.set()
+    if isinstance(answer, TimeoutError):
+        raise RuntimeError("a rank was lost before the generation was connected")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

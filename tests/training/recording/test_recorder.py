@@ -21,8 +21,6 @@ from faulty_storage import Faults, FaultyHandler
 from logs import log_of
 from processes import Group
 from pyarrow import fs as pafs
-from raytrain_ddp.training.recording import recorder as recorder_module
-from raytrain_ddp.training.recording import recording_session
 from tiny import (
     TOTAL_STEPS,
     ScriptedSession,
@@ -35,6 +33,7 @@ from tiny import (
 )
 
 from raytrain_ddp.checkpoint import async_checkpoint
+from raytrain_ddp.checkpoint import recorder as recorder_module
 from raytrain_ddp.checkpoint.async_checkpoint import TRIES
 from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.checkpoint.run_folder import run_storage
@@ -44,6 +43,7 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
+from raytrain_ddp.training import session as session_module
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
 
@@ -137,7 +137,7 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
         return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
 
     monkeypatch.setattr(recorder_module, "checkpoint_store", store)
-    monkeypatch.setattr(recording_session, "checkpoint_store", store)
+    monkeypatch.setattr(session_module, "checkpoint_store", store)
     return made
 
 
