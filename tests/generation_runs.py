@@ -22,7 +22,7 @@ from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Checkpoint, Train
-from raytrain_ddp.training.membership.roster import Member, Roster, Seat
+from raytrain_ddp.membership.roster import Member, Roster, Seat
 
 W = 3
 _LIMIT_S = 120.0
@@ -52,16 +52,16 @@ def _work(
     import torch
 
     from raytrain_ddp.checkpoint.recorder import Best
+    from raytrain_ddp.membership.generations import (
+        NewcomerWaits,
+        Place,
+        through_generations,
+    )
     from raytrain_ddp.messages import Outcome
     from raytrain_ddp.ray_backend.failure_causes import cause_of
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.membership.generations import (
-        NewcomerWaits,
-        Place,
-        through_generations,
-    )
     from raytrain_ddp.training.runtime.world import World, broadcast
     from raytrain_ddp.training.session import Requests
     from raytrain_ddp.training.state.live_state import LiveState

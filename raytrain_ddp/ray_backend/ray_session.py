@@ -21,11 +21,11 @@ from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
+from raytrain_ddp.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.monitoring.watchdog import Exchange
 from raytrain_ddp.training.runtime.world import World, broadcast

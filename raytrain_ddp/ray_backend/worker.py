@@ -32,8 +32,8 @@ from raytrain_ddp.user_code import UserCode
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
+    from raytrain_ddp.membership.generations import Place
     from raytrain_ddp.ray_backend.ray_session import RaySession
-    from raytrain_ddp.training.membership.generations import Place
     from raytrain_ddp.training.state.live_state import LiveState
 
 
@@ -126,12 +126,12 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
     from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.membership.generations import through_generations
+    from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.membership.generations import through_generations
-    from raytrain_ddp.training.membership.roster import Seat
     from raytrain_ddp.training.training_run import made_ahead
 
     config = from_dict(given.config)

@@ -23,6 +23,7 @@ from raytrain_ddp.data.loading.loader import memory_note
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.membership.generations import NoStateLeft
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import (
@@ -30,7 +31,6 @@ from raytrain_ddp.training.gradients.reduction import (
     broadcast_model,
     require_same_model,
 )
-from raytrain_ddp.training.membership.generations import NoStateLeft
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock

@@ -21,10 +21,10 @@ from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,7 @@ from raytrain_ddp.errors import TaskError
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.tasks.model_parts import evaluating
 from raytrain_ddp.tasks.task_check import place_of, refused
+from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
 from raytrain_ddp.training.gradients.reduction import (
@@ -30,7 +31,6 @@ from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
 from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck

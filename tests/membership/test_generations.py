@@ -26,10 +26,10 @@ from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import Plan
+from raytrain_ddp.membership.generations import RankLost, through_generations
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.membership.generations import RankLost, through_generations
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state.live_state import LiveState

@@ -16,21 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
-from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
+from raytrain_ddp.membership.connections import Connections, let_go, write_to_all
+from raytrain_ddp.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
 from raytrain_ddp.uri import answer_within
-
-if TYPE_CHECKING:
-    from raytrain_ddp.checkpoint.recorder import Recorder
-    from raytrain_ddp.training.build import Build
-    from raytrain_ddp.training.session import Session
-    from raytrain_ddp.training.state.live_state import LiveState
-
-S = TypeVar("S", bound="Session")
 
 _CONNECT_S = 60.0
 _THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
@@ -52,6 +44,36 @@ class NoStateLeft(Exception):
 class NewcomerWaits(Exception):
     """Raised on all ranks between two steps: a process waits to join, so the next generation begins
     here."""
+
+
+class Parts(Protocol):
+    """What a run is made of: a `Build`."""
+
+    is_begun: bool
+
+    def remains(self) -> Any:
+        """The parts that can join another generation; None: none."""
+
+
+class Session(Protocol):
+    """A run in one generation, as `training.session.Session`."""
+
+    is_continued: bool
+    suspended: Any
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def take_over(self, recorder: Any) -> None:
+        """Continues with the recorder of the generation before, or closes it."""
+
+    def live_state(self) -> Any:
+        """The state that this process has; None: others could not continue from it."""
+
+
+P = TypeVar("P", bound=Parts)
+S = TypeVar("S", bound=Session)
 
 
 class Place:
@@ -119,7 +141,7 @@ class Place:
     def _connect(self, offered: Any) -> None:
         import torch.distributed as dist
 
-        from raytrain_ddp.training.runtime.torch_compat import set_timeout
+        from raytrain_ddp.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         member = replace(self._member, last=self.seat.number)
@@ -224,7 +246,7 @@ class Place:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         import torch.distributed as dist
 
-        from raytrain_ddp.training.runtime.torch_compat import end_group
+        from raytrain_ddp.torch_compat import end_group
 
         with self._leaving:
             seat, self._connected = self._connected, Seat(0)
@@ -250,12 +272,12 @@ def _end(why: str) -> None:
 
 def through_generations(
     place: Place,
-    make: Callable[[bool], Build],
-    start: Callable[[Build, LiveState | None], S],
-    run: Callable[[Build, S], None],
+    make: Callable[[bool], P],
+    start: Callable[[P, Any], S],
+    run: Callable[[P, S], None],
     is_loss: Callable[[BaseException], bool],
     most: int,
-    build: Build | None = None,
+    build: P | None = None,
 ) -> None:
     """Trains, and continues in the next generation whenever another rank is lost.
 
@@ -267,8 +289,8 @@ def through_generations(
         most: losses in a row without a further step; one more is an error.
         build: what this process has made ahead.
     """
-    live: LiveState | None = None
-    recorder: Recorder | None = None
+    live: Any = None
+    recorder: Any = None
     reached, losses = -1, 0
 
     def continues(error: BaseException) -> bool:
