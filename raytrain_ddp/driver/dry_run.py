@@ -148,17 +148,19 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
 
 
 def _tried(build: Build) -> list[str]:
-    """Passes a small batch through the loss of each turn, and one through the evaluation; returns
-    notes."""
+    """Warms up each turn with small batches, and evaluates one; returns notes."""
     from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-    from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
+    from raytrain_ddp.training.start.sanity_check import try_evaluation
+    from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
 
     config, steps_per_epoch = build.config, build.plan.steps_per_epoch
     steps = steps_to_check(config.total_steps(steps_per_epoch))
-    batch = build.loader.any_batch(min(_SAMPLES, config.micro_batch))
     for name in turns_of(build.task, build.optimizer, steps)(0):
-        try_loss(build, batch, name)
+        forward = Forward(build, build.model, name)
+        found = warm_up(forward, lambda _: None, build.loader, _SAMPLES)
+        build.warm_ups = {**build.warm_ups, name: found}
     told: list[Event] = []
     try_evaluation(build, told.append, min(_SAMPLES, config.eval_micro_batch))
-    return [event.text for event in told if isinstance(event, Note)]
+    notes = [event.text for event in told if isinstance(event, Note)]
+    return [*warm_up_notes(build.warm_ups), *notes]

@@ -1,4 +1,4 @@
-"""Checks a task with one batch before the first step, to find errors that would show later."""
+"""Evaluates one batch before the first step, to find errors that would show later."""
 
 from __future__ import annotations
 
@@ -27,32 +27,8 @@ from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetric
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.steps.warm_up import Forward, Repeated, others_of, require_own
 
 _MOST_BAD = 4096  # rows searched for a readable one
-
-
-def try_loss(build: Build, batch: Batch, name: str = "") -> Tensor:
-    """The loss of a batch, without side effects; the warm-up of a run does the same. For several
-    optimizers, that of the one of this name.
-
-    Raises:
-        TaskError: it has no gradient, or depends on parameters that the model lacks.
-    """
-    model, world, task = build.model, build.world, build.task
-    buffers = SavedBuffers(model)
-    forward = Forward(build, model, name)
-    repeated = Repeated(forward)
-    loss, _ = repeated.first(forward, batch)
-    buffers.restore()
-    repeated.second(batch, loss.detach())
-    with keeping_generators(world.device):
-        others = others_of(model, loss)
-        if others:
-            again, _ = forward(batch)
-            require_own(task, others, others_of(model, again))
-    buffers.restore()
-    return loss
 
 
 def try_evaluation(

@@ -87,7 +87,10 @@ class Forward:
 
 
 def warm_up(
-    run: Forward, require_gradients: Callable[[nn.Module], None], loader: TrainLoader
+    run: Forward,
+    require_gradients: Callable[[nn.Module], None],
+    loader: TrainLoader,
+    most: int | None = None,
 ) -> WarmUp:
     """Makes a pass without side effects, and a second one for static graphs; all ranks take part if
     the model is wrapped.
@@ -98,6 +101,7 @@ def warm_up(
 
     Args:
         require_gradients: called with the model after the backward pass.
+        most: samples of a batch; None: as many as a slot has.
 
     DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
     the second backward pass), which changes the order of its sums. As the first step follows
@@ -107,9 +111,11 @@ def warm_up(
         ConfigError, TaskError: the model or the loss could not be trained.
     """
     epoch = run.config.data.grow_epochs  # one with the largest images
-    batch = loader.any_batch(epoch=epoch)
+    sizes = [
+        min(each, most or each) for each in (loader.plan.micro_batch, loader.plan.smallest_slot)
+    ]
+    batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
     samples = loader.data.samples_of(batch)
-    smallest = loader.any_batch(loader.plan.smallest_slot, epoch)
     single = loader.any_batch(1, epoch) if loader.skip else None
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
     repeated = Repeated(run)
