@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     task, data = build.task, build.eval_data
     assert data is not None
     build.load_model(checkpoint)
-    if args.per_class and not hasattr(task, "per_class_metrics"):
+    if args.per_class and task.per_class_metrics is None:
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
     threads = LoaderThreads(world.threads)
@@ -293,7 +293,7 @@ def _print(
         if value.numel() == 1:
             print(f"  {name:<8} {value.item():.6f}")
     for name, value in values.items():
-        if name == "classes" and value.shape == (len(getattr(task, "class_names", ())), 5):
+        if name == "classes" and value.shape == (len(task.class_names), 5):
             _print_classes(task, value)
         elif value.numel() != 1:  # torch abbreviates large tensors
             print(f"  {name}, shape {tuple(value.shape)}")

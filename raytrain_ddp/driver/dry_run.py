@@ -77,7 +77,7 @@ def dry_run(
     model, optimizer = build.model, build.optimizer
     notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
     notes += _tried(build)
-    notes += getattr(task, "notes", ())
+    notes += task.notes
     notes += unread_notes(config, build.reads, replaced_fields(task, optimizer, config))
     if checkpoint := newest_checkpoint(run.folder):
         build.identity.require_same(checkpoint)
@@ -95,8 +95,7 @@ def dry_run(
     }
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
-    splits = getattr(task, "splits", None)
-    data_summary = splits.summary() if isinstance(splits, Splits) else None
+    data_summary = task.splits.summary() if isinstance(task.splits, Splits) else None
     data_lines = format_data(data_summary, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),

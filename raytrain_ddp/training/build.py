@@ -122,7 +122,7 @@ class Build:
     @property
     def keeps_model(self) -> bool:
         """Whether nothing that depends on the ranks refers to the model."""
-        return self.config.exact and getattr(self.task, "optimizer", None) is None
+        return self.config.exact and self.task.optimizer is None
 
     @cached_property
     def task(self) -> Task:
@@ -200,7 +200,7 @@ class Build:
             ConfigError: it differs from rank 0's, or cannot be stored.
         """
         config, world = self.config, self.world
-        own_optimizer = getattr(self.task, "optimizer", None) is not None
+        own_optimizer = self.task.optimizer is not None
         seed_all(config.seed)
         # A resumed run needs no pretrained weights: its own follow.
         is_new = not self.is_begun and newest_manifest(run_storage(config)) is None

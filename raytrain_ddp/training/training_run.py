@@ -85,7 +85,7 @@ class Run:
         require_same_software(build.world)
         session.tell(messages.Phase("opening the data"))
         build.open_data()
-        splits = getattr(build.task, "splits", None) if build.world.is_main else None
+        splits = build.task.splits if build.world.is_main else None
         self._splits = splits if isinstance(splits, Splits) else None
         if self._splits is not None:
             self._splits.begin_counting()  # in the background
@@ -433,7 +433,7 @@ def _notes(build: Build) -> list[str | None]:
         *step_notes(config, build.plan.steps_per_epoch),
         *warm_up_notes(build.warm_ups),
         memory_note(build.loader, config.data.memory_mib * 2**20),
-        *getattr(task, "notes", ()),  # of the built-in ones
+        *task.notes,
     ]
     if not any(module.training for module in model.modules()):  # as some libraries return it
         notes.append(

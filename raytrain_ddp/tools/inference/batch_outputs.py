@@ -66,7 +66,7 @@ def outputs(
     task, model, own_size = loaded.task, loaded.model, loaded.image_size
     if tta not in ("none", "flip"):
         raise ConfigError(f"tta = {tta!r}: must be 'none' or 'flip'.")
-    predict = getattr(task, "predict", None)
+    predict = task.predict
     if predict is None:
         raise ConfigError(
             f"{type(task).__name__} has no predict(model, batch), which returns a dict of tensors "

@@ -42,7 +42,7 @@ def optimizer_of(task: Task, model: nn.Module, config: TrainConfig) -> Optimizer
         TaskError: it is neither, it lacks parameters of the model or has others, or it needs a
             closure.
     """
-    function = getattr(task, "optimizer", None)
+    function = task.optimizer
     if function is None:
         return build_optimizer(model, config.optim)
     made: Any = function(model)
@@ -141,10 +141,10 @@ def replaced_fields(task: Task, optimizer: Optimizer, config: TrainConfig) -> li
     names: tuple[str, ...] = ()
     if own:
         names = ("name", "lr", "momentum", "nesterov", "betas", "weight_decay")
-    if getattr(task, "optimizer", None) is not None:  # it gives the groups
+    if task.optimizer is not None:  # it gives the groups
         names += ("head_lr", "groups", "layer_decay", "decay_norms", "decay_bias")
     fields = [f"optim.{name}" for name in names]
-    if getattr(task, "schedule", None) is not None:
+    if task.schedule is not None:
         fields += [f"schedule.{each.name}" for each in dataclasses.fields(config.schedule)]
     return fields
 

@@ -66,7 +66,7 @@ class Stepper:
         self.shares: Tensor | None = None
         self.flops = 0.0
         self._is_changing = False
-        self._after_step = getattr(build.task, "after_step", None)
+        self._after_step = build.task.after_step
         self._fixed: list[tuple[str, nn.Parameter, bool]] = []
 
     def warm_up(self) -> None:
@@ -242,7 +242,7 @@ class _Turn:
         exact_slots = config.slots if config.exact else 0
         self._make_buffers = partial(SlotBuffers, model, world, is_scaled, exact_slots)
         # The host waits for it anyway.
-        followed = getattr(build.task, "after_step", None) is not None
+        followed = build.task.after_step is not None
         self._on_device = skips_on_device(optimizer) and not followed
         self._is_updating = False
 
