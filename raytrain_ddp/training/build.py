@@ -224,6 +224,17 @@ class Build:
             )
         return model
 
+    def agree_on_model(self) -> None:
+        """Uses the kept model in this process group, or makes one; all ranks take part.
+
+        Raises:
+            ConfigError: it differs from rank 0's.
+        """
+        if "model" in vars(self):
+            self.model.zero_grad()  # frees the old gradients
+            require_same_model(self.model, self.world)
+        _ = self.model
+
     def load_model(self, checkpoint: Checkpoint) -> None:
         """Makes `model` that of a checkpoint, as a run evaluates it."""
         model = model_of(self.task, pretrained=False)

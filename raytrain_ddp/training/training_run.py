@@ -29,7 +29,6 @@ from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
-    require_same_model,
 )
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
@@ -105,9 +104,7 @@ class Run:
     def _warm_up(self) -> None:
         """Makes what takes steps, which a warm-up shows to work."""
         build, session, is_tried = self.build, self.session, bool(self.build.warm_ups)
-        if "model" in vars(build):
-            build.model.zero_grad()  # frees the old gradients
-            require_same_model(build.model, build.world)
+        build.agree_on_model()
         self.state, self.rates = build.state, build.rates
         self.stepper = Stepper(build, session, self.clock)
         self.stepper.warm_up()

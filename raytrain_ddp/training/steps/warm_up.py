@@ -118,21 +118,29 @@ def warm_up(
     samples = loader.data.samples_of(batch)
     single = loader.any_batch(1, epoch) if loader.skip else None
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
-    repeated = Repeated(run)
+    states = [attributes_of(run.task, run.model)]
+    compute, unsaved = run.config.compute, list[str]()
+    # Other kernels, and compiled code after its first pass, may have other bits.
+    compares = not compute.compile and (run.world.device.type == "cpu" or compute.deterministic)
     try:
         with (
-            counting_flops(run.config.compute.compile) as counter,
+            counting_flops(compute.compile) as counter,
             naming_nondeterministic(run.model),
         ):
             collectives = _Collectives()
             made = partial(_pass, run, require_gradients=require_gradients, watching=collectives)
-            names, others, loss = repeated.first(made, batch)
+            names, others, loss = _seeded(run, made, batch)
+            states.append(attributes_of(run.task, run.model))
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
         flipped = flags.changed()
         buffers.restore()
         flags.begin()
-        unsaved = repeated.second(batch, loss)
+        if compares:  # a second pass from the same buffers
+            again, _ = _seeded(run, partial(run, is_wrapped=False), batch)
+            states.append(attributes_of(run.task, run.model))
+            require_repeatable(run.task, loss, again, changed(*states[:2]))
+            unsaved = changed(*states[1:])
         again, _ = run(smallest, is_wrapped=False)
         require_own(run.task, others, others_of(run.model, again))
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
@@ -152,44 +160,14 @@ def warm_up(
     return found
 
 
-class Repeated:
-    """Makes two passes over the same batch, from the same buffers and seeds."""
-
-    def __init__(self, run: Forward) -> None:
-        self._run, compute = run, run.config.compute
-        # Other kernels, and compiled code after its first pass, may have other bits.
-        is_on_cpu = run.world.device.type == "cpu"
-        self._compares = not compute.compile and (is_on_cpu or compute.deterministic)
-        self._states = [attributes_of(run.task, run.model)]
-
-    def first(self, make: Callable[[Batch], T], batch: Batch) -> T:
-        """Makes the first pass, over a copy of the batch, which the loss may change."""
-        made = self._seeded(make, batch)
-        self._states.append(attributes_of(self._run.task, self._run.model))
-        return made
-
-    def second(self, batch: Batch, loss: Tensor) -> list[str]:
-        """Makes the second pass; returns the attributes that it changed again.
-
-        Raises:
-            TaskError: the loss differs from that of the first pass.
-        """
-        run = self._run
-        if not self._compares:
-            return []
-        again, _ = self._seeded(partial(run, is_wrapped=False), batch)
-        self._states.append(attributes_of(run.task, run.model))
-        names = changed(*self._states[:2])
-        require_repeatable(run.task, loss, again, names)
-        return changed(*self._states[1:])
-
-    def _seeded(self, make: Callable[[Batch], T], batch: Batch) -> T:
-        device = self._run.world.device
-        with suppress(Exception):  # a batch that cannot be copied is used itself
-            batch = deepcopy(batch)
-        with keeping_generators(device):
-            seed_slot(device, self._run.config.seed, 0, 0)
-            return make(batch)
+def _seeded(run: Forward, make: Callable[[Batch], T], batch: Batch) -> T:
+    """Makes a pass with the same seeds over a copy of the batch, which the loss may change."""
+    device = run.world.device
+    with suppress(Exception):  # a batch that cannot be copied is used itself
+        batch = deepcopy(batch)
+    with keeping_generators(device):
+        seed_slot(device, run.config.seed, 0, 0)
+        return make(batch)
 
 
 def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
