@@ -148,9 +148,9 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
 
 def _tried(build: Build) -> list[str]:
     """Warms up each turn with small batches, and evaluates one; returns notes."""
+    from raytrain_ddp.training.metrics.evaluation import try_evaluation
     from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-    from raytrain_ddp.training.start.sanity_check import try_evaluation
     from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
 
     config, steps_per_epoch = build.config, build.plan.steps_per_epoch

@@ -30,7 +30,7 @@ from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
 )
-from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
+from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of, try_evaluation
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
@@ -41,7 +41,6 @@ from raytrain_ddp.training.runtime.world import (
     versions_here,
 )
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.start.sanity_check import try_evaluation
 from raytrain_ddp.training.state.live_state import OWED_FILE, LiveCheckpoint
 from raytrain_ddp.training.steps.device_feed import Feed
 from raytrain_ddp.training.steps.nonfinite import REMEDY
