@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed export
         folder.mkdir()
         formats.write(args.format, model, torch.cat([images, images])[:2], facts, folder)
-        found = formats.checked(folder, form, model, facts["activation"], images)
+        found = formats.checked(folder, form, model, images)
         card = formats.model_card(model, form.use, found)
         (folder / "README.md").write_text(card, encoding="utf-8")
         staging.finish()

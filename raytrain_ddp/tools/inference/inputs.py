@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
 _ROWS_PER_BLOCK = 256
-TARGET = "target"  # a column of lists, with a number for each of the targets
 
 Column = tuple[str, Any, Sequence[str]]
 """The name of what is said of rows, its value for each, and the names of the numbers in it."""
@@ -148,9 +147,9 @@ def open_input(
         return _own(model, on_bad, image_size)
     source: GivenImages | ShardImages = GivenImages(images)
     if not images:
-        config = replace(model.config.data, bad_records="skip", target_columns=(), root=None)
-        if image_column is not None:
-            config = replace(config, image_column=image_column)
+        own = model.config.data
+        column = own.image_column if image_column is None else image_column
+        config = replace(own, image_column=column, bad_records="skip", target_columns=(), root=None)
         source = ShardImages(tables, config, labeled=False)
     data = model.data_of(source, on_bad, image_size or model.image_size)
     return Input(data, _places_of(source), notes)
@@ -173,7 +172,7 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
     if source is None:
         raise ConfigError("the run has no evaluation data: give INPUT.")
     names, of_rows, labels = model.class_names, _places_of(source), source.labels().tolist()
-    title, parts = TARGET, names
+    title, parts = "target", names
     if not model.config.data.target_columns:
         title, parts, labels = "label", [], [names[number] for number in labels]
     data = model.data_of(source, on_bad, image_size)
@@ -188,7 +187,7 @@ def evaluation_of_run(config: TrainConfig, class_names: list[str]) -> ImageSourc
         return open_evaluation(data, class_names, binary)
     splits = open_splits(data, binary=binary)
     if splits.class_names != class_names and not were_numbers(class_names, splits.class_names):
-        raise DataError("the data of the run have other classes now: give INPUT.")
+        raise DataError("the data of the run have other classes now.")
     return splits.eval
 
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.tasks.task import Task
 
-EMBEDDING = "embedding"
-
 
 class LoadedModel(nn.Module):
     """A trained model in evaluation mode, as `load` returns it.
@@ -143,7 +141,7 @@ class LoadedModel(nn.Module):
         known: int = config.eval_size or config.image_size
         return known or recorded(self.checkpoint).get("data", {}).get("image_size", 0)
 
-    def data_of(self, source: ImageSource, on_bad: OnBad, image_size: int = 0) -> Data:
+    def data_of(self, source: ImageSource, on_bad: OnBad | None, image_size: int = 0) -> Data:
         """The batches of an image classification, made as in its evaluation.
 
         Args:
@@ -187,13 +185,18 @@ def load(
     return loaded(found, config_of(found), choose_device(device))
 
 
-def loaded(checkpoint: Checkpoint, config: TrainConfig, device: torch.device) -> LoadedModel:
-    """As `load`, with the config given."""
+def loaded(
+    checkpoint: Checkpoint,
+    config: TrainConfig,
+    device: torch.device,
+    reads: set[str] | None = None,
+) -> LoadedModel:
+    """As `load`, with the config given. `reads`: see `load_task`."""
     names = recorded_classes(checkpoint)
     if config.task in BUILT_IN and names:
         task: Task = ImageClassification.without_data(config, names)
     else:  # a task of your own, or a checkpoint of an earlier version
-        task = load_task(config)
+        task = load_task(config, reads)
     model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     return LoadedModel(task, model.to(device), config, checkpoint)
@@ -226,7 +229,7 @@ def outputs(
     Args:
         bad: has the rows that were omitted from the batches that were yielded so far.
         size: rows of a chunk. Kernels of other sizes may round in another way.
-        layer: a module whose output is added as `EMBEDDING`, (n, numbers).
+        layer: a module whose output is added as "embedding", (n, numbers).
 
     Raises:
         ConfigError: the task cannot predict, or has no such layer.
@@ -252,7 +255,7 @@ def outputs(
                     "assigned to rows, because collate has dropped some."
                 )
             values = _checked(predict, predict(model, own), samples) if samples else {}
-            layers = {EMBEDDING: _on_cpu(captured.pop().flatten(1))} if captured else {}
+            layers = {"embedding": _on_cpu(captured.pop().flatten(1))} if captured else {}
             yield Outputs(rows, kept, {**values, **layers})
 
 
@@ -296,7 +299,7 @@ def _checked(predict: Any, values: Any, samples: int) -> dict[str, Any]:
 
 def _on_cpu(value: Any) -> Any:
     if not isinstance(value, Tensor):
-        return list(value) if isinstance(value, tuple) else value
+        return value
     value = value.detach().cpu()
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 

@@ -136,7 +136,6 @@ def _connected(address: str, job: PredictArgs, config: TrainConfig) -> Iterator[
     from raytrain_ddp.ray_backend import cluster
     from raytrain_ddp.tools.predict.part_makers import places_for
 
-    print(f"connecting to Ray at {address}", file=sys.stderr)
     options = {"runtime_env": cluster.shipped_code(config)}
     with cluster.ray_connection(address, {}, options, tell=lambda _: None):
         places = places_for(cluster.live_node_resources(), job.workers, job.device)

@@ -111,8 +111,8 @@ def _array(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         numbers = value.numpy()
         value = numbers if numbers.ndim == 1 else [*numbers.reshape(len(numbers), -1)]
-    elif isinstance(value[0], str):  # a path whose bytes are no UTF-8 has `?` instead of these
-        value = [each and each.encode("utf-8", "replace").decode() for each in value]
+    else:  # a path whose bytes are no UTF-8 has `?` instead of these
+        value = [e.encode("utf-8", "replace").decode() if isinstance(e, str) else e for e in value]
     try:
         return pa.array(value)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
