@@ -21,7 +21,7 @@ from raytrain_ddp.errors import ConfigError
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.driver.listener import Listener
-    from raytrain_ddp.result import FitResult
+    from raytrain_ddp.driver.result import FitResult
 
 _PROFILE_STEPS = 5
 

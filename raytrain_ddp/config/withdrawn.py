@@ -28,6 +28,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
+    "tta": (..., "use model(images.flip(-1)) of raytrain_ddp.load(RUN)"),
     "watch": (..., "use raytrain report STORAGE --every 30"),
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}

@@ -28,6 +28,7 @@ from raytrain_ddp.driver.finish import (
 )
 from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
+from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
@@ -35,7 +36,6 @@ from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
-from raytrain_ddp.result import FitResult
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.recording.local_session import LocalSession

@@ -91,6 +91,7 @@ TOOLS = {
     "print_completion": "--print-completion bash",
     "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
     "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "tta": "predict r --tta flip --out p.csv",
     "watch": "watch runs",
 }
 
