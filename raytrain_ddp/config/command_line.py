@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from raytrain_ddp.config.field_types import listed
-from raytrain_ddp.config.flags import Flag, changes, flags_of
+from raytrain_ddp.config.flags import Flag, flags_of
 from raytrain_ddp.config.help_page import page, summary, topic_of
 from raytrain_ddp.config.suggestions import meant
 from raytrain_ddp.config.validation import is_flag, require_no_control
 from raytrain_ddp.config.withdrawn import withdrawn
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError
 
 Args = TypeVar("Args")
 
@@ -48,27 +48,23 @@ class Command(Generic[Args]):
             ConfigError: a flag or a value is wrong. SystemExit (0): help was printed.
         """
         require_no_control(argv)
-        holder, end = self._defaults(**given), [*argv, "--"].index("--")
-        flags = self.flags(**given)
+        flags, end = self.flags(**given), [*argv, "--"].index("--")
         topic = topic_of(argv[:end])
         if topic is not None:
             print(page(f"raytrain {self.name} {self.usage}", self.args, flags, self.main, topic))
             raise SystemExit(0)
-        named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        add_flags(parser, named.values())
-        try:
-            found, rest = parser.parse_known_args([*_with_values(argv[:end], named)])
-        except argparse.ArgumentError as error:
-            flag = named.get(str(error.argument_name))
-            takes = flag.takes if flag else "no value"
-            raise ConfigError(f"{error.argument_name} takes {takes}: {error.message}.") from None
-        for word in filter(is_flag, rest):
-            raise _unknown(word.partition("=")[0], named)
-        words = _by_place(flags, [*rest, *argv[end + 1 :]])
-        words |= {k: [word.removeprefix("\0") for word in v] for k, v in vars(found).items()}
-        values = {flag.path: _value(flag, words[flag.name]) for flag in flags if flag.name in words}
-        return self.args(**{**vars(holder), **changes(holder, values)})
+        values: dict[tuple[str, ...], Any] = {}
+        place = [*_take_flags(argv[:end], flags, values), *argv[end + 1 :]]
+        for flag in flags:
+            if flag.positional and place:
+                count = len(place) if flag.nargs else 1
+                values[flag.path], place = flag.value(place[:count]), place[count:]
+            elif flag.positional and flag.default is MISSING:
+                raise ConfigError(f"{flag.positional} is missing. See --help.")
+        if place:
+            raise ConfigError(f"unexpected argument {place[0]!r}. See --help.")
+        holder = self._defaults(**given)
+        return self.args(**{**vars(holder), **_changed(holder, values)})
 
     def flags(self, **given: Any) -> list[Flag]:
         """All flags, in the order of the help; `given`: see `parse`."""
@@ -85,23 +81,55 @@ class Command(Generic[Args]):
 def add_flags(
     parser: argparse.ArgumentParser, flags: Iterable[Flag], completing: bool = False
 ) -> None:
-    """Adds flags to a parser, which then returns the words of each, by its name.
+    """Adds flags to a parser.
 
     Args:
         completing: the parser is for shtab: also add what is given by place, help and choices.
     """
     for flag in flags:
-        how: dict[str, Any] = {"default": argparse.SUPPRESS}
-        if not flag.positional:
-            how["dest"] = flag.name
+        how: dict[str, Any] = {"nargs": flag.nargs or 1, "action": _Keep}
         if flag.is_switch:
-            parser.add_argument(f"--{flag.negated()}", action="store_const", const=["false"], **how)
+            parser.add_argument(f"--{flag.negated()}", action=_Keep, nargs=0).flag = flag  # type: ignore[attr-defined]
         if completing:
             how |= {"help": summary(flag).replace("%", "%%"), "choices": flag.choices or None}
-        name = flag.positional or f"--{flag.name}"
-        action = parser.add_argument(name, nargs=flag.nargs or 1, **how)
+        action: Any = parser.add_argument(flag.positional or f"--{flag.name}", **how)
+        action.flag = flag
         if completing and not flag.choices:  # files, as shtab.FILE
-            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
+            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+
+
+class _Keep(argparse.Action):
+    """Keeps the value of a flag by its path; the last one wins."""
+
+    flag: Flag
+
+    def __call__(self, _: object, found: Any, words: Any, name: str | None = None) -> None:
+        given = [word.removeprefix("\0") for word in words] if self.nargs else ["false"]
+        found.values[self.flag.path] = self.flag.value(given)
+
+
+def _take_flags(
+    argv: Sequence[str], flags: Sequence[Flag], values: dict[tuple[str, ...], Any]
+) -> Sequence[str]:
+    """Adds the values of flags by their paths; returns the other words."""
+    named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    add_flags(parser, named.values())
+    try:
+        found = argparse.Namespace(values=values)
+        _, rest = parser.parse_known_args([*_with_values(argv, named)], found)
+    except argparse.ArgumentError as error:
+        flag = named.get(str(error.argument_name))
+        takes = flag.takes if flag else "no value"
+        raise ConfigError(f"{error.argument_name} takes {takes}: {error.message}.") from None
+    for word in filter(is_flag, rest):
+        raise _unknown(word.partition("=")[0], named)
+    return rest
 
 
 def _with_values(argv: Sequence[str], named: Mapping[str, Flag]) -> Iterator[str]:
@@ -119,29 +147,15 @@ def _with_values(argv: Sequence[str], named: Mapping[str, Flag]) -> Iterator[str
             yield f"{name}{equals}{text}"
 
 
-def _by_place(flags: Iterable[Flag], words: Sequence[str]) -> dict[str, Sequence[str]]:
-    found: dict[str, Sequence[str]] = {}
-    for flag in flags:
-        if flag.positional and words:
-            count = len(words) if flag.nargs else 1
-            found[flag.name], words = words[:count], words[count:]
-        elif flag.positional and flag.default is MISSING:
-            raise ConfigError(f"{flag.positional} is missing. See --help.")
-    if words:
-        raise ConfigError(f"unexpected argument {words[0]!r}. See --help.")
-    return found
-
-
-def _value(flag: Flag, words: Sequence[str]) -> Any:
-    name, text = flag.positional or f"--{flag.name}", " ".join(words)
-    try:
-        value = flag.value(words)
-    except ValueError:
-        hint = withdrawn(f"{flag.name}={text}") or did_you_mean(text, flag.choices)
-        raise ConfigError(f"{name} takes {flag.takes}, not {text!r}.{hint}") from None
-    if value == "" and flag.default != "" and "may_be_empty" not in flag.metadata:
-        raise ConfigError(f"{name} is empty, as by a shell variable that is not set.")
-    return value
+def _changed(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """The fields of `holder` that get another value, by the paths of flags; nested dataclasses are
+    replaced as a whole, and so are checked."""
+    result: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
+    for name in dict.fromkeys(path[0] for path in values if len(path) > 1):
+        below = {path[1:]: value for path, value in values.items() if path[0] == name}
+        inner: Any = getattr(holder, name)
+        result[name] = replace(inner, **_changed(inner, below))
+    return result
 
 
 def _unknown(name: str, named: Iterable[str]) -> ConfigError:

@@ -1,6 +1,6 @@
 """A config as plain data: dicts (between processes), TOML files (for people), and what changed.
 
-Imports nothing heavy; see config.py for the fields themselves.
+Imports nothing heavy; the fields themselves are in train_config.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from raytrain_ddp.config.automatic import unsettled
+from raytrain_ddp.config.automatic import settled_as_begun
 from raytrain_ddp.config.field_types import Section, as_text, checked, facts
 from raytrain_ddp.config.paths import (
     absolute_path,
@@ -23,7 +23,7 @@ from raytrain_ddp.config.paths import (
 )
 from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, withdrawn
+from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, is_ignored, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
 from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
@@ -58,7 +58,7 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     """A section of `values`; `wrong` receives a line for each error."""
     kinds, given = section.kinds(), dict[str, Any]()
     for name, value in values.items():
-        if (prefix + name, value) in DEFAULTS.items():
+        if is_ignored(prefix + name, value):
             continue
         if name not in kinds:
             hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
@@ -86,23 +86,24 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     shipped = shipped_recipes()
     path = shipped.get(path_or_name, Path(path_or_name))
     flag = f"--task {path}:CLASS" if path.suffix == ".py" else f"--data.source {path}"
-    is_toml = path.suffix == ".toml"
-    hint = "" if is_toml else f" Did you mean {flag}?"
+    hint = "" if path.suffix == ".toml" else f" Did you mean {flag}?"
     try:
-        if not path.is_dir():
-            return loads(path.read_text(encoding="utf-8-sig"), str(path))
+        return loads(path.read_text(encoding="utf-8-sig"), str(path))
     except (FileNotFoundError, NotADirectoryError):
         runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
         hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
+    except IsADirectoryError:
+        pass
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        text = error if isinstance(error, ConfigError) else f"{path} is not valid TOML: {error}."
-        raise ConfigError(f"{text}{hint}") from None
-    why = "is a folder" if path.is_dir() else "does not exist"
-    wrong = f"{path} {why}. Give" if is_toml else f"no recipe {path_or_name!r}: give"
-    choices = f"a .toml file, the folder of a run, or one of {', '.join(shipped)}."
-    raise ConfigError(f"{wrong} {choices}{'' if is_toml else hint}")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}{hint}") from None
+    raise ConfigError(
+        f"there is no recipe {path_or_name!r}: give a .toml file, the folder of a run, or one of "
+        f"{', '.join(shipped)}.{hint}"
+    )
 
 
 def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
@@ -187,10 +188,9 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
+    new = settled_as_begun(new, old)
     free = {*dict(facts(TrainConfig, "free")), *(DEFAULTS.keys() - DECIDING)}
-    begun = dict(each for each in fields_of(old) if each not in DEFAULTS.items())
-    was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
-    free |= was_auto.intersection(unsettled(new))
+    begun = {name: value for name, value in fields_of(old) if not is_ignored(name, value)}
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
     place = moved_with(f"{begun.get('storage')}/{begun.get('name')}", folder)

@@ -33,14 +33,12 @@ class RecipeInfo(Section, name="recipe"):
 
     def page(self, name: str) -> str:
         """All of it, as lines for a terminal."""
-        rows = [
-            ("source", self.source),
-            ("expected", self.expected),
-            ("GPU hours", self.gpu_hours),
-            ("reached", self.reached),
-            *(("differs", f"{argument}: {reason}") for argument, reason in self.differs.items()),
-        ]
-        return _lines([("", f"{name}: {self.about}"), *((f"  {k:<10}", v) for k, v in rows if v)])
+        rows = [("", f"{name}: {self.about}")]
+        for field in ("source", "expected", "gpu_hours", "reached"):
+            title = "GPU hours" if field == "gpu_hours" else field
+            rows += [(f"  {title:<10}", text)] if (text := getattr(self, field)) else []
+        rows += [("  differs   ", f"{name}: {reason}") for name, reason in self.differs.items()]
+        return _lines(rows)
 
 
 def overview(recipes: Mapping[str, RecipeInfo]) -> str:
@@ -54,9 +52,14 @@ def overview(recipes: Mapping[str, RecipeInfo]) -> str:
 
 def _lines(rows: Iterable[tuple[str, str]]) -> str:
     """Texts, each after a title or indentation."""
-    filler = textwrap.TextWrapper(_WIDTH, break_on_hyphens=False)
-    text = ""
-    for filler.initial_indent, row in rows:
-        filler.subsequent_indent = " " * len(filler.initial_indent)
-        text += f"{filler.fill(row)}\n"
-    return text
+    return "".join(
+        textwrap.fill(
+            text,
+            _WIDTH,
+            initial_indent=start,
+            subsequent_indent=" " * len(start),
+            break_on_hyphens=False,
+        )
+        + "\n"
+        for start, text in rows
+    )

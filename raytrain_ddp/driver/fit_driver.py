@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.automatic import settled, settled_note, unsettled
+from raytrain_ddp.config.automatic import settled, settled_note
 from raytrain_ddp.config.environment import ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.rules import effect_notes
@@ -146,8 +146,7 @@ def _train_here(
     tell = (lambda text: show(Note(text))) if main else None
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     asked = config
-    if unsettled(config):
-        config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
+    config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
     reads: set[str] = set()
     task = load_task(config, reads)
     if main:
