@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from raytrain_ddp.config.field_types import listed
+from raytrain_ddp.config.field_types import changes, listed
 from raytrain_ddp.config.flags import Flag, flags_of
-from raytrain_ddp.config.help_page import page, summary, topic_of
+from raytrain_ddp.config.help_page import page, summary
 from raytrain_ddp.config.suggestions import meant
 from raytrain_ddp.config.validation import is_flag, require_no_control
 from raytrain_ddp.config.withdrawn import withdrawn
@@ -49,11 +49,11 @@ class Command(Generic[Args]):
         """
         require_no_control(argv)
         flags, end = self.flags(**given), [*argv, "--"].index("--")
-        topic = topic_of(argv[:end])
+        topic = _topic_of(argv[:end])
         if topic is not None:
             print(page(f"raytrain {self.name} {self.usage}", self.args, flags, self.main, topic))
             raise SystemExit(0)
-        values: dict[tuple[str, ...], Any] = {}
+        values: dict[str, Any] = {}
         place = [*_take_flags(argv[:end], flags, values), *argv[end + 1 :]]
         for flag in flags:
             if flag.positional and place:
@@ -64,7 +64,7 @@ class Command(Generic[Args]):
         if place:
             raise ConfigError(f"unexpected argument {place[0]!r}. See --help.")
         holder = self._defaults(**given)
-        return self.args(**{**vars(holder), **_changed(holder, values)})
+        return self.args(**{**vars(holder), **changes(holder, values)})
 
     def flags(self, **given: Any) -> list[Flag]:
         """All flags, in the order of the help; `given`: see `parse`."""
@@ -76,6 +76,18 @@ class Command(Generic[Args]):
             made = each.default_factory
             own[each.name] = each.default if made is MISSING else made()
         return SimpleNamespace(**{k: v for k, v in {**own, **given}.items() if v is not MISSING})
+
+
+def _topic_of(argv: Sequence[str]) -> str | None:
+    """Which help a command line asks for: a section or flag, ``all``, or empty; None: no help."""
+    for word, after in pairwise([*argv, "-"]):
+        name, _, text = word.replace("_", "-").partition("=")
+        if name == "--help-all":
+            return "all"
+        if name in ("-h", "--help"):
+            is_topic = after.startswith("--") or not after.startswith("-")
+            return text or (after.lstrip("-") if is_topic else "")
+    return None
 
 
 def add_flags(
@@ -109,7 +121,7 @@ class _Keep(argparse.Action):
 
 
 def _take_flags(
-    argv: Sequence[str], flags: Sequence[Flag], values: dict[tuple[str, ...], Any]
+    argv: Sequence[str], flags: Sequence[Flag], values: dict[str, Any]
 ) -> Sequence[str]:
     """Adds the values of flags by their paths; returns the other words."""
     named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
@@ -147,15 +159,12 @@ def _with_values(argv: Sequence[str], named: Mapping[str, Flag]) -> Iterator[str
             yield f"{name}{equals}{text}"
 
 
-def _changed(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """The fields of `holder` that get another value, by the paths of flags; nested dataclasses are
-    replaced as a whole, and so are checked."""
-    result: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
-    for name in dict.fromkeys(path[0] for path in values if len(path) > 1):
-        below = {path[1:]: value for path, value in values.items() if path[0] == name}
-        inner: Any = getattr(holder, name)
-        result[name] = replace(inner, **_changed(inner, below))
-    return result
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
+    gives ``optim.nesterov``."""
+    words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
+    parts = [word.rpartition(".") for word in words]
+    return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
 def _unknown(name: str, named: Iterable[str]) -> ConfigError:

@@ -15,12 +15,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from raytrain_ddp.config.validation import NOT_PLAIN, require
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, quoted
 
+C = TypeVar("C")
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _LIMITS = {
     "least": ("{} or more", operator.ge),
@@ -82,14 +93,43 @@ class Section:
         require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
 
 
-def facts(section: type[Section], fact: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full name, value) of this fact for each field that has it, also in nested sections."""
+def fields_below(
+    section: type[Section], prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """(full name, field) of each field that is no section, such as ``optim.lr``, in their order."""
     for field in dataclasses.fields(cast(Any, section)):
         kind = section.kinds()[field.name]
         if dataclasses.is_dataclass(kind):
-            yield from facts(cast(Any, kind), fact, f"{prefix}{field.name}.")
-        elif fact in field.metadata:
-            yield prefix + field.name, field.metadata[fact]
+            yield from fields_below(cast(Any, kind), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def facts(section: type[Section], fact: str) -> dict[str, Any]:
+    """Full name -> value of this fact, for each field that has it."""
+    found = ((name, field.metadata) for name, field in fields_below(section))
+    return {name: about[fact] for name, about in found if fact in about}
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a field by its full name."""
+    return operator.attrgetter(name)(config)
+
+
+def with_values(config: C, values: Mapping[str, Any]) -> C:
+    """A copy with these values of fields, by their full names."""
+    return dataclasses.replace(cast(Any, config), **changes(config, values))
+
+
+def changes(holder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of `holder` with these values of fields, by their full names; sections are
+    replaced as a whole, and so are checked."""
+    given = {name: value for name, value in values.items() if "." not in name}
+    for section in dict.fromkeys(name.partition(".")[0] for name in values if "." in name):
+        start = f"{section}."
+        below = {n.removeprefix(start): v for n, v in values.items() if n.startswith(start)}
+        given[section] = with_values(getattr(holder, section), below)
+    return given
 
 
 def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -34,14 +34,14 @@ class Flag:
     Args:
         name: as typed after the two dashes, such as ``optim.weight-decay``.
         section: the part of the help that has it, such as ``optim``.
-        path: names of the fields that lead to it, from the command's dataclass.
+        path: its full name in the command's dataclass, such as ``config.optim.weight_decay``.
         owner: the dataclass that has the field.
         default: MISSING if there is none.
     """
 
     name: str
     section: str
-    path: tuple[str, ...]
+    path: str
     owner: type
     kind: Any
     default: Any
@@ -131,7 +131,7 @@ class Flag:
 
 
 def flags_of(
-    kind: type, holder: Any, section: str, prefix: str = "", path: tuple[str, ...] = ()
+    kind: type, holder: Any, section: str, prefix: str = "", path: str = ""
 ) -> Iterator[Flag]:
     """The flags of a dataclass; those of nested ones start with the name of their field and a dot.
 
@@ -141,11 +141,11 @@ def flags_of(
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         below = getattr(holder, field.name, dataclasses.MISSING)
-        name, here = prefix + field.name.replace("_", "-"), (*path, field.name)
+        name, here = prefix + field.name.replace("_", "-"), f"{path}{field.name}"
         if dataclasses.is_dataclass(below):
             inner = field.metadata.get("flat", field.name)
             start = prefix + field.metadata.get("prefix", f"{name}.".removeprefix(prefix))
-            yield from flags_of(type(below), below, inner, start, here)
+            yield from flags_of(type(below), below, inner, start, f"{here}.")
         else:
             yield Flag(name, section, here, kind, hints[field.name], below, field.metadata)
 

@@ -125,21 +125,15 @@ class DataConfig(Section, name="data"):
     bad_records: Literal["error", "skip"] = setting("error", of_loop=True)
     """What to do with an image that cannot be decoded. error: end the run (exit status 4); skip:
     leave it out."""
-    max_bad: int = setting(
-        100, free=True, least=0, needs="data.bad_records = skip", of_loop=True
-    )
+    max_bad: int = setting(100, free=True, least=0, needs="data.bad_records = skip", of_loop=True)
     """With bad_records = skip: number of bad records that an epoch may have."""
     memory_mib: int = setting(1024, free=True, least=1, images=_COLUMNS)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    workers: int | Literal["auto"] = setting(
-        "auto", free=True, least=0, most=_MOST, of_loop=True
-    )
+    workers: int | Literal["auto"] = setting("auto", free=True, least=0, most=_MOST, of_loop=True)
     """Loader threads per training worker, or processes for your own data sets. 0: load in the
     training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
-    prefetch: int = setting(
-        4, free=True, least=1, needs="data.workers above 0", of_loop=True
-    )
+    prefetch: int = setting(4, free=True, least=1, needs="data.workers above 0", of_loop=True)
     """Micro-batches prepared ahead per loader thread or process."""
     prefetch_mib: int = setting(
         1024, free=True, least=1, needs="data.workers above 0", of_loop=True

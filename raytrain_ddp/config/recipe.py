@@ -6,6 +6,7 @@ Imports nothing heavy; the fields themselves are in train_config.py.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,6 @@ from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, is_ignored, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
-from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
 
 if sys.version_info >= (3, 11):
@@ -36,7 +36,7 @@ else:
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Nested dicts, lists and scalars; `from_dict` is the inverse."""
-    plain: dict[str, Any] = mapped(lambda leaf: leaf, dataclasses.asdict(config))
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
@@ -189,7 +189,7 @@ def changed_fields(
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
     new = settled_as_begun(new, old)
-    free = {*dict(facts(TrainConfig, "free")), *(DEFAULTS.keys() - DECIDING)}
+    free = {*facts(TrainConfig, "free"), *(DEFAULTS.keys() - DECIDING)}
     begun = {name: value for name, value in fields_of(old) if not is_ignored(name, value)}
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
@@ -202,7 +202,7 @@ def changed_fields(
 
 def _comparable(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """The fields with one spelling for what means the same."""
-    kinds = path_fields(TrainConfig)
+    kinds = path_fields()
     same = {name: changed_path(kinds.get(name, ""), each, place) for name, each in fields.items()}
     same = {k: without_secrets(v) if isinstance(v, str) else v for k, v in same.items()}
     options = same["task_options"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
-from raytrain_ddp.config.field_types import Section, facts
-from raytrain_ddp.config.rules import IMAGES, value_of
+from raytrain_ddp.config.field_types import Section, facts, value_of
+from raytrain_ddp.config.rules import IMAGES
 from raytrain_ddp.config.train_config import TrainConfig
 
 S = TypeVar("S", bound=Section)
@@ -48,7 +48,7 @@ def unread_notes(
     """
     if reads is None or config.task == IMAGES:
         return []
-    others = dict(facts(TrainConfig, "of_loop"))
+    others = facts(TrainConfig, "of_loop")
     fields = [f"{each}.{name}" for each in _OF_TASKS for name in getattr(config, each).kinds()]
     default, names = TrainConfig(), [*fields, "optim.label_smoothing", *replaced]
     return [
