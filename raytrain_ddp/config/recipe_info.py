@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrain_ddp.config.field_types import Section, setting
@@ -33,33 +33,20 @@ class RecipeInfo(Section, name="recipe"):
 
     def page(self, name: str) -> str:
         """All of it, as lines for a terminal."""
-        rows = [("", f"{name}: {self.about}")]
-        for field in ("source", "expected", "gpu_hours", "reached"):
-            title = "GPU hours" if field == "gpu_hours" else field
-            rows += [(f"  {title:<10}", text)] if (text := getattr(self, field)) else []
-        rows += [("  differs   ", f"{name}: {reason}") for name, reason in self.differs.items()]
-        return _lines(rows)
+        rows = {"source": self.source, "expected": self.expected, "GPU hours": self.gpu_hours}
+        rows |= {"reached": self.reached} | {f"differs: {k}": v for k, v in self.differs.items()}
+        parts = [f"{title}: {text}" for title, text in rows.items() if text]
+        return "".join(map(_filled, [f"{name}: {self.about}", *parts]))
 
 
 def overview(recipes: Mapping[str, RecipeInfo]) -> str:
     """A few lines for each recipe: what it is, what to expect of it, and what was reached."""
-    rows = []
+    parts = ""
     for name, info in recipes.items():
         result = f"Expected: {info.expected}. Reached: {info.reached}."
-        rows += [("", name), ("    ", info.about), ("    ", result)]
-    return _lines([*rows, ("", "All about one: python -m raytrain_ddp.fit NAME --describe")])
+        parts += f"{name}\n{_filled(f'    {info.about}')}{_filled(f'    {result}')}"
+    return f"{parts}All about one: python -m raytrain_ddp.fit NAME --describe\n"
 
 
-def _lines(rows: Iterable[tuple[str, str]]) -> str:
-    """Texts, each after a title or indentation."""
-    return "".join(
-        textwrap.fill(
-            text,
-            _WIDTH,
-            initial_indent=start,
-            subsequent_indent=" " * len(start),
-            break_on_hyphens=False,
-        )
-        + "\n"
-        for start, text in rows
-    )
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) + "\n"

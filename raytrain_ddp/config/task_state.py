@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -88,31 +88,38 @@ def _digest(parts: list[Any]) -> str:
 
 def _parts(value: Any, is_task: bool) -> Iterable[Any]:
     """The parts of an object, a function, or a class defined in a function."""
-    kind = type(value)
-    root = kind.__module__.partition(".")[0].lstrip("_")
+    root = type(value).__module__.partition(".")[0].lstrip("_")
+    parts: Iterable[Any]
     if root == "pandas":
-        return _parts_of_table(value)
-    if hasattr(value, "reshape") and hasattr(value, "tolist"):  # of NumPy or torch
-        return _parts_of_array(value)
-    match value:
-        case functools.partial():
-            return [value.func, value.args, value.keywords]
-        case MethodType():
-            return [value.__func__, value.__self__]
-        case FunctionType():
-            code: CodeType = value.__code__
-            constants = [each for each in code.co_consts if isinstance(each, _PLAIN)]
-            held = [value.__defaults__, value.__kwdefaults__, *_closure(value)]
-            return [value.__qualname__, code.co_names, constants, *held]
-        case type():
-            return _parts_of_class(value)
-    if hasattr(value, "_fingerprint"):  # a data set of Hugging Face
-        return [str(value._fingerprint)]
-    if root in _MODULES_BY_REPR or isinstance(value, _BY_REPR):
-        return [repr(value)]
-    if isinstance(value, enum.Enum):
-        return [value.value]
-    return [(name, each) for name, each in sorted(_attributes(value, is_task).items())]
+        import numpy as np
+
+        parts = [str(getattr(value, "columns", "")), np.asarray(value)]
+    elif hasattr(value, "reshape") and hasattr(value, "tolist"):  # of NumPy or torch
+        parts = _parts_of_array(value)
+    elif isinstance(value, (functools.partial, MethodType, FunctionType, type)):
+        parts = _parts_of_callable(value)
+    elif hasattr(value, "_fingerprint"):  # a data set of Hugging Face
+        parts = [str(value._fingerprint)]
+    elif root in _MODULES_BY_REPR or isinstance(value, _BY_REPR):
+        parts = [repr(value)]
+    elif isinstance(value, enum.Enum):
+        parts = [value.value]
+    else:
+        parts = sorted(_attributes(value, is_task).items())
+    return parts
+
+
+def _parts_of_callable(value: Any) -> Iterable[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, type):
+        return _parts_of_class(value)
+    code = value.__code__
+    constants = [each for each in code.co_consts if isinstance(each, _PLAIN)]
+    held = [value.__defaults__, value.__kwdefaults__, *_closure(value)]
+    return [value.__qualname__, code.co_names, constants, *held]
 
 
 def _parts_of_array(value: Any) -> Iterable[Any]:
@@ -123,15 +130,6 @@ def _parts_of_array(value: Any) -> Iterable[Any]:
     flat = value.reshape(-1)
     chosen = flat[:: 1 + len(flat) // _MOST_VALUES]
     return [str(value.dtype), tuple(value.shape), chosen.tolist()]
-
-
-def _parts_of_table(value: Any) -> Iterable[Any]:
-    """The columns of a DataFrame; the values of a Series, an Index or a Categorical."""
-    if hasattr(value, "columns"):
-        return [value.index, *((str(name), column) for name, column in value.items())]
-    import numpy as np
-
-    return [np.asarray(value)]
 
 
 def _parts_of_class(kind: type) -> Iterable[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raytrain_ddp.config.environment import usable_cpus
-from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 
