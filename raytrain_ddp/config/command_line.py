@@ -1,9 +1,10 @@
-"""Command lines by argparse: flags from the fields of dataclasses, errors in one line."""
+"""Command lines: flags from the fields of dataclasses, errors in one line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import pairwise
 from types import SimpleNamespace
@@ -90,34 +91,18 @@ def _topic_of(argv: Sequence[str]) -> str | None:
     return None
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, flags: Iterable[Flag], completing: bool = False
-) -> None:
-    """Adds flags to a parser.
-
-    Args:
-        completing: the parser is for shtab: also add what is given by place, help and choices.
-    """
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Adds flags to a parser for shtab, which makes shells complete them."""
     for flag in flags:
-        how: dict[str, Any] = {"nargs": flag.nargs or 1, "action": _Keep}
-        if flag.is_switch:
-            parser.add_argument(f"--{flag.negated()}", action=_Keep, nargs=0).flag = flag  # type: ignore[attr-defined]
-        if completing:
-            how |= {"help": summary(flag).replace("%", "%%"), "choices": flag.choices or None}
-        action: Any = parser.add_argument(flag.positional or f"--{flag.name}", **how)
-        action.flag = flag
-        if completing and not flag.choices:  # files, as shtab.FILE
+        names = [f"--{flag.name}", *([f"--{flag.negated()}"] if flag.is_switch else [])]
+        action: Any = parser.add_argument(
+            *([flag.positional] if flag.positional else names),
+            nargs=flag.nargs or 1,
+            help=summary(flag).replace("%", "%%"),
+            choices=flag.choices or None,
+        )
+        if not flag.choices:  # files, as shtab.FILE
             action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
-
-
-class _Keep(argparse.Action):
-    """Keeps the value of a flag by its path; the last one wins."""
-
-    flag: Flag
-
-    def __call__(self, _: object, found: Any, words: Any, name: str | None = None) -> None:
-        given = [word.removeprefix("\0") for word in words] if self.nargs else ["false"]
-        found.values[self.flag.path] = self.flag.value(given)
 
 
 def _take_flags(
@@ -125,38 +110,31 @@ def _take_flags(
 ) -> Sequence[str]:
     """Adds the values of flags by their paths; returns the other words."""
     named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
-    parser = argparse.ArgumentParser(
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    add_flags(parser, named.values())
-    try:
-        found = argparse.Namespace(values=values)
-        _, rest = parser.parse_known_args([*_with_values(argv, named)], found)
-    except argparse.ArgumentError as error:
-        flag = named.get(str(error.argument_name))
-        takes = flag.takes if flag else "no value"
-        raise ConfigError(f"{error.argument_name} takes {takes}: {error.message}.") from None
-    for word in filter(is_flag, rest):
-        raise _unknown(word.partition("=")[0], named)
-    return rest
-
-
-def _with_values(argv: Sequence[str], named: Mapping[str, Flag]) -> Iterator[str]:
-    """The words with dashes within names, and a value after each switch: ``--exact`` becomes
-    ``--exact=true``, unless the next word is its value."""
-    for word, after in pairwise([*argv, ""]):
+    off = {f"--{flag.negated()}": flag for flag in named.values() if flag.is_switch}
+    others, rest = [], deque(argv)
+    while rest:
+        word = rest.popleft()
+        if not is_flag(word):
+            others.append(word)
+            continue
         name, equals, text = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        flag = named.get(name)
-        if flag and flag.is_switch and not equals:
-            text = "" if after.lower() in (*flag.choices, "yes", "no") else "=true"
-        if flag and flag.nargs and equals:
-            yield from (name, f"\0{text}")  # argparse would take "-x" for a flag
-        else:
-            yield f"{name}{equals}{text}"
+        name = name.replace("_", "-")
+        flag = named.get(name) or off.get(name)
+        if flag is None:
+            raise _unknown(name, named)
+        words = [text] if equals else []
+        if name in off:
+            if equals:
+                raise ConfigError(f"{name} takes no value, not {text!r}.")
+            words = ["false"]
+        elif flag.is_switch and not equals:
+            is_value = bool(rest) and rest[0].lower() in (*flag.choices, "yes", "no")
+            words = [rest.popleft() if is_value else "true"]
+        most = len(rest) + 1 if flag.nargs == "*" else flag.nargs or 1
+        while rest and len(words) < most and not is_flag(rest[0]):
+            words.append(rest.popleft())
+        values[flag.path] = flag.value(words)
+    return others
 
 
 def given_flags(argv: Sequence[str]) -> set[str]:

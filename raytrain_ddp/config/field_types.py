@@ -50,6 +50,7 @@ def setting(default: Any, **facts: Any) -> Any:
         check: (function, rule): the value must be one for which the function is true.
         may_be_empty: the empty text is a value; lines: so are several lines.
         needs, images, on_ray: without what it has no effect; see rules.py.
+        of_state: it decides what the state of a run contains, and in which order.
         of_loop: the training loop reads it, where the others of its section are for the task.
         path: the kind of path that it is; see paths.py.
         metavar: how the help shows its value.

@@ -70,7 +70,7 @@ class Flag:
 
     @property
     def nargs(self) -> int | Literal["*"] | None:
-        """The number of words of its value, as argparse takes it. None: one."""
+        """The number of words of its value, as argparse has it. None: one."""
         for kind in self.members:
             if get_origin(kind) in (dict, tuple):
                 args = get_args(kind)
@@ -109,6 +109,9 @@ class Flag:
             ConfigError: they are not of its type, or empty by mistake.
         """
         name, text = self.positional or f"--{self.name}", " ".join(words)
+        if self.nargs != "*" and len(words) != (count := self.nargs or 1):
+            expected = f"expected {count} argument{'s' * (count > 1)}"
+            raise ConfigError(f"{name} takes {self.takes}: {expected}.")
         try:
             value = self._converted(words)
         except ValueError:

@@ -39,18 +39,20 @@ _ELASTIC = ("scaling.num_workers = MIN:MAX", lambda c: ":" in str(c.scaling.num_
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = setting("digits-cnn", path="code")
+    name: str = setting("digits-cnn", path="code", of_state=True)
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
     or digits-cnn, a small network for the bundled digits."""
-    args: dict[str, str | bool | int | float] = setting({}, path="options", images=_OWN_MODEL)
+    args: dict[str, str | bool | int | float] = setting(
+        {}, path="options", images=_OWN_MODEL, of_state=True
+    )
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
     weights: str | None = setting(None, path="weights")
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = setting((), of_state=True)
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
     dropout: float = setting(0.0, least=0, below=1, images="model.name = digits-cnn")
@@ -66,7 +68,7 @@ class ModelConfig(Section, name="model"):
 class OptimConfig(Section, name="optim"):
     """The optimizer, the loss, and the handling of gradients."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
+    name: Literal["sgd", "adamw"] = setting("sgd", of_state=True)
     """SGD with momentum, or AdamW."""
     lr: float = setting(0.1, above=0)
     """Peak learning rate, for the global batch. It is never scaled by the number of workers."""
@@ -79,15 +81,15 @@ class OptimConfig(Section, name="optim"):
     weight_decay: float = setting(5e-4, least=0)
     """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
     or positional embeddings."""
-    decay_norms: bool = setting(False, needs="optim.weight_decay above 0")
+    decay_norms: bool = setting(False, needs="optim.weight_decay above 0", of_state=True)
     """Also decay the weights of normalization layers."""
-    decay_bias: bool = setting(False, needs="optim.weight_decay above 0")
+    decay_bias: bool = setting(False, needs="optim.weight_decay above 0", of_state=True)
     """Also decay biases."""
-    head_lr: float | None = setting(None, above=0)
+    head_lr: float | None = setting(None, above=0, of_state=True)
     """Peak learning rate of the classification head. Default: lr."""
-    layer_decay: float = setting(1.0, above=0, most=1)
+    layer_decay: float = setting(1.0, above=0, most=1, of_state=True)
     """Ratio of a layer's learning rate to that of the layer after it (models of timm)."""
-    groups: tuple[str, ...] = ()
+    groups: tuple[str, ...] = setting((), of_state=True)
     """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
     names or a module, then its peak learning rate, its weight decay, or both; if several match,
     the last one applies."""
