@@ -72,8 +72,14 @@ class Section:
 
     section: ClassVar[str] = ""
 
-    def __init_subclass__(cls, name: str = "") -> None:
+    def __init_subclass__(cls, name: str = "", **shared: Any) -> None:
+        """Names the section; `shared`: facts that its fields have unless they say otherwise."""
         cls.section = name or cls.section
+        for field in vars(cls).get("__annotations__", {}) if shared else ():
+            given = vars(cls)[field]
+            made = given if isinstance(given, dataclasses.Field) else setting(given)
+            made.metadata = {**shared, **made.metadata}
+            setattr(cls, field, made)
 
     @classmethod
     @functools.cache  # 20 ms of CPU for the whole config
@@ -109,7 +115,7 @@ def fields_below(
 def facts(section: type[Section], fact: str) -> dict[str, Any]:
     """Full name -> value of this fact, for each field that has it."""
     found = ((name, field.metadata) for name, field in fields_below(section))
-    return {name: about[fact] for name, about in found if fact in about}
+    return {name: about[fact] for name, about in found if about.get(fact)}
 
 
 def value_of(config: Any, name: str) -> Any:

@@ -9,12 +9,13 @@ import dataclasses
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from raytrain_ddp.config.automatic import settled_as_begun
-from raytrain_ddp.config.field_types import Section, as_text, checked, facts
+from raytrain_ddp.config.field_types import Section, as_text, checked, facts, setting
 from raytrain_ddp.config.paths import (
     absolute_path,
     changed_path,
@@ -22,7 +23,6 @@ from raytrain_ddp.config.paths import (
     path_fields,
     with_paths,
 )
-from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, is_ignored, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
@@ -32,6 +32,36 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+_WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeInfo(Section, name="recipe"):
+    """Where a recipe comes from and what it reaches, in words.
+
+    Args:
+        about: what is trained on what.
+        source: paper, reference script and version.
+        expected: result of the source.
+        gpu_hours: what it needs, and how that is known.
+        reached: result of this package.
+        differs: arguments of the source that have another value here, each with the reason.
+    """
+
+    about: str = setting("", lines=True)
+    source: str = setting("", lines=True)
+    expected: str = setting("", lines=True)
+    gpu_hours: str = setting("", lines=True)
+    reached: str = setting("not run", lines=True, may_be_empty=True)
+    differs: dict[str, str] = setting({}, lines=True)
+
+    def page(self, name: str) -> str:
+        """All of it, as lines for a terminal."""
+        rows = {"source": self.source, "expected": self.expected, "GPU hours": self.gpu_hours}
+        rows |= {"reached": self.reached} | {f"differs: {k}": v for k, v in self.differs.items()}
+        parts = [f"{title}: {text}" for title, text in rows.items() if text]
+        return "".join(map(_filled, [f"{name}: {self.about}", *parts]))
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -120,10 +150,19 @@ def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
 
 
 def described(path_or_name: str | None) -> str:
-    """What a recipe says about itself, or all that ship with the package, as lines."""
-    if path_or_name is None:
-        return overview({name: load_with_info(name)[1] for name in shipped_recipes()})
-    return load_with_info(path_or_name)[1].page(default_name(path_or_name) or path_or_name)
+    """What a recipe says about itself, or a few lines for each that ships with the package."""
+    if path_or_name is not None:
+        return load_with_info(path_or_name)[1].page(default_name(path_or_name) or path_or_name)
+    parts = ""
+    for name in shipped_recipes():
+        info = load_with_info(name)[1]
+        result = f"Expected: {info.expected}. Reached: {info.reached}."
+        parts += f"{name}\n{_filled(f'    {info.about}')}{_filled(f'    {result}')}"
+    return f"{parts}All about one: python -m raytrain_ddp.fit NAME --describe\n"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) + "\n"
 
 
 def default_name(path_or_name: str | None) -> str | None:

@@ -189,12 +189,12 @@ class EvalConfig(Section, name="eval"):
 
 
 @dataclass(frozen=True)
-class StopConfig(Section, name="stop"):
+class StopConfig(Section, name="stop", free=True):
     """Early stopping, by the metric that decides which checkpoint is the best."""
 
-    patience: int = setting(0, free=True, least=0)
+    patience: int = setting(0, least=0)
     """Stop after this many evaluations in a row without improvement. 0: off."""
-    min_delta: float = setting(0.0, free=True, least=0, needs="stop.patience above 0")
+    min_delta: float = setting(0.0, least=0, needs="stop.patience above 0")
     """Minimum improvement: the metric must be better than before by more than this."""
 
 
@@ -210,112 +210,108 @@ class EmaConfig(Section, name="ema"):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section, name="checkpoint"):
+class CheckpointConfig(Section, name="checkpoint", free=True):
     """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 
-    every_epochs: int = setting(1, free=True, least=0)
+    every_epochs: int = setting(1, least=0)
     """Save a checkpoint every this many epochs. 0: off."""
-    every_steps: int = setting(0, free=True, least=0)
+    every_steps: int = setting(0, least=0)
     """Save a checkpoint every this many steps. 0: off."""
-    every_s: float | Literal["auto"] = setting("auto", free=True, least=0)
+    every_s: float | Literal["auto"] = setting("auto", least=0)
     """Seconds between checkpoints, or auto. 0: off. auto: sqrt(2 * stall * MTBF), which loses the
     least time (Young/Daly). The stall of a checkpoint is measured; the mean time between failures
     is taken as one hour until more is known. The result is 5 to 600 s, and at least twice the time
     of a commit."""
-    keep_last: int = setting(2, free=True, least=2)
+    keep_last: int = setting(2, least=2)
     """Number of newest checkpoints to keep (2 or more), besides the best."""
-    max_failed: int = setting(3, free=True, least=1)
+    max_failed: int = setting(3, least=1)
     """Number of failed checkpoints in a row that ends the run (exit status 5). Training continues
     after fewer."""
 
 
 @dataclass(frozen=True)
-class LogConfig(Section, name="log"):
+class LogConfig(Section, name="log", free=True):
     """Logging, experiment trackers, and profiling."""
 
-    every_steps: int = setting(10, free=True, least=1)
+    every_steps: int = setting(10, least=1)
     """Log the loss and speed every this many steps. The host waits for the device only then."""
-    tensorboard: bool = setting(True, free=True, needs=_ON_FILES)
+    tensorboard: bool = setting(True, needs=_ON_FILES)
     """Write TensorBoard events next to metrics.jsonl."""
-    wandb: bool = setting(False, free=True)
+    wandb: bool = False
     """Also log to Weights & Biases (pip install 'raytrain_ddp[wandb]'). WANDB_MODE is respected."""
-    mlflow: bool = setting(False, free=True)
+    mlflow: bool = False
     """Also log to MLflow (pip install 'raytrain_ddp[mlflow]'), at MLFLOW_TRACKING_URI."""
-    project: str = setting("raytrain_ddp", free=True, needs="log.wandb or log.mlflow")
+    project: str = setting("raytrain_ddp", needs="log.wandb or log.mlflow")
     """Project in Weights & Biases, experiment in MLflow."""
-    audit: bool = setting(False, free=True)
+    audit: bool = False
     """Log a hash of the sample ids and pixels of each step, to compare runs. Same as --audit."""
-    profile_steps: int = setting(0, free=True, least=0)
+    profile_steps: int = setting(0, least=0)
     """Trace this many steps of each start with torch.profiler, after the first ten. See
     --profile."""
-    profile_ranks: tuple[int, ...] = setting((0,), free=True, needs="log.profile_steps above 0")
+    profile_ranks: tuple[int, ...] = setting((0,), needs="log.profile_steps above 0")
     """Ranks to trace."""
 
 
 @dataclass(frozen=True)
-class ScalingConfig(Section, name="scaling"):
+class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     """The number of workers and their resources. They do not change the mathematics of the
     result."""
 
-    num_workers: int | str = setting(
-        "auto", free=True, metavar="N|MIN:MAX|auto", check=_WORKERS, on_ray=True
-    )
+    num_workers: int | str = setting("auto", metavar="N|MIN:MAX|auto", check=_WORKERS)
     """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
     has none."""
-    use_gpu: bool | Literal["auto"] = setting("auto", free=True)
+    use_gpu: bool | Literal["auto"] = setting("auto", on_ray=False)
     """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
-    cpus_per_worker: float | Literal["auto"] = setting("auto", free=True, least=LEAST_OF_RESOURCE)
+    cpus_per_worker: float | Literal["auto"] = setting(
+        "auto", least=LEAST_OF_RESOURCE, on_ray=False
+    )
     """CPUs per worker, for its loader threads and, without a GPU, its compute threads. auto: with
     GPUs, each has its share of its node's CPUs; without, 1 (with --local and without --exact, as
     many compute threads as torch takes)."""
-    gpus_per_worker: float = setting(
-        1.0, free=True, least=LEAST_OF_RESOURCE, most=1, needs="scaling.use_gpu", on_ray=True
-    )
+    gpus_per_worker: float = setting(1.0, least=LEAST_OF_RESOURCE, most=1, needs="scaling.use_gpu")
     """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
-    backend: Literal["auto", "nccl", "gloo"] = setting("auto", free=True)
+    backend: Literal["auto", "nccl", "gloo"] = setting("auto", on_ray=False)
     """Communication backend. auto: nccl if each worker has a whole GPU, else gloo. Variables of
     NCCL and torch that the environment sets are kept."""
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = setting(
-        "PACK", free=True, on_ray=True
-    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = setting("PACK")
     """How Ray places the workers on nodes (its placement group strategy)."""
-    max_failures: int = setting(3, free=True, least=0, on_ray=True)
+    max_failures: int = setting(3, least=0)
     """How many times in a row failed workers are replaced before the run ends (exit status 7). A
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
-    replace_workers: bool | Literal["auto"] = setting("auto", free=True, on_ray=True)
+    replace_workers: bool | Literal["auto"] = "auto"
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
     exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
     newest checkpoint. auto: true, except over NCCL, where it has not been tested on real GPUs; with
     true, each step there waits for its last collective before its update."""
-    warm_processes: bool | Literal["auto"] = setting("auto", free=True, on_ray=True)
+    warm_processes: bool | Literal["auto"] = "auto"
     """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
     on machines without a GPU. That process stays on a running cluster for an hour after its last
     fork."""
-    spares: int = setting(1, free=True, least=0, needs="scaling.warm_processes", on_ray=True)
+    spares: int = setting(1, least=0, needs="scaling.warm_processes")
     """With warm processes: how many on each node have also loaded Ray, and wait. The
     replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB. Where fit
     runs, its workers start from some that are made while it loads torch; 0: none."""
-    max_preemptions: int = setting(-1, free=True, least=-1, on_ray=True)
+    max_preemptions: int = setting(-1, least=-1)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""
-    wait_s: float = setting(60.0, free=True, least=0, on_ray=True)
+    wait_s: float = setting(60.0, least=0)
     """Seconds to wait while a running cluster lacks resources for the workers, at the start and
     after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
     s."""
-    resize_s: float = setting(30.0, free=True, least=1, needs=_ELASTIC, on_ray=True)
+    resize_s: float = setting(30.0, least=1, needs=_ELASTIC)
     """With MIN:MAX workers: seconds between checks if more fit; growing costs a restart from the
     newest checkpoint. Where dead workers are replaced (replace_workers), others join between two
     steps once they fit, without a restart."""
-    start_timeout_s: float | Literal["auto"] = setting("auto", free=True, above=0, on_ray=True)
+    start_timeout_s: float | Literal["auto"] = setting("auto", above=0)
     """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
     still counts a lost node as alive for some seconds. Loading torch is not included. auto: 5 with
     MIN:MAX, else 120."""
-    hang_s: float | Literal["auto"] = setting("auto", free=True, least=0)
+    hang_s: float | Literal["auto"] = setting("auto", least=0, on_ray=False)
     """Seconds without a finished step, and at least 10 times the median step, after which workers
     count as hung. The rank that keeps the others waiting is named, the stacks of all ranks are
     saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
     times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
-    check_every_steps: int = setting(100, free=True, least=0)
+    check_every_steps: int = setting(100, least=0, on_ray=False)
     """Compare the weights of all workers every this many steps, and before each checkpoint. They
     are bitwise identical unless a device or its memory fails; then the run ends with exit status 6.
     0: never."""

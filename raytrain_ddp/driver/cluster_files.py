@@ -20,7 +20,6 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.driver.config_flags import FIT, command
 from raytrain_ddp.files import absolute
-from raytrain_ddp.tasks.weight_sources import FILES
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
 
@@ -129,15 +128,6 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
         value = getattr(config.data, field) or "digits"
         if "://" not in value and not is_by_name(value):
             notes.append(f"data.{field} = {value} must exist on each of the {those}.")
-    for field, value in (("task", config.task), ("model.name", config.model.name)):
-        if ".py:" in value:
-            notes.append(
-                f"{field} = {value} must exist on the head of the {those}, or be uploaded with "
-                "ray job submit --working-dir."
-            )
-    weights = config.model.weights or ""
-    if weights.endswith(FILES) or ("/" in weights and "://" not in weights):
-        notes.append(f"model.weights = {weights} must exist on each of the {those}.")
     return notes
 
 
