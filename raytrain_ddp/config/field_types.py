@@ -125,7 +125,8 @@ def value_of(config: Any, name: str) -> Any:
 
 def with_values(config: C, values: Mapping[str, Any]) -> C:
     """A copy with these values of fields, by their full names."""
-    return dataclasses.replace(cast(Any, config), **changes(config, values))
+    changed: C = dataclasses.replace(cast(Any, config), **changes(config, values))
+    return changed
 
 
 def changes(holder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
