@@ -32,8 +32,9 @@ def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
     """The config with the values of a run, given as nested tables, if auto can have chosen them."""
     then = begun.get("compute", {})
+    automatic = [name for name in _CHOSEN if getattr(config.compute, name) == "auto"]
     for chosen in (settled(config, has_bf16=False), settled(config, has_bf16=True)):
-        if then.items() >= {name: getattr(chosen.compute, name) for name in _CHOSEN}.items():
+        if all(then.get(name) == getattr(chosen.compute, name) for name in automatic):
             return chosen
     return config
 
