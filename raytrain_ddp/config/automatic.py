@@ -15,7 +15,6 @@ from raytrain_ddp.config.train_config import TrainConfig
 
 # Ampere and later, by the names that Ray gives accelerators. Others count as without bf16.
 _HAS_BF16 = re.compile(r"(A|H|L|B|GH|GB)\d+[A-Z]?(-.*)?|GeForce-RTX-[3-5]0.*|RTX-(A|PRO).*")
-_CHOSEN = ("precision", "channels_last")
 
 
 def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
@@ -30,13 +29,22 @@ def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
 
 
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
-    """The config with the values of a run, given as nested tables, if auto can have chosen them."""
+    """The config with the values of a run, given as nested tables, where it says auto."""
+    values = {name: begun.get("compute", {}).get(name, "auto") for name in _automatic(config)}
+    return replace(config, compute=replace(config.compute, **values))
+
+
+def settled_if_alike(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
+    """The same if auto can have chosen the run's values; else the config as it is."""
     then = begun.get("compute", {})
-    automatic = [name for name in _CHOSEN if getattr(config.compute, name) == "auto"]
     for chosen in (settled(config, has_bf16=False), settled(config, has_bf16=True)):
-        if all(then.get(name) == getattr(chosen.compute, name) for name in automatic):
+        if all(then.get(name) == getattr(chosen.compute, name) for name in _automatic(config)):
             return chosen
     return config
+
+
+def _automatic(config: TrainConfig) -> list[str]:
+    return [n for n in ("precision", "channels_last") if getattr(config.compute, n) == "auto"]
 
 
 def settled_note(before: TrainConfig, after: TrainConfig) -> str:

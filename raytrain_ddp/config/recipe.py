@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from raytrain_ddp.config.automatic import settled_as_begun
+from raytrain_ddp.config.automatic import settled_if_alike
 from raytrain_ddp.config.field_types import Section, as_text, checked, facts, setting
 from raytrain_ddp.config.paths import (
     absolute_path,
@@ -227,7 +227,7 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
-    new = settled_as_begun(new, old)
+    new = settled_if_alike(new, old)
     free = {*facts(TrainConfig, "free"), *(DEFAULTS.keys() - DECIDING)}
     begun = {name: value for name, value in fields_of(old) if not is_ignored(name, value)}
     if new.exact:  # as many threads sum in another order
