@@ -27,7 +27,7 @@ from typing import (
     get_type_hints,
 )
 
-from raytrain_ddp.config.validation import NOT_PLAIN, require
+from raytrain_ddp.config.validation import NOT_PLAIN
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, quoted
 
@@ -93,11 +93,6 @@ class Section:
         if wrong:
             raise ConfigError("\n".join(wrong))
         vars(self).update(fitting)
-
-    def require(self, field: str, holds: object, rule: str) -> None:
-        """Raises ConfigError that names the field, its value and the rule, unless the rule
-        holds."""
-        require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
 
 
 def fields_below(

@@ -126,10 +126,10 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
         pass
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
     raise ConfigError(
         f"there is no recipe {path_or_name!r}: give a .toml file, the folder of a run, or one of "
         f"{', '.join(shipped)}.{hint}"
