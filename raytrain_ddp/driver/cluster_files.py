@@ -173,17 +173,17 @@ def _slurm(config: TrainConfig, base: str | None, name: str) -> str:
     if "://" not in config.storage:
         config = replace(config, storage=absolute(config.storage))
     need = machines(config, _WORKERS_PER_NODE)
-    text = _read("slurm.sbatch")
-    text = _put(text, "#   bring up and train   sbatch ", f"{name}.sbatch")
-    text = _put(text, "#SBATCH --job-name=", name)
-    text = _put(text, "#SBATCH --nodes=", need.nodes)
-    text = _put(text, "#SBATCH --cpus-per-task=", need.cpus)
-    text = _put(text, "#SBATCH --mem=", f"{need.memory_gib}G")
-    text = _put(text, "#SBATCH --gpus-per-node=", need.gpus)
-    if not need.gpus:
-        text = text.replace("#SBATCH --gpus-per-node=0\n", "")
-    words = command(config, base).removeprefix(FIT)
-    return _put(text, f"run=({FIT}", f'{words} "$@")')
+    lines = {
+        "#   bring up and train   sbatch ": f"{name}.sbatch",
+        "#SBATCH --job-name=": name,
+        "#SBATCH --nodes=": need.nodes,
+        "#SBATCH --cpus-per-task=": need.cpus,
+        "#SBATCH --mem=": f"{need.memory_gib}G",
+        "#SBATCH --gpus-per-node=": need.gpus,
+        f"run=({FIT}": f'{command(config, base).removeprefix(FIT)} "$@")',
+    }
+    text = _put(_read("slurm.sbatch"), lines)
+    return text.replace("#SBATCH --gpus-per-node=0\n", "")
 
 
 def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
@@ -196,16 +196,19 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
     job = job.replace("clusters/kuberay.yaml -l raytrain=job", f"{name}.yaml")
     job = job.replace("job/raytrain", f"job/{name}").replace(" and BUCKET.", ".")
     head, mark, workers = job.partition("    workerGroupSpecs:\n")
-    head = _put(head, "  name: ", name)
-    head = _put(head, f"    {FIT}", command(config, base).removeprefix(FIT))
+    started = command(config, base).removeprefix(FIT)
+    head = _put(head, {"  name: ": name, f"    {FIT}": started})
     size = f'cpu: "{need.cpus}", memory: {need.memory_gib}Gi'
     gpus = f', nvidia.com/gpu: "{need.gpus}"' if need.gpus else ""
-    workers = _put(workers, "      - groupName: ", "gpu" if need.gpus else "cpu")
-    workers = _put(workers, "        replicas: ", need.nodes)
-    workers = _put(workers, "        minReplicas: ", ceil(need.nodes * least / most))
-    workers = _put(workers, "        maxReplicas: ", need.nodes)
-    workers = _put(workers, "                  requests: ", f"{{{size}}}")
-    workers = _put(workers, "                  limits: ", f"{{{size}{gpus}}}")
+    lines = {
+        "      - groupName: ": "gpu" if need.gpus else "cpu",
+        "        replicas: ": need.nodes,
+        "        minReplicas: ": ceil(need.nodes * least / most),
+        "        maxReplicas: ": need.nodes,
+        "                  requests: ": f"{{{size}}}",
+        "                  limits: ": f"{{{size}{gpus}}}",
+    }
+    workers = _put(workers, lines)
     if not need.gpus:
         workers = re.sub(r"(?m)^.*nvidia.*\n", "", workers)
     return _with_folder(config, head + mark + workers)
@@ -213,23 +216,22 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
 
 def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
-    text = _launched("lan", config, base, name, {})
-    comment = f"# fill in; with the head {need.nodes} machines of {need}, or fewer and larger ones"
-    text = text.replace(
-        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {comment}"
-    )
-    return _with_folder(config, text)
+    blank = "worker_ips: [192.168.1.11] # fill in"
+    filled = f"{blank}; with the head {need.nodes} machines of {need}, or fewer and larger ones"
+    return _with_folder(config, _launched("lan", config, base, name, {blank: filled}))
 
 
 def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
     need = machines(config, 1)
     text = _launched(cloud, config, base, name, _bucket(config.storage))
     head, mark, worker = text.partition("  worker:\n")
-    head = _put(head, "max_workers: ", need.nodes)
-    worker = _put(worker, "    max_workers: ", need.nodes)
     gpu = f', "GPU": {need.gpus}' if need.gpus else ""
-    worker = _put(worker, "    resources: ", f'{{"CPU": {need.cpus}{gpu}}}')
-    return head + mark + _put(worker, _TYPE_LINE[cloud], f"FILL-IN # {need}, or more")
+    lines = {
+        "    max_workers: ": need.nodes,
+        "    resources: ": f'{{"CPU": {need.cpus}{gpu}}}',
+        _TYPE_LINE[cloud]: f"FILL-IN # {need}, or more",
+    }
+    return _put(head, {"max_workers: ": need.nodes}) + mark + _put(worker, lines)
 
 
 def _launched(
@@ -240,9 +242,12 @@ def _launched(
     for blank, value in blanks.items():
         # Its first occurrence is in the list of what the reader must fill in.
         text = text.replace(f" {blank},", "", 1).replace(blank, value)
-    text = _put(text, "cluster_name: ", f"raytrain-{name}")
     job = shlex.quote(f"ray job submit -- {command(config, base)}")
-    return _put(text, "#   train       ", f"ray exec {name}.yaml {job}")
+    lines = {
+        "cluster_name: ": f"raytrain-{name}",
+        "#   train       ": f"ray exec {name}.yaml {job}",
+    }
+    return _put(text, lines)
 
 
 def _bucket(storage: str) -> dict[str, str]:
@@ -276,9 +281,10 @@ def _read(file: str) -> str:
     return (FOLDER / file).read_text(encoding="utf-8")
 
 
-def _put(text: str, start: str, value: object) -> str:
-    """Replaces the rest of the single line that begins with `start`; keeps a trailing comment."""
-    pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
-    text, times = pattern.subn(lambda found: f"{found[1]}{value}{found[2]}", text)
-    assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
+def _put(text: str, lines: Mapping[str, object]) -> str:
+    """Replaces the rest of each single line that begins so; keeps a trailing comment."""
+    for start, value in lines.items():
+        pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
+        text, times = pattern.subn(lambda found, new=value: f"{found[1]}{new}{found[2]}", text)
+        assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
     return text
