@@ -285,6 +285,7 @@ def _put(text: str, lines: Mapping[str, object]) -> str:
     """Replaces the rest of each single line that begins so; keeps a trailing comment."""
     for start, value in lines.items():
         pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
-        text, times = pattern.subn(lambda found, new=value: f"{found[1]}{new}{found[2]}", text)
+        new = str(value).replace("\\", r"\\")
+        text, times = pattern.subn(rf"\g<1>{new}\g<2>", text)
         assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
     return text
