@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         command = _command(name)
         flags = command.flags(config=TrainConfig())
-        add_flags(commands.add_parser(name, help=about), flags, completing=True)
+        add_flags(commands.add_parser(name, help=about), flags)
     return whole
 
 
