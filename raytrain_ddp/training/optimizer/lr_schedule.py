@@ -47,15 +47,9 @@ def allocate_momentum(sgd: torch.optim.SGD, parameters: Iterable[nn.Parameter]) 
         sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def learning_rate(
-    config: TrainConfig, step: int, steps_per_epoch: int, peak: float | None = None
-) -> float:
-    """The learning rate of `step` (from 0): linear warm-up to the peak, then the schedule.
-
-    Args:
-        peak: that of a parameter group. Default: `optim.lr`.
-    """
-    schedule, peak = config.schedule, config.optim.lr if peak is None else peak
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of `step` (from 0): linear warm-up, then the schedule."""
+    schedule, peak = config.schedule, config.optim.lr
     warmup = schedule.warmup_epochs * steps_per_epoch
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -125,8 +119,9 @@ class LearningRates:
                 other factors than at the start.
         """
         if self._factors_of is None:
-            given = self._config, step, self._steps_per_epoch
-            return [learning_rate(*given, peak) for peak in self._peaks]
+            rate = learning_rate(self._config, step, self._steps_per_epoch)
+            peak = self._config.optim.lr
+            return [rate * (each / peak) for each in self._peaks]
         factors = self._factors_of(step)
         return [peak * factor for peak, factor in zip(self._peaks, factors, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters are decayed, and their peak learning rates."""
+"""Parameter groups: which parameters are decayed, and their share of the learning rate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     """Groups of the parameters that are trained: first those with the learning rate of the
     schedule, and of these first those with weight decay.
 
-    A group with another peak learning rate than `optim.lr` has it as "lr".
+    A group whose learning rate is not that of the schedule has its share as "lr_scale", as in
+    timm.
 
     Raises:
         ConfigError: a pattern matches nothing, or the model has no layers to decay by.
@@ -34,13 +35,12 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decayed = decayed_parameters(model, config)
     decay = {name: config.weight_decay * (name in decayed) for name in trained}
-    scales = _layer_scales(model, config.layer_decay)
-    peaks = dict.fromkeys(trained, config.lr) | {n: config.lr * each for n, each in scales.items()}
+    scale = _layer_scales(model, config.layer_decay)
     if config.head_lr is not None:
         head = trained.keys() & set(head_of(model))
         if not head:
             raise ConfigError(f"optim.head_lr = {config.head_lr}: the head is frozen.")
-        peaks |= dict.fromkeys(head, config.head_lr)
+        scale |= dict.fromkeys(head, config.head_lr / config.lr)
     for pattern, values in group_rules(config.groups):
         found = matching(pattern, trained)
         if not found and matching(pattern, dict(model.named_parameters())):
@@ -50,15 +50,15 @@ def param_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
         for name in found or require_matches("optim.groups", pattern, trained):
             decay[name] = values.get("weight_decay", decay[name])
             if "lr" in values:
-                peaks[name] = values["lr"]
+                scale[name] = values["lr"] / config.lr
     groups: dict[tuple[bool, float, float], dict[str, Any]] = {}
-    for name in sorted(trained, key=lambda name: (peaks[name] != config.lr, name not in decayed)):
-        kind = name in decayed, decay[name], peaks[name]
+    for name in sorted(trained, key=lambda name: (scale.get(name, 1.0) != 1, name not in decayed)):
+        kind = name in decayed, decay[name], scale.get(name, 1.0)
         groups.setdefault(kind, {"params": []})["params"].append(trained[name])
-    for (_, weight_decay, peak), group in groups.items():
+    for (_, weight_decay, share), group in groups.items():
         group["weight_decay"] = weight_decay
-        if peak != config.lr:
-            group["lr"] = peak
+        if share != 1:
+            group["lr_scale"] = share
     return list(groups.values())
 
 
