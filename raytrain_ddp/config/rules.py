@@ -185,13 +185,13 @@ def given_flags(argv: Sequence[str]) -> set[str]:
     return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
-def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True) -> None:
-    """Raises ConfigError if a flag on a command line has no effect."""
+def require_effect(argv: Sequence[str], *configs: TrainConfig, on_ray: bool = True) -> None:
+    """Raises ConfigError if a flag on a command line has no effect in any of the configs."""
     given = given_flags(argv)
     lines = [
         f"{name} has no effect: it needs {needs}. Remove it."
-        for name, needs in idle(config, on_ray).items()
-        if name in given
+        for name, needs in idle(configs[0], on_ray).items()
+        if name in given and all(name in idle(config, on_ray) for config in configs[1:])
     ]
     if lines:
         raise ConfigError("\n".join(lines))

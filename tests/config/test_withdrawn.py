@@ -89,8 +89,9 @@ TOOLS = {
     "format=torchscript": "export r --format torchscript",
     "per_trial": "sweep digits --space optim.lr=1,2 --per-trial cpus=4",
     "print_completion": "--print-completion bash",
-    "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
-    "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "first_rung": "sweep digits --space optim.lr=1,2 --first-rung 3",
+    "scheduler": "sweep digits --space optim.lr=1,2 --scheduler asha",
+    "search=grid": "sweep digits --space optim.lr=1,2 --search grid",
     "watch": "watch runs",
 }
 
