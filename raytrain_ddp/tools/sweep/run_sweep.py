@@ -98,12 +98,13 @@ def run_sweep(args: SweepArgs, sweep: Sweep) -> int:
                 _run(args, sweep, tell)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-    for title, text in _conclusion(sweep):
+    best = sweep.best(load_task(sweep.base).goal)
+    for title, text in _conclusion(sweep, best):
         screen.print(Text(f"{title:<9} {text}"), copied=True)
-    failed = [state_of(run).cause for run in sweep.over.values() if not run.best]
-    if len(failed) == sweep.total:
+    if not best and len(sweep.over) == sweep.total:
+        causes = (state_of(run).cause for run in sweep.over.values())
         raise TaskError(
-            f"all trials have failed: {next(filter(None, failed), 'see above')}\n"
+            f"all trials have failed: {next(filter(None, causes), 'see above')}\n"
             "This sweep does not train them again: after a fix, give another --name."
         )
     return status
@@ -127,9 +128,9 @@ def _run(args: SweepArgs, sweep: Sweep, tell: Callable[[str], None]) -> None:
         run_trials(args, sweep, amounts, tell)
 
 
-def _conclusion(sweep: Sweep) -> Iterator[tuple[str, str]]:
+def _conclusion(sweep: Sweep, best: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The end of a sweep and what follows from it, as lines of (title, text)."""
-    plain, best = TrainConfig(), sweep.best(load_task(sweep.base).goal)
+    plain = TrainConfig()
     yield f"\n{sweep.base.name}", f"{len(sweep.over)} of {sweep.total} trials are over"
     for name in best[:1]:
         yield "best", sweep.shown(name)

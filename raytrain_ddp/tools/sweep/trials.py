@@ -71,10 +71,10 @@ class Sweep:
 
     def best(self, goal: str) -> list[str]:
         """The trials of the best point, the best of them first: the point with the best mean, of
-        those that have a value for the most seeds. Empty if no trial has a value."""
+        those that have a value for the most seeds. Failed trials do not count."""
         sign, found = 1 if goal == "max" else -1, defaultdict[str, list[tuple[float, str]]](list)
         for name, run in self.over.items():
-            if run.best:
+            if run.best and state_of(run).name != "failed":
                 found[repr({**self.points[name], SEED: None})].append((sign * run.value, name))
         ranked = [(len(each), fmean(value for value, _ in each), each) for each in found.values()]
         _, _, best = max(ranked, default=(0, 0.0, []))
