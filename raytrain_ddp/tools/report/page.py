@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def _cards(run: Run) -> Table:
         walls = [wall for _, _, wall in run.events if math.isfinite(wall)] or [0.0]
         besides = f"{plural(len(run.plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
         cards.append(("Time at work", format_seconds(run.worked_s), besides))
-        sizes = [*dict.fromkeys(str(plan.world_size) for plan in run.plans)]
+        sizes = [str(size) for size, _ in groupby(plan.world_size for plan in run.plans)]
         failures = plural(sum(isinstance(e, Failed) for e, _, _ in run.events), "failure")
         cards.append(("Workers", " → ".join(sizes), f"{failures} of workers"))
     if records:

@@ -89,7 +89,10 @@ def run_sweep(args: SweepArgs, sweep: Sweep) -> int:
         RaytrainError: the trials do not fit into the cluster, or the storage does not answer.
     """
     screen, status = Screen(Text, live=False), 0
-    tell = lambda text: screen.print(Text(text))  # noqa: E731
+
+    def tell(text: str) -> None:
+        screen.print(Text(text))
+
     tell(f"{sweep.base.name}: {' '.join(args.space)}")
     answered(sweep.base, sweep.folder.mkdir)
     with answered(sweep.base, lambda: Lease.take(sweep.folder, tell)):

@@ -30,16 +30,16 @@ class Dimension(NamedTuple):
     kind: str
     values: Sequence[Any]
 
-    def draw(self, numbers: random.Random) -> Value:
+    def draw(self, numbers: random.Random) -> Any:
         """A value, uniform in the list, the range, or its logarithm."""
         if self.kind == "choice":
-            return numbers.choice(self.values)  # type: ignore[no-any-return]
+            return numbers.choice(self.values)
         if self.kind == "uniform":
             return tidy(numbers.uniform(*self.values))
         return tidy(math.exp(numbers.uniform(*map(math.log, self.values))))
 
 
-def tidy(value: Value) -> Value:
+def tidy(value: Any) -> Any:
     """A float with four digits: readable, and fine enough for a run."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
