@@ -84,22 +84,17 @@ def run_trials(
 
     answered(base, sweep.save)
     goal = load_task(base).goal
-    if args.search == "optuna":
-        number, search = sweep.total - len(sweep.over), _optuna(args, sweep, goal)
-        space: Result = {}
-    else:
-        number, search = 1, None
-        space = {"trial": tune.grid_search(sweep.waiting())}
+    search = _optuna(args, sweep, goal) if args.search == "optuna" else None
     with applied_settings(_SETTINGS), tempfile.TemporaryDirectory() as own:
         tune.Tuner(
             tune.with_resources(TrialRun, {name.lower(): each for name, each in amounts.items()}),
-            param_space=space,
+            param_space={} if search else {"trial": tune.grid_search(sweep.waiting())},
             tune_config=tune.TuneConfig(
                 scheduler=_asha(args, sweep, goal) if args.asha else None,
                 max_concurrent_trials=args.parallel,
                 reuse_actors=True,  # torch is loaded once
                 search_alg=search,
-                num_samples=number,
+                num_samples=sweep.total - len(sweep.over) if search else 1,
             ),
             run_config=tune.RunConfig(
                 storage_path=own,

@@ -437,7 +437,7 @@ def test_help_answers_without_torch(tmp_path: Path):
         ((), "runs: no run there"),
         (("nothing",), r"nothing: no run there"),
         (("kept/digit",), r"digit: no run there"),
-        (("kept/digits", "--every", "-1"), "every = -1"),
+        (("kept/digits", "--every", "-1"), "--every = -1"),
     ],
 )
 def test_an_argument_that_is_not_a_run_is_refused_in_one_line(
