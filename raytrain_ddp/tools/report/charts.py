@@ -152,7 +152,7 @@ def _paint(axes: Axes, chart: Chart) -> None:
     for label, xs, ys, color, run, _ in chart.lines if chart.kind != "stack" else ():
         look = {"lw": 1.5, "marker": "o" if len(xs) <= _MOST_DOTS else "", "label": label}
         look |= {} if label else {"lw": 0.8, "alpha": 0.4, "marker": "", "scaley": False}
-        look |= {"ls": "", "marker": "o"} if chart.kind == "points" else {}
+        look |= {"ls": "", "marker": "o", "ms": 5} if chart.kind == "points" else {}
         axes.plot(xs, ys, color=color, gid=run or None, **look)
     for mark in chart.marks:
         bad, above = mark.kind == "failure", axes.get_xaxis_transform()

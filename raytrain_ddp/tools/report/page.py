@@ -190,10 +190,10 @@ def _runs(runs: Sequence[Run], fields: Sequence[str]) -> Table:
         css, share = f"state progress {state.name}", 1.0 if state.name == "finished" else done
         text = state.cause or state.summary
         progress = Cell(state.name, css, text, style=f"--share: {share:.3f}")
-        best, worked = Cell(run.best_summary or "-", small=run.limit), format_seconds(run.worked_s)
+        best = Cell(run.best_summary or "-", small="" if fields else run.limit)
         values = (Cell(_toml(run.config.get(name)), "code") for name in fields)
         restarts = max(0, len(run.plans) - 1)
-        figures = (worked, run.speed, run.plan.world_size, restarts)
+        figures = (format_seconds(run.worked_s), run.speed, run.plan.world_size, restarts)
         rows.append((box, progress, best, *values, *figures))
     head = ("run", "progress", "best", *fields, "time at work", "speed", "workers", "restarts")
     return Table(head, rows)
