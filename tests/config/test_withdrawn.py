@@ -89,7 +89,6 @@ TOOLS = {
     "format=torchscript": "export r --format torchscript",
     "per_trial": "sweep digits --space optim.lr=1,2 --per-trial cpus=4",
     "print_completion": "--print-completion bash",
-    "first_rung": "sweep digits --space optim.lr=1,2 --first-rung 3",
     "scheduler": "sweep digits --space optim.lr=1,2 --scheduler asha",
     "search=grid": "sweep digits --space optim.lr=1,2 --search grid",
     "watch": "watch runs",

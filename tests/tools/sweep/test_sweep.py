@@ -61,7 +61,6 @@ REFUSED = [  # words, exit status, what the error names
     (f"--space {LR} --search optuna --seeds 2", 2, "--seeds"),
     (f"--space {LR} --asha 1 --seeds 2", 2, "--seeds"),
     (f"--space {LR} --scheduler asha", 2, "--scheduler --asha"),
-    (f"--space {LR} --first-rung 2", 2, "--first-rung --asha"),
     (f"--space {LR} --optim.betas 0.8 0.9", 2, "optim.betas optim.name"),
     (f"--space {LR} --scaling.num-workers 2", 2, "scaling.num_workers"),
     (f"--space {LR} --scaling.max-failures=2", 2, "scaling.max_failures"),
