@@ -172,16 +172,16 @@ def _holds(need: str, config: TrainConfig) -> bool:
     return False
 
 
-def require_effect(given: Container[str], config: TrainConfig, on_ray: bool = True) -> None:
-    """Raises ConfigError if a flag of a command line has no effect.
+def require_effect(given: Container[str], *configs: TrainConfig, on_ray: bool = True) -> None:
+    """Raises ConfigError if a flag of a command line has no effect in any of the configs.
 
     Args:
         given: as `given_flags` tells.
     """
     lines = [
         f"{name} has no effect: it needs {needs}. Remove it."
-        for name, needs in idle(config, on_ray).items()
-        if name in given
+        for name, needs in idle(configs[0], on_ray).items()
+        if name in given and all(name in idle(config, on_ray) for config in configs[1:])
     ]
     if lines:
         raise ConfigError("\n".join(lines))

@@ -89,8 +89,8 @@ TOOLS = {
     "format=torchscript": "export r --format torchscript",
     "per_trial": "sweep digits --space optim.lr=1,2 --per-trial cpus=4",
     "print_completion": "--print-completion bash",
-    "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
-    "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "scheduler": "sweep digits --space optim.lr=1,2 --scheduler asha",
+    "search=grid": "sweep digits --space optim.lr=1,2 --search grid",
     "tta": "predict r --tta flip --out p.csv",
     "watch": "watch runs",
 }
