@@ -104,12 +104,11 @@ _OF_IMAGES = [
 _OF_RAY = [
     _Rule(
         "scaling.num_workers scaling.placement scaling.max_failures scaling.max_preemptions "
-        "scaling.replace_workers scaling.warm_processes scaling.spares "
+        "scaling.replace_workers scaling.warm_processes "
         "scaling.wait_s scaling.resize_s scaling.start_timeout_s scaling.gpus_per_worker",
         "Ray (without it, the launcher of the processes decides)",
         lambda _: False,
     ),
-    _Rule("scaling.spares", "scaling.warm_processes"),
 ]
 IMAGES = "image-classification"
 # Fields of these sections that tasks do not read.

@@ -46,10 +46,6 @@ class ScalingConfig(Section, name="scaling"):
     """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
     on machines without a GPU. That process stays on a running cluster for an hour after its last
     fork."""
-    spares: int = field(default=1, metadata=FREE)
-    """With warm processes: how many on each node have also loaded Ray, and wait. The
-    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB. Where fit
-    runs, its workers start from some that are made while it loads torch; 0: none."""
     max_preemptions: int = field(default=-1, metadata=FREE)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""
@@ -80,7 +76,7 @@ class ScalingConfig(Section, name="scaling"):
         self.worker_range()
         self.above_zero("start_timeout_s")
         self.at_least(LEAST_OF_RESOURCE, "gpus_per_worker", "cpus_per_worker")
-        self.at_least(0, "max_failures", "spares", "wait_s", "check_every_steps", "hang_s")
+        self.at_least(0, "max_failures", "wait_s", "check_every_steps", "hang_s")
         self.at_least(-1, "max_preemptions")
         self.at_least(1, "resize_s")
         gpus = self.gpus_per_worker

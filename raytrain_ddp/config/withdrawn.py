@@ -18,6 +18,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "micro_batch=auto": (..., "use the number that --find-micro-batch prints"),
     "model.unfreeze_epoch": (0, "use two runs, the second with --model.weights FIRST"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
+    "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),

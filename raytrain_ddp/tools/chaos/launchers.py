@@ -65,7 +65,7 @@ def without_ray(environment: Mapping[str, str]) -> Iterator[Launch]:
             def start(rank: str) -> Process:
                 ranked = {**group, "RANK": rank, "LOCAL_RANK": rank}
                 state = own_state([_WORKER, str(recipe), "--local"], ranked)
-                found = forked(address, serve, state | {"spares": 0, "waits": True}, files)
+                found = forked(address, serve, state | {"waits": True}, files)
                 if found is None:
                     raise PreflightError("the process that forks the workers does not start.")
                 return found
