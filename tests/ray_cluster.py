@@ -50,7 +50,7 @@ def two_nodes() -> Iterator[Any]:
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": alive}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1)
-    forked = {"py_executable": py_executable("always", os.getpid(), 1, 1)}
+    forked = {"py_executable": py_executable("always", os.getpid(), 1)}
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env=forked)
     try:
         yield cluster

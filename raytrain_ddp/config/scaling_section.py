@@ -63,10 +63,6 @@ class ScalingConfig(Section, name="scaling"):
     """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
     on machines without a GPU. That process stays on a running cluster for an hour after its last
     fork."""
-    spares: int = setting(1, free=True, least=0, needs="scaling.warm_processes", on_ray=True)
-    """With warm processes: how many on each node have also loaded Ray, and wait. The
-    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB. Where fit
-    runs, its workers start from some that are made while it loads torch; 0: none."""
     max_preemptions: int = setting(-1, free=True, least=-1, on_ray=True)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

@@ -23,6 +23,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "per_trial": (..., "use --scaling.cpus-per-worker and --scaling.gpus-per-worker"),
     "print_completion": (..., "use shtab, as docs/reference/commands.md says"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
+    "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
     "scheduler=halving": (..., "use asha"),
     "scheduler=pbt": (..., "use asha"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),

@@ -27,6 +27,7 @@ OTHERS = {
     "eval.asynchronous": True,
     "model.unfreeze_epoch": 2,
     "scaling.on_divergence": "resync",
+    "scaling.spares": 2,
 }
 
 
