@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FRESH, LIMIT_S = 3, 60.0
+FRESH, LIMIT_S = 2, 60.0
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ def nccl(options: Options) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    spent: list[float] = []
+    made, ended = list[float](), list[float]()  # seconds
     used: list[tuple[int, ...]] = []
     for number in range(options["rounds"]):
         began, connections = time.monotonic(), Connections()
@@ -192,10 +193,11 @@ def nccl(options: Options) -> None:
         dist.all_reduce(vote)
         connections.wait_for_device()
         assert total.sum().item() == 1 << 20
+        made.append(time.monotonic() - began)
         connections.cut()
         group = dist.group.WORLD
         end_group(is_aborted=True)
-        spent.append(time.monotonic() - began)
+        ended.append(time.monotonic() - began - made[-1])
         let_go(group, connections, 0, 1)
         del group, connections
         used.append(_used())
@@ -207,8 +209,8 @@ def nccl(options: Options) -> None:
             )
         ]
         say(
-            f"{number + 1} times, {1e3 * sorted(spent)[len(spent) // 2]:.0f} ms (median), from the "
-            f"fifth to the last: {', '.join(changes)}"
+            f"{number + 1} times, made and used in {1e3 * median(made):.0f} ms, aborted in "
+            f"{1e3 * median(ended):.0f} ms (medians); from the fifth to the last: {', '.join(changes)}"
         )
     os._exit(0)  # threads of aborted groups may be left
 

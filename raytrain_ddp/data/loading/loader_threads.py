@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -13,8 +14,8 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-_WAIT_SHARE = 0.02  # of the time: if the wait for data is longer, add a thread
-_LOOK_EVERY = 32  # results
+_WAIT_SHARE = 0.02  # of the time: if the wait for data is longer, add threads
+_LOOK_EVERY = 8  # results
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class LoaderThreads:
 
     Args:
         most: the maximum number; 0: none, the consumer does the work.
-        begin: the initial number of threads; another one starts whenever the consumer has to wait.
-            None: all. (All processes start at once.)
+        begin: the initial number of threads; as long as the consumer has to wait, others start: as
+            many as the wait so far suggests. None: all. (All processes start at once.)
         ahead: maximum number of prepared results per thread or process.
         ahead_bytes: maximum size of all prepared results, except one per thread or process.
     """
@@ -89,20 +90,28 @@ class Gate:
         return max(self.active, min(most, self._threads.ahead_bytes // self._largest_bytes))
 
     def passed(self, future: Future[R], size_bytes: Callable[[R], int]) -> R:
-        """The result; admits another thread if too much of the time is spent waiting."""
+        """The result; admits other threads if too much of the time is spent waiting."""
         started = time.monotonic()
         result = future.result()
         now = time.monotonic()
         self._waited += now - started
         self._largest_bytes = max(self._largest_bytes, size_bytes(result))
         self._results += 1
-        if self._results % _LOOK_EVERY == 0:
-            starved = self._waited > _WAIT_SHARE * (now - self._since)
-            if starved and self.active < self._threads.most:
-                self.active += 1
-                self.semaphore.release()
+        if self._results == 1:  # no thread is late
+            self._waited, self._since = 0.0, now
+        elif self._results % _LOOK_EVERY == 0:
+            self._admit(now - self._since)
             self._waited, self._since = 0.0, now
         return result
+
+    def _admit(self, passed_s: float) -> None:
+        if self._waited <= _WAIT_SHARE * passed_s or self.active >= self._threads.most:
+            return
+        # Threads that were always busy took `passed_s`; the consumer alone needs less.
+        consumed_s = max(passed_s - self._waited, 1e-9)
+        wanted = min(self._threads.most, math.ceil(self.active * passed_s / consumed_s))
+        self.semaphore.release(wanted - self.active)
+        self.active = wanted
 
 
 def one_ahead(results: Iterator[R]) -> Generator[R, None, None]:
