@@ -57,11 +57,11 @@ class ScalingConfig(Section, name="scaling"):
     replace_workers: bool | Literal["auto"] = setting("auto", free=True, on_ray=True)
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
     exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
-    newest checkpoint. auto: true, except over NCCL, where it has not been tested on real GPUs; with
+    newest checkpoint. auto: true, except over NCCL, where it has never run on several GPUs; with
     true, each step there waits for its last collective before its update."""
     warm_processes: bool | Literal["auto"] = setting("auto", free=True, on_ray=True)
-    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
-    on machines without a GPU. That process stays on a running cluster for an hour after its last
+    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux, with or
+    without GPUs. auto: true. That process stays on a running cluster for an hour after its last
     fork."""
     max_preemptions: int = setting(-1, free=True, least=-1, on_ray=True)
     """How many times workers are replaced after a preemption notice for their node. -1: no

@@ -26,9 +26,11 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
     "scheduler=halving": (..., "use asha"),
     "scheduler=pbt": (..., "use asha"),
+    "stats_images": (..., "use --data.mean and --data.std of fit"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
+    "verify": (..., "compare with the sha256 in dataset.json"),
     "watch": (..., "use raytrain report STORAGE --every 30"),
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}

@@ -188,8 +188,8 @@ def start_warm_server(config: TrainConfig, address: str | None) -> str:
     if starts_ray(address):
         _warm(config, caller())
         if config.scaling.warm_processes:
-            mode = _forks(config)
-            return why_cold(mode) if mode else "they need Linux, and this environment's Python"
+            needs = "they need Linux, and this environment's Python"
+            return why_cold() if _forks(config) else needs
     return ""
 
 
@@ -228,13 +228,11 @@ def shipped_code(config: TrainConfig) -> dict[str, Any]:
     return {"py_modules": shipped} if shipped else {}
 
 
-def _forks(config: TrainConfig) -> str:
-    """Where Ray's processes are forks: see `unsuited` of fork_client.py; "": nowhere."""
+def _forks(config: TrainConfig) -> bool:
+    """Whether Ray's processes are forks, as far as this process can tell."""
     given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
     own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
-    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
-        return ""
-    return "auto" if config.scaling.warm_processes == "auto" else "always"
+    return bool(config.scaling.warm_processes) and sys.platform == "linux" and not own_python
 
 
 def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
@@ -244,12 +242,11 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     Args:
         owner: the process that the server ends with; 0: each node's raylet.
     """
-    mode, threads = _forks(config), config.scaling.threads
-    if not mode:
+    if not _forks(config):
         return {}
     if owner:
-        start_early(mode, threads, owner)
-    return {"py_executable": py_executable(mode, owner, threads)}
+        start_early(config.scaling.threads, owner)
+    return {"py_executable": py_executable(owner, config.scaling.threads)}
 
 
 def wait_for_room(

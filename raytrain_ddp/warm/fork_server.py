@@ -100,7 +100,7 @@ def is_fit_to_fork() -> bool:
     files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     opened = {os.readlink(file) for file in files if os.path.islink(file)}
     threads = len(os.listdir("/proc/self/task"))
-    on_gpu = any(name.startswith("/dev/nvidia") for name in opened)
+    on_gpu = any(name.startswith(("/dev/nvidia", "/dev/dxg")) for name in opened)  # or WSL's
     return threads == 1 and not on_gpu and "ray" not in sys.modules
 
 

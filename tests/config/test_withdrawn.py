@@ -92,6 +92,8 @@ TOOLS = {
     "print_completion": "--print-completion bash",
     "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
     "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "stats_images": "convert a b --stats-images 5",
+    "verify": "convert a b --verify",
     "watch": "watch runs",
 }
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class Place:
             for word, instead in changes.items():
                 text = text.replace(word, instead)
             (folder / source.name).write_text(text)
-        self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py"), "always"]
+        self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py")]
         self.command += [str(owner), "1", str(self.workers / "probe.py")]
 
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
@@ -269,4 +268,4 @@ def test_ray_runs_the_command_with_python_installed_elsewhere(
         assert report["same"]["argv"][1:] == ["two words"]
         return report
 
-    assert as_ray(py_executable("always", place.owner, 1))["forked"]
+    assert as_ray(py_executable(place.owner, 1))["forked"]
