@@ -246,7 +246,7 @@ def test_a_fork_of_the_warm_server_uses_the_gpu_that_it_gets_afterward(
             files = 0, out.fileno(), out.fileno()
             worker = fork_client.forked(address, lambda: server, request, files)
             assert worker is not None
-            status = worker.wait(60)
+            status = worker.wait(120)
             out.seek(0)
             assert (status, json.loads(out.readline())) == (0, [server, 1, 3.0])
     finally:
