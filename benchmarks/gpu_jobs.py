@@ -210,7 +210,8 @@ def nccl(options: Options) -> None:
         ]
         say(
             f"{number + 1} times, made and used in {1e3 * median(made):.0f} ms, aborted in "
-            f"{1e3 * median(ended):.0f} ms (medians); from the fifth to the last: {', '.join(changes)}"
+            f"{1e3 * median(ended):.0f} ms (medians); "
+            f"from the fifth to the last: {', '.join(changes)}"
         )
     os._exit(0)  # threads of aborted groups may be left
 

@@ -57,7 +57,9 @@ def test_prefetched_raises_a_workers_error_in_order_and_ends_its_threads(threads
     assert loader_threads() == []
 
 
-@pytest.mark.parametrize(("work_s", "use_s", "least", "most"), [(0.1, 0.01, 4, 16), (0, 0.02, 1, 2)])
+@pytest.mark.parametrize(
+    ("work_s", "use_s", "least", "most"), [(0.1, 0.01, 4, 16), (0, 0.02, 1, 2)]
+)
 def test_threads_are_soon_as_many_as_the_consumer_needs(
     work_s: float, use_s: float, least: int, most: int
 ):
