@@ -238,17 +238,17 @@ def test_a_fork_of_the_warm_server_uses_the_gpu_that_it_gets_afterward(
     """The server has not looked for GPUs: torch would have kept their number, and refuse them."""
     environment, script = building.environment(libraries, gpus=2), tmp_path / "worker.py"
     script.write_text(OF_ONE_GPU)
+    printed = tmp_path / "out"
     address = f"raytrain-fork-gpu-{os.getpid()}"
     server = fork_client.start_server(address, os.getpid(), 1, environment)
     try:
         request = {**fork_client.own_state([str(script)], environment), "waits": True}
-        with (tmp_path / "out").open("w+") as out:
+        with printed.open("w") as out:
             files = 0, out.fileno(), out.fileno()
             worker = fork_client.forked(address, lambda: server, request, files)
-            assert worker is not None
-            status = worker.wait(120)
-            out.seek(0)
-            assert (status, json.loads(out.readline())) == (0, [server, 1, 3.0])
+        assert worker is not None
+        assert worker.wait(120) == 0, printed.read_text()
+        assert json.loads(printed.read_text()) == [server, 1, 3.0]
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
