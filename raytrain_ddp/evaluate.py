@@ -21,14 +21,13 @@ from raytrain_ddp.events import Eval, Plan
 from raytrain_ddp.files import expanded
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.data.loading.sources import Data
-    from raytrain_ddp.data.splits import ImageSource
     from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.tools.inference.loaded_model import LoadedModel
     from raytrain_ddp.training.runtime.world import World
 
 
@@ -109,17 +108,16 @@ def main(argv: Sequence[str]) -> int:
 
     world = _world(args.device, config)
     try:
-        task, data = _opened(checkpoint, config, given)
+        model, data = _opened(checkpoint, config, given, world)
     except DataError as error:
         if args.data is not None:
             raise
         raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
-    model = _model_of(config, task, checkpoint, world.device)
+    task, threads = model.task, LoaderThreads(world.threads)
     if args.per_class and not hasattr(task, "per_class_metrics"):
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
-    threads = LoaderThreads(world.threads)
-    values = evaluate(config, task, model, data, world, threads, metrics)
+    values = evaluate(config, task, model.model, data, world, threads, metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
@@ -141,21 +139,22 @@ def _follow(args: EvaluateArgs) -> int:
     from raytrain_ddp.records import json_of, to_record
     from raytrain_ddp.training.metrics.evaluation import evaluation_of
     from raytrain_ddp.training.state.async_checkpoint import with_backoff
+    from raytrain_ddp.training.state.shared_checkpoint import load_model
 
     run = run_folder.open_run(args.run)
     store, done = run_folder.checkpoint_store(run), run_folder.read_followed(run)
     seen = {each.step for each in done}
-    parts: list[tuple[TrainConfig, World, Task, Data]] = []
+    parts: list[tuple[World, LoadedModel, Data]] = []
 
     def evaluated(checkpoint: Checkpoint) -> Eval:
         if not parts:
             config = run_folder.config_of(checkpoint)
             world = _world(args.device, config)
-            parts.append((config, world, *_opened(checkpoint, config, {})))
-        (config, world, task, data), began = parts[0], time.monotonic()
-        model = _model_of(config, task, checkpoint, world.device)
-        threads = LoaderThreads(world.threads)
-        metrics, tables = evaluation_of(config, task, model, data, world, threads)
+            parts.append((world, *_opened(checkpoint, config, {}, world)))
+        (world, model, data), began = parts[0], time.monotonic()
+        task, threads = model.task, LoaderThreads(world.threads)
+        load_model(model.model, checkpoint)
+        metrics, tables = evaluation_of(model.config, task, model.model, data, world, threads)
         sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
         others = [sign * each.metrics.get(name, math.nan) for each in done]
         best = not (math.isnan(metrics[name]) or any(v >= sign * metrics[name] for v in others))
@@ -204,26 +203,11 @@ def _world(device_name: str, config: TrainConfig) -> World:
     return world
 
 
-def _model_of(
-    config: TrainConfig, task: Task, checkpoint: Checkpoint, device: torch.device
-) -> nn.Module:
-    """Returns the model of a checkpoint on the device, as the run evaluates it."""
-    from raytrain_ddp.tasks.task_check import model_of
-    from raytrain_ddp.training.start.initial_model import placed
-    from raytrain_ddp.training.state.shared_checkpoint import load_model
-
-    model = model_of(task, pretrained=False)
-    load_model(model, checkpoint)
-    return placed(config, model, device)
-
-
 def _place(out: str) -> Path:
     """The file to write. Raises ConfigError, before any work, if it cannot be there."""
     path = expanded(out)
-    if not os.path.isdir(path.parent):
-        raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
-    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
-        raise ConfigError(f"--out {path}: is a folder: give the name of a file.")
+    if not os.path.isdir(path.parent) or os.path.isdir(path):
+        raise ConfigError(f"--out {path}: give the name of a file in a folder that is there.")
     return path
 
 
@@ -240,46 +224,40 @@ def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:
 
 
 def _opened(
-    checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any]
-) -> tuple[Task, Data]:
-    """The task, and the data to evaluate on.
+    checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any], world: World
+) -> tuple[LoadedModel, Data]:
+    """The model, as the run evaluates it, and the data to evaluate on.
 
-    Training data that are not evaluated need not be there: the checkpoint has recorded the classes.
+    Args:
+        given: the fields of [data] that flags have replaced; each must have an effect.
     """
-    from raytrain_ddp.checkpoint.run_folder import recorded_classes
-    from raytrain_ddp.data.pixels.image_batches import image_data
-    from raytrain_ddp.data.splits import open_evaluation
-    from raytrain_ddp.tasks.image_classification import ImageClassification
-    from raytrain_ddp.tasks.task_check import eval_data_of
-    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-
-    classes = recorded_classes(checkpoint)
-    is_apart = config.data.eval_source is not None and not config.data.holdout
-    if is_apart and config.task in BUILT_IN and classes:
-        source = open_evaluation(config.data, classes, config.loss.name == "bce")
-        _require_used(given, source, config)
-        data = image_data(source, config.data, None, len(classes))
-        return ImageClassification.without_data(config, classes), data
-    reads: set[str] = set()
-    task = load_task(config, reads)
-    own = eval_data_of(task, config.seed)
-    if isinstance(task, ImageClassification) and task.splits.eval is not None:
-        _require_used(given, task.splits.eval, config)
-    for name in given if config.task not in BUILT_IN else ():
-        if f"data.{name}" not in reads:
-            flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect: {config.task} does not read data.{name}.")
-    if own is None:
-        raise ConfigError("there is no evaluation set: give one with --data.")
-    return task, own
-
-
-def _require_used(given: Mapping[str, Any], source: ImageSource, config: TrainConfig) -> None:
     from raytrain_ddp.data.splits import unused_fields
+    from raytrain_ddp.tasks.task_check import eval_data_of
+    from raytrain_ddp.tasks.task_loading import BUILT_IN
+    from raytrain_ddp.tools.inference.inputs import evaluation_of_run
+    from raytrain_ddp.tools.inference.loaded_model import loaded
+    from raytrain_ddp.training.start.initial_model import placed
 
-    for name, why in unused_fields(source, config.data, "the evaluation set"):
-        if name in given:
-            raise ConfigError(f"--data.{name.replace('_', '-')} {why}")
+    reads: set[str] = set()
+    model = loaded(checkpoint, config, world.device, reads)
+    data, unused = None, dict[str, str]()
+    if config.task in BUILT_IN:
+        source = evaluation_of_run(config, model.class_names)
+        if source is not None:
+            unused = dict(unused_fields(source, config.data, "the evaluation set"))
+            data = model.data_of(source, None)
+    else:
+        data = eval_data_of(model.task, config.seed)
+        unread = [name for name in given if f"data.{name}" not in reads]
+        unused = dict.fromkeys(unread, f"has no effect: {config.task} does not read it.")
+    for name in given:
+        if name in unused:
+            flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {unused[name]}")
+    if data is None:
+        raise ConfigError("there is no evaluation set: give one with --data.")
+    placed(config, model.model, world.device)
+    return model, data
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,6 @@ RANKS = [
     {"training"},
     {"tools", "staging"},
     {"inference"},
-    {"result"},
     {"ray_backend"},
     {"driver"},
     {"report"},

@@ -66,32 +66,42 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import model_of
+    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
+    from raytrain_ddp.tasks.task_loading import load_task
     from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of
     from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
+    from raytrain_ddp.training.run_identity import RunIdentity
     from raytrain_ddp.training.steps.device_feed import plan_for
+    from raytrain_ddp.training.steps.early_stop import require_evaluation
 
     reads: set[str] = set()
-    task, data, eval_data = _opened(config, reads)
+    task = load_task(config, reads)
+    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
+    require_evaluation(config, eval_data)
     plan = plan_for(config, data, layout.most)
-    steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
-    epochs, repeats = steps / per_epoch, config.augment.repeats
+    per_epoch, repeats = plan.steps_per_epoch, config.augment.repeats
+    steps = config.total_steps(per_epoch)
     model = model_of(task, pretrained=manifest is None)
     optimizer = optimizer_of(task, model, config)
     due = turns_of(task, optimizer, steps_to_check(steps))
-    notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
-    notes += [*_tried(config, task, model, data, eval_data, plan, due(0))]
-    notes += getattr(task, "notes", ())
-    notes += unread_notes(config, reads, replaced_fields(task, optimizer, config))
-    _require_same_data(run, data, eval_data, task)  # reads each field
-    notes += filter(None, [new_code_note(run)])
+    notes = [
+        *effect_notes(config),
+        *step_notes(config, per_epoch),
+        *filter(None, (layout.note, new_code_note(run))),
+        *_tried(config, task, model, data, eval_data, plan, due(0)),
+        *getattr(task, "notes", ()),
+        *unread_notes(config, reads, replaced_fields(task, optimizer, config)),
+    ]
+    identity = RunIdentity.of(config, data, eval_data, task)  # reads each field
+    if checkpoint := newest_checkpoint(run.folder):
+        identity.require_same(checkpoint)
     learning = LearningRates(task, optimizer, config, per_epoch)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
     size = bytes_of([model.state_dict(), optimizer.state_dict()])
-    least = min(layout.least, layout.most)
+    least, epochs = min(layout.least, layout.most), steps / per_epoch
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
@@ -100,11 +110,12 @@ def dry_run(
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
     splits = getattr(task, "splits", None)
-    data_summary = splits.summary() if isinstance(splits, Splits) else None
-    data_lines = format_data(data_summary, task.unit) or [
+    summary = splits.summary() if isinstance(splits, Splits) else None
+    data_lines = format_data(summary, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
+    lacking = missing_resources(layout, embedded_resources(config, layout, have))
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
         dumps(publishable(asked), TrainConfig()).rstrip(),
@@ -120,31 +131,9 @@ def dry_run(
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
         f"run            {config.name} {_run_state(run, branch)}",
         *(f"note           {text}" for text in notes),
+        *([f"this machine lacks\n{lacking}"] if lacking else []),
     ]
-    lacking = missing_resources(layout, embedded_resources(config, layout, have))
-    if lacking:
-        lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
-
-
-def _opened(config: TrainConfig, reads: set[str]) -> tuple[Task, Data, Data | None]:
-    from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
-
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
-    return task, data, eval_data
-
-
-def _require_same_data(run: NamedRun, data: Data, eval_data: Data | None, task: Task) -> None:
-    """Raises DataError if a file is missing, or the data are not those of the run so far."""
-    from raytrain_ddp.training.run_identity import RunIdentity
-
-    identity = RunIdentity.of(run.config, data, eval_data, task)
-    if checkpoint := newest_checkpoint(run.folder):
-        identity.require_same(checkpoint)
 
 
 def _workers(config: TrainConfig, have: Mapping[str, float], local: bool) -> tuple[Layout, str]:

@@ -45,7 +45,6 @@ scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_p
 scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
 scaling.placement scaling.replace_workers scaling.resize_s
 scaling.start_timeout_s scaling.use_gpu scaling.wait_s scaling.warm_processes
-settled
 steps stop.min_delta stop.patience
 storage
 """

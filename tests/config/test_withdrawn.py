@@ -93,6 +93,7 @@ TOOLS = {
     "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
     "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
     "stats_images": "convert a b --stats-images 5",
+    "tta": "predict r --tta flip --out p.csv",
     "verify": "convert a b --verify",
     "watch": "watch runs",
 }

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.command_line import Command, given_flags
+from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.rules import given_flags, require_effect, value_of
+from raytrain_ddp.config.rules import require_effect
 from raytrain_ddp.config.validation import require, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.formatting import plural
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
         require(False, flag, value_of(args.config, name), "chaos sets this itself")
     use_gpu = args.config.scaling.use_gpu
     require(not args.local or use_gpu is not True, "--scaling.use-gpu", True, "--local is on CPUs")
-    require_effect(argv, args.config, on_ray=not args.local)
+    require_effect(given_flags(argv), args.config, on_ray=not args.local)
     return args
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,17 +41,12 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.tools.display.work_meter import shown
 
     write: Any = partial(in_threads, args.workers or int(local_resources()["CPU"]))
-    try:
-        with ExitStack() as stack:
-            phase = stack.enter_context(shown())
-            if args.address is not None:
-                connection = ray_connection(args.address, {}, {}, tell=lambda _: None)
-                stack.enter_context(connection)
-                write = on_ray
-            dataset, summary = convert(args, write, phase)
-    except KeyboardInterrupt:
-        print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
-        raise
+    with ExitStack() as stack:
+        phase = stack.enter_context(shown())
+        if args.address is not None:
+            stack.enter_context(ray_connection(args.address, {}, {}, tell=lambda _: None))
+            write = on_ray
+        dataset, summary = convert(args, write, phase)
     if summary is None:
         print(f"{args.dest} is complete already")
     rows = " and ".join(f"{count:,} {split}" for split, count in dataset["rows"].items())

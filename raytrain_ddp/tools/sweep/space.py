@@ -20,7 +20,7 @@ Point = Mapping[str, Value]
 
 MAX_POINTS = 10_000
 _FORMS = "LOW:HIGH, log:LOW:HIGH with LOW above 0, or a list of different values such as 0.1,0.2"
-_FIXED = {"name", "storage", "settled", "seed", "scaling", "log", "checkpoint"}
+_FIXED = {"name", "storage", "seed", "scaling", "log", "checkpoint"}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytrain_ddp.config.rules import value_of
+from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
