@@ -281,16 +281,12 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     replace_workers: bool | Literal["auto"] = "auto"
     """A worker that dies is replaced while the others keep their state: no step is repeated. With
     exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
-    newest checkpoint. auto: true, except over NCCL, where it has not been tested on real GPUs; with
+    newest checkpoint. auto: true, except over NCCL, where it has never run on several GPUs; with
     true, each step there waits for its last collective before its update."""
     warm_processes: bool | Literal["auto"] = "auto"
-    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux. auto:
-    on machines without a GPU. That process stays on a running cluster for an hour after its last
+    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux, with or
+    without GPUs. auto: true. That process stays on a running cluster for an hour after its last
     fork."""
-    spares: int = setting(1, least=0, needs="scaling.warm_processes")
-    """With warm processes: how many on each node have also loaded Ray, and wait. The
-    replacement for a dead worker starts from one, and joins sooner. Each takes 90 MB. Where fit
-    runs, its workers start from some that are made while it loads torch; 0: none."""
     max_preemptions: int = setting(-1, least=-1)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""

@@ -25,11 +25,14 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "scheduler": (..., "use --asha EPOCHS"),
     "search=grid": (..., "use lists alone, and as many --trials as there are combinations"),
+    "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
     "settled": ([], "remove it; auto stays what it was when the run began"),
+    "stats_images": (..., "use --data.mean and --data.std of fit"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "tta": (..., "use model(images.flip(-1)) of raytrain_ddp.load(RUN)"),
+    "verify": (..., "compare with the sha256 in dataset.json"),
     "watch": (..., "use raytrain report STORAGE --every 30"),
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
