@@ -71,13 +71,12 @@ CONTENDERS = {
     "torchrun": "hand-written DDP, torchrun restarts",
     "fit-torchrun": "fit under torchrun, which restarts",
     "fit-ray": "fit, embedded Ray",
-    "fit-no-spare": "fit, embedded Ray, no spare process",
     "fit-exact": "fit --exact, embedded Ray",
     "fit-restart": "fit, embedded Ray, all restarted",
     "naive-ray": "naive TorchTrainer, embedded Ray",
     "torchft": "torchft, two replicas",
 }
-FORKED = ("fit-ray", "fit-no-spare", "fit-exact", "fit-restart")
+FORKED = ("fit-ray", "fit-exact", "fit-restart")
 BASE = "torchrun"
 MARKS = {
     "gone": "all old workers gone",
@@ -191,7 +190,6 @@ def command(contender: str, args: argparse.Namespace, folder: Path) -> list[str]
         "torchrun": [*torchrun, str(PROGRAMS / "by_hand.py"), *common],
         "fit-torchrun": [*torchrun, *fit],
         "fit-ray": [python, *fit],
-        "fit-no-spare": [python, *fit, "--scaling.spares", "0"],
         "fit-exact": [python, *fit, "--exact"],
         "fit-restart": [python, *fit, "--scaling.replace-workers", "false"],
         "naive-ray": [python, str(PROGRAMS / "naive_ray.py"), *common],

@@ -53,7 +53,7 @@ def _fields(kind: type) -> set[str]:
 
 
 def is_of_config(flag: Flag) -> bool:
-    return flag.path[0] == "config"
+    return flag.path.startswith("config.")
 
 
 def table(flags: Iterable[Flag], free: bool = False) -> str:

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
     from raytrain_ddp.data.order.sample_rng import Draws as Draws
+    from raytrain_ddp.driver.result import FitResult as FitResult
     from raytrain_ddp.errors import RaytrainError as RaytrainError
     from raytrain_ddp.fit import fit as fit
     from raytrain_ddp.fit import fit_locally as fit_locally
-    from raytrain_ddp.result import FitResult as FitResult
     from raytrain_ddp.tasks.task import Task as Task
     from raytrain_ddp.tools.inference.loaded_model import load as load
     from raytrain_ddp.tools.report.write import plot as plot
@@ -54,7 +54,7 @@ _HOMES = {
     "Data": "data.loading.sources",
     "DataConfig": "config.input_sections",
     "Draws": "data.order.sample_rng",
-    "FitResult": "result",
+    "FitResult": "driver.result",
     "IterableSource": "data.iterable_source",
     "MapSource": "data.loading.sources",
     "RaytrainError": "errors",

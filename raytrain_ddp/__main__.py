@@ -21,7 +21,7 @@ COMMANDS = {
     "fit": "Train a model: from a recipe, flags, or both",
     "evaluate": "Compute the metrics of a checkpoint",
     "predict": "Write the predictions of a checkpoint to a file",
-    "export": "Export a checkpoint to ONNX, torch.export, timm, and others",
+    "export": "Export a checkpoint to ONNX, torch.export or safetensors",
     "run": "Run a torchrun script on Ray, unchanged",
     "sweep": "Train with many configs, and find the best",
     "convert": "Convert images to Parquet shards",
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     for name, about in COMMANDS.items():
         command = _command(name)
         flags = command.flags(config=TrainConfig())
-        add_flags(commands.add_parser(name, help=about), flags, completing=True)
+        add_flags(commands.add_parser(name, help=about), flags)
     return whole
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.splits import ImageSource
     from raytrain_ddp.tasks.task import Task
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.runtime.world import World
@@ -115,12 +114,10 @@ def main(argv: Sequence[str]) -> int:
         raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
     task, data = build.task, build.eval_data
     assert data is not None
-    build.load_model(checkpoint)
     if args.per_class and task.per_class_metrics is None:
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
-    threads = LoaderThreads(world.threads)
-    values = evaluate(build, threads, metrics)
+    values = evaluate(build, LoaderThreads(world.threads), metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
@@ -142,6 +139,7 @@ def _follow(args: EvaluateArgs) -> int:
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.records import json_of, to_record
     from raytrain_ddp.training.metrics.evaluation import evaluation_of
+    from raytrain_ddp.training.state.shared_checkpoint import load_model
 
     run = run_folder.open_run(args.run)
     store, done = run_folder.checkpoint_store(run), run_folder.read_followed(run)
@@ -153,7 +151,7 @@ def _follow(args: EvaluateArgs) -> int:
             config = run_folder.config_of(checkpoint)
             builds.append(_opened(checkpoint, config, {}, _world(args.device, config)))
         build, task, began = builds[0], builds[0].task, time.monotonic()
-        build.load_model(checkpoint)
+        load_model(build.model, checkpoint)
         metrics, tables = evaluation_of(build, LoaderThreads(build.world.threads))
         sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
         others = [sign * each.metrics.get(name, math.nan) for each in done]
@@ -206,10 +204,8 @@ def _world(device_name: str, config: TrainConfig) -> World:
 def _place(out: str) -> Path:
     """The file to write. Raises ConfigError, before any work, if it cannot be there."""
     path = expanded(out)
-    if not os.path.isdir(path.parent):
-        raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
-    if os.path.isdir(path):  # path.is_dir() raises for names that are too long
-        raise ConfigError(f"--out {path}: is a folder: give the name of a file.")
+    if not os.path.isdir(path.parent) or os.path.isdir(path):
+        raise ConfigError(f"--out {path}: give the name of a file in a folder that is there.")
     return path
 
 
@@ -228,43 +224,39 @@ def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:
 def _opened(
     checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any], world: World
 ) -> Build:
-    """The task, and the data to evaluate on.
+    """The model, as the run evaluates it, and the data to evaluate on.
 
-    Training data that are not evaluated need not be there: the checkpoint has recorded the classes.
+    Args:
+        given: the fields of [data] that flags have replaced; each must have an effect.
     """
-    from raytrain_ddp.checkpoint.run_folder import recorded_classes
-    from raytrain_ddp.data.pixels.image_batches import image_data
-    from raytrain_ddp.data.splits import open_evaluation
-    from raytrain_ddp.tasks.image_classification import ImageClassification
+    from raytrain_ddp.data.splits import unused_fields
+    from raytrain_ddp.tasks.task_check import eval_data_of
     from raytrain_ddp.tasks.task_loading import BUILT_IN
+    from raytrain_ddp.tools.inference.inputs import evaluation_of_run
+    from raytrain_ddp.tools.inference.loaded_model import loaded
     from raytrain_ddp.training.build import Build
 
-    build, classes = Build(config, world), recorded_classes(checkpoint)
-    is_apart = config.data.eval_source is not None and not config.data.holdout
-    if is_apart and config.task in BUILT_IN and classes:
-        source = open_evaluation(config.data, classes, config.loss.name == "bce")
-        _require_used(given, source, config)
-        build.eval_data = image_data(source, config.data, None, len(classes))
-        build.task = ImageClassification.without_data(config, classes)
-        return build
-    task, own = build.task, build.eval_data
-    if isinstance(task, ImageClassification) and task.splits.eval is not None:
-        _require_used(given, task.splits.eval, config)
-    for name in given if config.task not in BUILT_IN else ():
-        if f"data.{name}" not in (build.reads or ()):
+    reads: set[str] = set()
+    model = loaded(checkpoint, config, world.device, reads)
+    data, unused = None, dict[str, str]()
+    if config.task in BUILT_IN:
+        source = evaluation_of_run(config, model.class_names)
+        if source is not None:
+            unused = dict(unused_fields(source, config.data, "the evaluation set"))
+            data = model.data_of(source, None)
+    else:
+        data = eval_data_of(model.task, config.seed)
+        unread = [name for name in given if f"data.{name}" not in reads]
+        unused = dict.fromkeys(unread, f"has no effect: {config.task} does not read it.")
+    for name in given:
+        if name in unused:
             flag = "--data" if name == "eval_source" else f"--data.{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} has no effect: {config.task} does not read data.{name}.")
-    if own is None:
+            raise ConfigError(f"{flag} {unused[name]}")
+    if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
+    build = Build(config, world, model.task)
+    build.model, build.eval_data = build.placed(model.model), data
     return build
-
-
-def _require_used(given: Mapping[str, Any], source: ImageSource, config: TrainConfig) -> None:
-    from raytrain_ddp.data.splits import unused_fields
-
-    for name, why in unused_fields(source, config.data, "the evaluation set"):
-        if name in given:
-            raise ConfigError(f"--data.{name.replace('_', '-')} {why}")
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:

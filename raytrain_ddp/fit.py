@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.command_line import Command, given_flags
 from raytrain_ddp.config.environment import under_torchrun
 from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.recipe import default_name, described, dumps
@@ -21,7 +21,7 @@ from raytrain_ddp.errors import ConfigError
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.driver.listener import Listener
-    from raytrain_ddp.result import FitResult
+    from raytrain_ddp.driver.result import FitResult
 
 _PROFILE_STEPS = 5
 
@@ -102,7 +102,7 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     if args.profile and not log.profile_steps:
         log = replace(log, profile_steps=_PROFILE_STEPS)
     args = replace(args, config=replace(args.config, log=log))
-    require_effect(argv, args.config, on_ray=not (args.local or under_torchrun()))
+    require_effect(given_flags(argv), args.config, on_ray=not (args.local or under_torchrun()))
     return args
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.process import run_command
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.files import is_utf8
 from raytrain_ddp.launcher.run_options import RunFlags, RunOptions
+from raytrain_ddp.launcher.torchrun_flags import WITHOUT_EFFECT, flags_in, split, words_of
 
 _PROG = "python -m raytrain_ddp.run"
 COMMAND = Command(
@@ -26,22 +26,6 @@ COMMAND = Command(
         "Cluster": ["address", "standalone", "ship"],
     },
 )
-# torchrun's flags that have no effect here.
-_WITHOUT_EFFECT = {
-    *("rdzv-backend", "rdzv-endpoint", "rdzv-conf", "master-addr", "local-addr", "node-rank"),
-    *("monitor-interval", "start-method", "run-path", "event-log-handler", "logs-specs"),
-    *("duplicate-stdout-filters", "duplicate-stderr-filters", "numa-binding", "use-env"),
-}
-_ALIASES = {"t": "tee", "r": "redirects", "n": "num-workers", "np": "num-workers"}
-_ALIASES |= {"shutdown-timeout": "grace-s", "module": "m", "h": "help"}
-_OWN = {field.name.replace("_", "-"): field for field in dataclasses.fields(RunFlags)}
-_VALUELESS = {name for name, field in _OWN.items() if isinstance(field.default, bool)}
-_VALUELESS |= {f"no-{name}" for name in _VALUELESS - {"no-python"}}
-_VALUELESS |= {"help", "help-all", "m", "run-path", "use-env"}
-_KNOWN = {*_OWN, *_WITHOUT_EFFECT, *_ALIASES, *_VALUELESS}
-_SWITCHED_OFF = {(name, "0") for name in _VALUELESS}
-
-Flag = tuple[str, str | None]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,12 +51,12 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
     for word in argv:
         if not is_utf8(word):
             raise ConfigError(f"{word!r}: Ray takes words in UTF-8 only.")
-    variables = _of_flags(environ or {})
+    variables = flags_in(environ or {})
     own, command = split([*variables.values(), *argv])
     flags = dict(own)  # the last of a flag wins
     is_module = flags.get("m", "0") != "0"
-    kept = [flag for flag in own if flag[0] not in {*_WITHOUT_EFFECT, "m"}]
-    equivalent = shlex.join([*_PROG.split(), *_words(kept), *["-m"] * is_module, *command])
+    kept = [flag for flag in own if flag[0] not in {*WITHOUT_EFFECT, "m"}]
+    equivalent = shlex.join([*_PROG.split(), *words_of(kept), *["-m"] * is_module, *command])
     node_rank = flags.get("node-rank") or "0"
     if node_rank != "0":
         raise ConfigError(
@@ -80,7 +64,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
             f"machine only: {equivalent}"
         )
     try:
-        parsed = COMMAND.parse(_words(kept))
+        parsed = COMMAND.parse(words_of(kept))
     except ConfigError as error:
         if not variables:
             raise
@@ -88,53 +72,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> RunO
     if not command:
         raise ConfigError(f"which script? {_PROG} --num-workers 2 train.py --its-flags")
     notes = []
-    if ignored := [flag for flag in own if flag[0] in _WITHOUT_EFFECT - {"use-env"}]:
-        notes.append(f"no effect here: {shlex.join(_words(ignored))}; equivalent: {equivalent}")
+    if ignored := [flag for flag in own if flag[0] in WITHOUT_EFFECT - {"use-env"}]:
+        notes.append(f"no effect here: {shlex.join(words_of(ignored))}; equivalent: {equivalent}")
     return RunOptions(parsed, command[0], tuple(command[1:]), is_module, tuple(notes))
-
-
-def split(argv: Sequence[str]) -> tuple[list[Flag], list[str]]:
-    """Splits the arguments: our flags by their full names, and everything from the script on."""
-    own: list[Flag] = []
-    at = 0
-    while at < len(argv) and argv[at].startswith("-") and argv[at] != "-":
-        word = argv[at]
-        at += 1
-        if word == "--":
-            break
-        if word[1] != "-" and word[1] in "trn" and word[:3] != "-np":
-            name, value = word[1], word[2:].removeprefix("=") or None  # -t3
-        else:
-            name, equals, text = word.lstrip("-").partition("=")
-            value = text if equals else None
-        name = _full(name.replace("_", "-"))
-        if value is None and name not in _VALUELESS and at < len(argv):
-            value = argv[at]
-            at += 1
-        own.append((name, value))
-    return own, list(argv[at:])
-
-
-def _full(name: str) -> str:
-    """A flag's full name, from an alias or an unambiguous prefix."""
-    if name not in _KNOWN and len(name) > 1:
-        begun = {known for known in _KNOWN if known.startswith(name)}
-        name = begun.pop() if len(begun) == 1 else name
-    return _ALIASES.get(name, name)
-
-
-def _of_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that set torchrun's flags, and the words that they stand for."""
-    words = {}
-    for variable, value in environ.items():
-        name = _full(variable.removeprefix("PET_").lower().replace("_", "-"))
-        if variable.startswith("PET_") and name in _KNOWN and (name, value) not in _SWITCHED_OFF:
-            words[variable] = f"--{name}" if name in _VALUELESS else f"--{name}={value}"
-    return words
-
-
-def _words(flags: Iterable[Flag]) -> list[str]:
-    return [word for name, value in flags for word in (f"--{name}", value) if word is not None]
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ def two_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    start_early("always", 1)
+    start_early(1)
     soon = {"initial_delay_ms": 1000, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
     alive = {f"health_check_{name}": value for name, value in soon.items()}
     head = {"num_cpus": 2, "include_dashboard": False, "_system_config": alive}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1)
-    forked = {"py_executable": py_executable("always", os.getpid(), 1, 1)}
+    forked = {"py_executable": py_executable(os.getpid(), 1)}
     ray.init(cluster.address, log_to_driver=False, logging_level="ERROR", runtime_env=forked)
     try:
         yield cluster

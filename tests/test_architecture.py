@@ -43,7 +43,6 @@ RANKS = [
     {"training"},
     {"tools", "staging"},
     {"inference"},
-    {"result"},
     {"ray_backend"},
     {"driver"},
     {"report"},

@@ -51,7 +51,6 @@ class WarmPython(subprocess.Popen[Any]):
             **fork_client.own_state([PROGRAM, *command], environment),
             "folder": os.path.abspath(cwd or "."),
             "session": session,
-            "spares": 0,
             "waits": True,
         }
         files = [own if own >= 0 else n for n, own in enumerate((p2cread, c2pwrite, errwrite))]

@@ -1,21 +1,22 @@
-"""Command lines by argparse: flags from the fields of dataclasses, errors in one line."""
+"""Command lines: flags from the fields of dataclasses, errors in one line."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
-from raytrain_ddp.config.field_types import listed
-from raytrain_ddp.config.flags import Flag, changes, flags_of
-from raytrain_ddp.config.help_page import page, summary, topic_of
+from raytrain_ddp.config.field_types import changes, listed
+from raytrain_ddp.config.flags import Flag, flags_of
+from raytrain_ddp.config.help_page import page, summary
 from raytrain_ddp.config.suggestions import meant
 from raytrain_ddp.config.validation import is_flag, require_no_control
 from raytrain_ddp.config.withdrawn import withdrawn
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError
 
 Args = TypeVar("Args")
 
@@ -48,26 +49,22 @@ class Command(Generic[Args]):
             ConfigError: a flag or a value is wrong. SystemExit (0): help was printed.
         """
         require_no_control(argv)
-        holder, end = self._defaults(**given), [*argv, "--"].index("--")
-        flags = self.flags(**given)
-        topic = topic_of(argv[:end])
+        flags, end = self.flags(**given), [*argv, "--"].index("--")
+        topic = _topic_of(argv[:end])
         if topic is not None:
             print(page(f"raytrain {self.name} {self.usage}", self.args, flags, self.main, topic))
             raise SystemExit(0)
-        named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        add_flags(parser, named.values())
-        try:
-            found, rest = parser.parse_known_args([*_with_values(argv[:end], named)])
-        except argparse.ArgumentError as error:
-            flag = named.get(str(error.argument_name))
-            takes = flag.takes if flag else "no value"
-            raise ConfigError(f"{error.argument_name} takes {takes}: {error.message}.") from None
-        for word in filter(is_flag, rest):
-            raise _unknown(word.partition("=")[0], named)
-        words = _by_place(flags, [*rest, *argv[end + 1 :]])
-        words |= {k: [word.removeprefix("\0") for word in v] for k, v in vars(found).items()}
-        values = {flag.path: _value(flag, words[flag.name]) for flag in flags if flag.name in words}
+        values: dict[str, Any] = {}
+        place = [*_take_flags(argv[:end], flags, values), *argv[end + 1 :]]
+        for flag in flags:
+            if flag.positional and place:
+                count = len(place) if flag.nargs else 1
+                values[flag.path], place = flag.value(place[:count]), place[count:]
+            elif flag.positional and flag.default is MISSING:
+                raise ConfigError(f"{flag.positional} is missing. See --help.")
+        if place:
+            raise ConfigError(f"unexpected argument {place[0]!r}. See --help.")
+        holder = self._defaults(**given)
         return self.args(**{**vars(holder), **changes(holder, values)})
 
     def flags(self, **given: Any) -> list[Flag]:
@@ -82,66 +79,70 @@ class Command(Generic[Args]):
         return SimpleNamespace(**{k: v for k, v in {**own, **given}.items() if v is not MISSING})
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, flags: Iterable[Flag], completing: bool = False
-) -> None:
-    """Adds flags to a parser, which then returns the words of each, by its name.
+def _topic_of(argv: Sequence[str]) -> str | None:
+    """Which help a command line asks for: a section or flag, ``all``, or empty; None: no help."""
+    for word, after in pairwise([*argv, "-"]):
+        name, _, text = word.replace("_", "-").partition("=")
+        if name == "--help-all":
+            return "all"
+        if name in ("-h", "--help"):
+            is_topic = after.startswith("--") or not after.startswith("-")
+            return text or (after.lstrip("-") if is_topic else "")
+    return None
 
-    Args:
-        completing: the parser is for shtab: also add what is given by place, help and choices.
-    """
+
+def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
+    """Adds flags to a parser for shtab, which makes shells complete them."""
     for flag in flags:
-        how: dict[str, Any] = {"default": argparse.SUPPRESS}
-        if not flag.positional:
-            how["dest"] = flag.name
-        if flag.is_switch:
-            parser.add_argument(f"--{flag.negated()}", action="store_const", const=["false"], **how)
-        if completing:
-            how |= {"help": summary(flag).replace("%", "%%"), "choices": flag.choices or None}
-        name = flag.positional or f"--{flag.name}"
-        action = parser.add_argument(name, nargs=flag.nargs or 1, **how)
-        if completing and not flag.choices:  # files, as shtab.FILE
-            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]
+        names = [f"--{flag.name}", *([f"--{flag.negated()}"] if flag.is_switch else [])]
+        action: Any = parser.add_argument(
+            *([flag.positional] if flag.positional else names),
+            nargs=flag.nargs or 1,
+            help=summary(flag).replace("%", "%%"),
+            choices=flag.choices or None,
+        )
+        if not flag.choices:  # files, as shtab.FILE
+            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 
-def _with_values(argv: Sequence[str], named: Mapping[str, Flag]) -> Iterator[str]:
-    """The words with dashes within names, and a value after each switch: ``--exact`` becomes
-    ``--exact=true``, unless the next word is its value."""
-    for word, after in pairwise([*argv, ""]):
+def _take_flags(
+    argv: Sequence[str], flags: Sequence[Flag], values: dict[str, Any]
+) -> Sequence[str]:
+    """Adds the values of flags by their paths; returns the other words."""
+    named = {f"--{flag.name}": flag for flag in flags if not flag.positional}
+    off = {f"--{flag.negated()}": flag for flag in named.values() if flag.is_switch}
+    others, rest = [], deque(argv)
+    while rest:
+        word = rest.popleft()
+        if not is_flag(word):
+            others.append(word)
+            continue
         name, equals, text = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        flag = named.get(name)
-        if flag and flag.is_switch and not equals:
-            text = "" if after.lower() in (*flag.choices, "yes", "no") else "=true"
-        if flag and flag.nargs and equals:
-            yield from (name, f"\0{text}")  # argparse would take "-x" for a flag
-        else:
-            yield f"{name}{equals}{text}"
+        name = name.replace("_", "-")
+        flag = named.get(name) or off.get(name)
+        if flag is None:
+            raise _unknown(name, named)
+        words = [text] if equals else []
+        if name in off:
+            if equals:
+                raise ConfigError(f"{name} takes no value, not {text!r}.")
+            words = ["false"]
+        elif flag.is_switch and not equals:
+            is_value = bool(rest) and rest[0].lower() in (*flag.choices, "yes", "no")
+            words = [rest.popleft() if is_value else "true"]
+        most = len(rest) + 1 if flag.nargs == "*" else flag.nargs or 1
+        while rest and len(words) < most and not is_flag(rest[0]):
+            words.append(rest.popleft())
+        values[flag.path] = flag.value(words)
+    return others
 
 
-def _by_place(flags: Iterable[Flag], words: Sequence[str]) -> dict[str, Sequence[str]]:
-    found: dict[str, Sequence[str]] = {}
-    for flag in flags:
-        if flag.positional and words:
-            count = len(words) if flag.nargs else 1
-            found[flag.name], words = words[:count], words[count:]
-        elif flag.positional and flag.default is MISSING:
-            raise ConfigError(f"{flag.positional} is missing. See --help.")
-    if words:
-        raise ConfigError(f"unexpected argument {words[0]!r}. See --help.")
-    return found
-
-
-def _value(flag: Flag, words: Sequence[str]) -> Any:
-    name, text = flag.positional or f"--{flag.name}", " ".join(words)
-    try:
-        value = flag.value(words)
-    except ValueError:
-        hint = withdrawn(f"{flag.name}={text}") or did_you_mean(text, flag.choices)
-        raise ConfigError(f"{name} takes {flag.takes}, not {text!r}.{hint}") from None
-    if value == "" and flag.default != "" and "may_be_empty" not in flag.metadata:
-        raise ConfigError(f"{name} is empty, as by a shell variable that is not set.")
-    return value
+def given_flags(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
+    gives ``optim.nesterov``."""
+    words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
+    parts = [word.rpartition(".") for word in words]
+    return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
 def _unknown(name: str, named: Iterable[str]) -> ConfigError:

@@ -15,12 +15,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from raytrain_ddp.config.validation import NOT_PLAIN, require
+from raytrain_ddp.config.validation import NOT_PLAIN
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError, quoted
 
+C = TypeVar("C")
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
 _LIMITS = {
     "least": ("{} or more", operator.ge),
@@ -39,6 +50,8 @@ def setting(default: Any, **facts: Any) -> Any:
         check: (function, rule): the value must be one for which the function is true.
         may_be_empty: the empty text is a value; lines: so are several lines.
         needs, images, on_ray: without what it has no effect; see rules.py.
+        of_state: it decides what the state of a run contains, and in which order.
+        of_loop: the training loop reads it, where the others of its section are for the task.
         path: the kind of path that it is; see paths.py.
         metavar: how the help shows its value.
     """
@@ -59,8 +72,14 @@ class Section:
 
     section: ClassVar[str] = ""
 
-    def __init_subclass__(cls, name: str = "") -> None:
+    def __init_subclass__(cls, name: str = "", **shared: Any) -> None:
+        """Names the section; `shared`: facts that its fields have unless they say otherwise."""
         cls.section = name or cls.section
+        for field in vars(cls).get("__annotations__", {}) if shared else ():
+            given = vars(cls)[field]
+            made = given if isinstance(given, dataclasses.Field) else setting(given)
+            made.metadata = {**shared, **made.metadata}
+            setattr(cls, field, made)
 
     @classmethod
     @functools.cache  # 20 ms of CPU for the whole config
@@ -75,20 +94,45 @@ class Section:
             raise ConfigError("\n".join(wrong))
         vars(self).update(fitting)
 
-    def require(self, field: str, holds: object, rule: str) -> None:
-        """Raises ConfigError that names the field, its value and the rule, unless the rule
-        holds."""
-        require(bool(holds), f"{self.section}.{field}".lstrip("."), getattr(self, field), rule)
 
-
-def facts(section: type[Section], fact: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(full name, value) of this fact for each field that has it, also in nested sections."""
+def fields_below(
+    section: type[Section], prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """(full name, field) of each field that is no section, such as ``optim.lr``, in their order."""
     for field in dataclasses.fields(cast(Any, section)):
         kind = section.kinds()[field.name]
         if dataclasses.is_dataclass(kind):
-            yield from facts(cast(Any, kind), fact, f"{prefix}{field.name}.")
-        elif fact in field.metadata:
-            yield prefix + field.name, field.metadata[fact]
+            yield from fields_below(cast(Any, kind), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def facts(section: type[Section], fact: str) -> dict[str, Any]:
+    """Full name -> value of this fact, for each field that has it."""
+    found = ((name, field.metadata) for name, field in fields_below(section))
+    return {name: about[fact] for name, about in found if about.get(fact)}
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a field by its full name."""
+    return operator.attrgetter(name)(config)
+
+
+def with_values(config: C, values: Mapping[str, Any]) -> C:
+    """A copy with these values of fields, by their full names."""
+    changed: C = dataclasses.replace(cast(Any, config), **changes(config, values))
+    return changed
+
+
+def changes(holder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of `holder` with these values of fields, by their full names; sections are
+    replaced as a whole, and so are checked."""
+    given = {name: value for name, value in values.items() if "." not in name}
+    for section in dict.fromkeys(name.partition(".")[0] for name in values if "." in name):
+        start = f"{section}."
+        below = {n.removeprefix(start): v for n, v in values.items() if n.startswith(start)}
+        given[section] = with_values(getattr(holder, section), below)
+    return given
 
 
 def checked(section: type[Section], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

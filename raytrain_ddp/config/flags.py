@@ -1,15 +1,16 @@
-"""The flags of a command: one for each field of its dataclass, by type and default."""
+"""A flag of a command: one for each field of its dataclass, by type and default."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raytrain_ddp.config.field_types import described, fitted
+from raytrain_ddp.config.withdrawn import withdrawn
+from raytrain_ddp.errors import ConfigError, did_you_mean
 
 _BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -33,14 +34,14 @@ class Flag:
     Args:
         name: as typed after the two dashes, such as ``optim.weight-decay``.
         section: the part of the help that has it, such as ``optim``.
-        path: names of the fields that lead to it, from the command's dataclass.
+        path: its full name in the command's dataclass, such as ``config.optim.weight_decay``.
         owner: the dataclass that has the field.
         default: MISSING if there is none.
     """
 
     name: str
     section: str
-    path: tuple[str, ...]
+    path: str
     owner: type
     kind: Any
     default: Any
@@ -69,20 +70,18 @@ class Flag:
 
     @property
     def nargs(self) -> int | Literal["*"] | None:
-        """The number of words of its value, as argparse takes it. None: one."""
-        several = [kind for kind in self.members if get_origin(kind) in (dict, tuple)]
-        args = get_args(several[0]) if several else ()
-        return ("*" if self._is_table or ... in args else len(args)) if several else None
+        """The number of words of its value, as argparse has it. None: one."""
+        for kind in self.members:
+            if get_origin(kind) in (dict, tuple):
+                args = get_args(kind)
+                return "*" if self._is_table or ... in args else len(args)
+        return None
 
     @property
     def choices(self) -> list[str]:
         """The words that it takes, as far as they can be listed."""
-        words = [
-            ("true", "false") if kind is bool else get_args(kind)
-            for kind in self.members
-            if kind is bool or get_origin(kind) is Literal
-        ]
-        return [*chain(*words)]
+        literals = (get_args(kind) for kind in self.members if get_origin(kind) is Literal)
+        return [*("true", "false") * self.is_switch, *(word for each in literals for word in each)]
 
     @property
     def metavar(self) -> str:
@@ -104,7 +103,25 @@ class Flag:
         return get_origin(self.kind) is dict
 
     def value(self, words: Sequence[str]) -> Any:
-        """The value that the words stand for. Raises ValueError if they are not of the type."""
+        """The value that the words stand for.
+
+        Raises:
+            ConfigError: they are not of its type, or empty by mistake.
+        """
+        name, text = self.positional or f"--{self.name}", " ".join(words)
+        if self.nargs != "*" and len(words) != (count := self.nargs or 1):
+            expected = f"expected {count} argument{'s' * (count > 1)}"
+            raise ConfigError(f"{name} takes {self.takes}: {expected}.")
+        try:
+            value = self._converted(words)
+        except ValueError:
+            hint = withdrawn(f"{self.name}={text}") or did_you_mean(text, self.choices)
+            raise ConfigError(f"{name} takes {self.takes}, not {text!r}.{hint}") from None
+        if value == "" and self.default != "" and "may_be_empty" not in self.metadata:
+            raise ConfigError(f"{name} is empty, as by a shell variable that is not set.")
+        return value
+
+    def _converted(self, words: Sequence[str]) -> Any:
         if NoneType in self.members and [*words] == ["None"]:
             return None
         if self._is_table:
@@ -117,7 +134,7 @@ class Flag:
 
 
 def flags_of(
-    kind: type, holder: Any, section: str, prefix: str = "", path: tuple[str, ...] = ()
+    kind: type, holder: Any, section: str, prefix: str = "", path: str = ""
 ) -> Iterator[Flag]:
     """The flags of a dataclass; those of nested ones start with the name of their field and a dot.
 
@@ -127,24 +144,13 @@ def flags_of(
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         below = getattr(holder, field.name, dataclasses.MISSING)
-        name, here = prefix + field.name.replace("_", "-"), (*path, field.name)
+        name, here = prefix + field.name.replace("_", "-"), f"{path}{field.name}"
         if dataclasses.is_dataclass(below):
             inner = field.metadata.get("flat", field.name)
             start = prefix + field.metadata.get("prefix", f"{name}.".removeprefix(prefix))
-            yield from flags_of(type(below), below, inner, start, here)
+            yield from flags_of(type(below), below, inner, start, f"{here}.")
         else:
             yield Flag(name, section, here, kind, hints[field.name], below, field.metadata)
-
-
-def changes(holder: Any, values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """The fields of `holder` that get another value, by the paths of flags; nested dataclasses are
-    replaced as a whole, and so are checked."""
-    result: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
-    for name in dict.fromkeys(path[0] for path in values if len(path) > 1):
-        below = {path[1:]: value for path, value in values.items() if path[0] == name}
-        inner: Any = getattr(holder, name)
-        result[name] = dataclasses.replace(inner, **changes(inner, below))
-    return result
 
 
 def _pairs(words: Sequence[str]) -> dict[str, str]:

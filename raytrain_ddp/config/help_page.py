@@ -20,22 +20,10 @@ from raytrain_ddp.errors import ConfigError, did_you_mean
 _MIN_COLUMNS, _MAX_COLUMNS, _HELP_AT = 40, 100, 28
 
 
-def topic_of(argv: Sequence[str]) -> str | None:
-    """Which help a command line asks for: a section or flag, ``all``, or empty; None: no help."""
-    for word, after in pairwise([*argv, "-"]):
-        name, _, text = word.replace("_", "-").partition("=")
-        if name == "--help-all":
-            return "all"
-        if name in ("-h", "--help"):
-            is_topic = after.startswith("--") or not after.startswith("-")
-            return text or (after.lstrip("-") if is_topic else "")
-    return None
-
-
 def page(
     usage: str, kind: type, flags: Sequence[Flag], main: Mapping[str, Sequence[str]], topic: str
 ) -> str:
-    """The help on a topic, as `topic_of` returns it.
+    """The help on a topic, a section or flag, ``all``, or empty.
 
     Args:
         kind: the command's dataclass; its docstring is the description.
@@ -59,7 +47,7 @@ def page(
             parts[-1] += "".join(f"\n{_row(flag, width, brief=False)}" for flag in members)
         return "\n\n".join(parts)
     named = {flag.name: flag for flag in flags}
-    own = [flag.name for flag in flags if len(flag.path) == 1 and not flag.positional]
+    own = [flag.name for flag in flags if "." not in flag.path and not flag.positional]
     rows = [_row(flag, width, brief=True) for flag in flags if flag.positional]
     for title, names in (main or {"Flags": own}).items():
         rows += [f"{title}:", *(_row(named[name], width, brief=True) for name in names)]
@@ -76,7 +64,7 @@ def summary(flag: Flag) -> str:
 
 def help_of(flag: Flag) -> str:
     """The text below the field in the source."""
-    texts = (_documented(kind).get(flag.path[-1], "") for kind in flag.owner.__mro__)
+    texts = (_documented(kind).get(flag.path.rpartition(".")[2], "") for kind in flag.owner.__mro__)
     return next(filter(None, texts), "")
 
 

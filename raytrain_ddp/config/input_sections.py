@@ -114,28 +114,30 @@ class DataConfig(Section, name="data"):
     """Rotate images as their EXIF tag says. torchvision does not."""
     jpeg_scaling: bool = True
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its size if that leaves twice the pixels needed."""
-    shuffle: Literal["auto", "full", "block"] = "auto"
+    shuffle: Literal["auto", "full", "block"] = setting("auto", of_loop=True)
     """Order of the samples. full: any row may follow any other; block: blocks (Parquet row groups)
     are permuted, then the rows within windows of blocks; auto: block for Parquet files with more
     than 512 MiB of images."""
     shuffle_window: int | Literal["auto"] = setting(
-        "auto", least=1, needs="data.shuffle = block or data.shuffle = auto"
+        "auto", least=1, needs="data.shuffle = block or data.shuffle = auto", of_loop=True
     )
     """Blocks per window of the block shuffle. auto: as many as take 64 MiB, 1 to 16."""
-    bad_records: Literal["error", "skip"] = "error"
+    bad_records: Literal["error", "skip"] = setting("error", of_loop=True)
     """What to do with an image that cannot be decoded. error: end the run (exit status 4); skip:
     leave it out."""
-    max_bad: int = setting(100, free=True, least=0, needs="data.bad_records = skip")
+    max_bad: int = setting(100, free=True, least=0, needs="data.bad_records = skip", of_loop=True)
     """With bad_records = skip: number of bad records that an epoch may have."""
     memory_mib: int = setting(1024, free=True, least=1, images=_COLUMNS)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    workers: int | Literal["auto"] = setting("auto", free=True, least=0, most=_MOST)
+    workers: int | Literal["auto"] = setting("auto", free=True, least=0, most=_MOST, of_loop=True)
     """Loader threads per training worker, or processes for your own data sets. 0: load in the
     training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
-    prefetch: int = setting(4, free=True, least=1, needs="data.workers above 0")
+    prefetch: int = setting(4, free=True, least=1, needs="data.workers above 0", of_loop=True)
     """Micro-batches prepared ahead per loader thread or process."""
-    prefetch_mib: int = setting(1024, free=True, least=1, needs="data.workers above 0")
+    prefetch_mib: int = setting(
+        1024, free=True, least=1, needs="data.workers above 0", of_loop=True
+    )
     """Memory limit for micro-batches prepared ahead, in MiB per worker."""
 
     @property
@@ -173,9 +175,9 @@ class AugmentConfig(Section, name="augment"):
     applied half of the time. An image that is alone in its micro-batch is not mixed."""
     cutmix: float = setting(0.0, least=0)
     """Alpha of CutMix with another image of the micro-batch. 0: off."""
-    repeats: int = setting(1, least=1)
+    repeats: int = setting(1, least=1, of_loop=True)
     """Number of times that each image is used per epoch (repeated augmentation). It is decoded once
     and augmented differently each time."""
-    spread_repeats: bool = setting(False, needs=_REPEATED)
+    spread_repeats: bool = setting(False, needs=_REPEATED, of_loop=True)
     """Put the repeats of an image into different micro-batches of a step, like torchvision's
     RASampler. An epoch is then as long as without repeats, and uses one in `repeats` images."""

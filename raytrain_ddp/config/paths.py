@@ -5,37 +5,33 @@ The fact ``path`` of a field gives the kind of path.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from raytrain_ddp.config.field_types import Section, facts
+from raytrain_ddp.config.field_types import facts, value_of, with_values
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.files import absolute
 
-S = TypeVar("S", bound=Section)
 Change = Callable[[str], str]
 
 
-def path_fields(section: type[Section], prefix: str = "") -> Mapping[str, str]:
+def path_fields() -> Mapping[str, str]:
     """Maps the full name of each field with a path to its kind: folder, data, code, weights or
     options."""
-    return dict(facts(section, "path", prefix))
+    return facts(TrainConfig, "path")
 
 
-def with_paths(section: S, change: Change) -> S:
+def with_paths(config: TrainConfig, change: Change) -> TrainConfig:
     """Returns a copy in which each path and URI is replaced by what `change` returns for it."""
     made: dict[str, Any] = {}
-    for each in dataclasses.fields(section):  # type: ignore[arg-type]
-        value = getattr(section, each.name)
-        if isinstance(value, Section):
-            new: Any = with_paths(value, change)
-        else:
-            new = changed_path(each.metadata.get("path", ""), value, change)
+    for name, kind in path_fields().items():
+        value = value_of(config, name)
+        new = changed_path(kind, value, change)
         if new != value:
-            made[each.name] = new
-    return dataclasses.replace(section, **made) if made else section  # type: ignore[type-var]
+            made[name] = new
+    return with_values(config, made)
 
 
 def changed_path(kind: str, value: Any, change: Change) -> Any:

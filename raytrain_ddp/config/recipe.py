@@ -1,19 +1,21 @@
 """A config as plain data: dicts (between processes), TOML files (for people), and what changed.
 
-Imports nothing heavy; see config.py for the fields themselves.
+Imports nothing heavy; the fields themselves are in train_config.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from raytrain_ddp.config.automatic import unsettled
-from raytrain_ddp.config.field_types import Section, as_text, checked, facts
+from raytrain_ddp.config.automatic import settled_if_alike
+from raytrain_ddp.config.field_types import Section, as_text, checked, facts, setting
 from raytrain_ddp.config.paths import (
     absolute_path,
     changed_path,
@@ -21,11 +23,9 @@ from raytrain_ddp.config.paths import (
     path_fields,
     with_paths,
 )
-from raytrain_ddp.config.recipe_info import RecipeInfo, overview
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, withdrawn
+from raytrain_ddp.config.withdrawn import DECIDING, DEFAULTS, is_ignored, withdrawn
 from raytrain_ddp.errors import ConfigError, did_you_mean, in_one_line
-from raytrain_ddp.records import mapped
 from raytrain_ddp.uri import shareable, without_secrets
 
 if sys.version_info >= (3, 11):
@@ -33,10 +33,40 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+_WIDTH = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeInfo(Section, name="recipe"):
+    """Where a recipe comes from and what it reaches, in words.
+
+    Args:
+        about: what is trained on what.
+        source: paper, reference script and version.
+        expected: result of the source.
+        gpu_hours: what it needs, and how that is known.
+        reached: result of this package.
+        differs: arguments of the source that have another value here, each with the reason.
+    """
+
+    about: str = setting("", lines=True)
+    source: str = setting("", lines=True)
+    expected: str = setting("", lines=True)
+    gpu_hours: str = setting("", lines=True)
+    reached: str = setting("not run", lines=True, may_be_empty=True)
+    differs: dict[str, str] = setting({}, lines=True)
+
+    def page(self, name: str) -> str:
+        """All of it, as lines for a terminal."""
+        rows = {"source": self.source, "expected": self.expected, "GPU hours": self.gpu_hours}
+        rows |= {"reached": self.reached} | {f"differs: {k}": v for k, v in self.differs.items()}
+        parts = [f"{title}: {text}" for title, text in rows.items() if text]
+        return "".join(map(_filled, [f"{name}: {self.about}", *parts]))
+
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Nested dicts, lists and scalars; `from_dict` is the inverse."""
-    plain: dict[str, Any] = mapped(lambda leaf: leaf, dataclasses.asdict(config))
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     return plain
 
 
@@ -58,7 +88,7 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
     """A section of `values`; `wrong` receives a line for each error."""
     kinds, given = section.kinds(), dict[str, Any]()
     for name, value in values.items():
-        if (prefix + name, value) in DEFAULTS.items():
+        if is_ignored(prefix + name, value):
             continue
         if name not in kinds:
             hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
@@ -86,23 +116,24 @@ def load_with_info(path_or_name: str) -> tuple[TrainConfig, RecipeInfo]:
     shipped = shipped_recipes()
     path = shipped.get(path_or_name, Path(path_or_name))
     flag = f"--task {path}:CLASS" if path.suffix == ".py" else f"--data.source {path}"
-    is_toml = path.suffix == ".toml"
-    hint = "" if is_toml else f" Did you mean {flag}?"
+    hint = "" if path.suffix == ".toml" else f" Did you mean {flag}?"
     try:
-        if not path.is_dir():
-            return loads(path.read_text(encoding="utf-8-sig"), str(path))
+        return loads(path.read_text(encoding="utf-8-sig"), str(path))
     except (FileNotFoundError, NotADirectoryError):
         runs = [run.parent.name for run in Path("runs").glob("*/config.toml")]
         hint = withdrawn(path_or_name) or did_you_mean(path_or_name, [*shipped, *runs])
+    except IsADirectoryError:
+        pass
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except ConfigError as error:
+        raise ConfigError(f"{error}{hint}") from None
     except ValueError as error:
-        text = error if isinstance(error, ConfigError) else f"{path} is not valid TOML: {error}."
-        raise ConfigError(f"{text}{hint}") from None
-    why = "is a folder" if path.is_dir() else "does not exist"
-    wrong = f"{path} {why}. Give" if is_toml else f"no recipe {path_or_name!r}: give"
-    choices = f"a .toml file, the folder of a run, or one of {', '.join(shipped)}."
-    raise ConfigError(f"{wrong} {choices}{'' if is_toml else hint}")
+        raise ConfigError(f"{path} is not valid TOML: {error}.{hint}") from None
+    raise ConfigError(
+        f"there is no recipe {path_or_name!r}: give a .toml file, the folder of a run, or one of "
+        f"{', '.join(shipped)}.{hint}"
+    )
 
 
 def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
@@ -119,10 +150,19 @@ def loads(text: str, where: str) -> tuple[TrainConfig, RecipeInfo]:
 
 
 def described(path_or_name: str | None) -> str:
-    """What a recipe says about itself, or all that ship with the package, as lines."""
-    if path_or_name is None:
-        return overview({name: load_with_info(name)[1] for name in shipped_recipes()})
-    return load_with_info(path_or_name)[1].page(default_name(path_or_name) or path_or_name)
+    """What a recipe says about itself, or a few lines for each that ships with the package."""
+    if path_or_name is not None:
+        return load_with_info(path_or_name)[1].page(default_name(path_or_name) or path_or_name)
+    parts = ""
+    for name in shipped_recipes():
+        info = load_with_info(name)[1]
+        result = f"Expected: {info.expected}. Reached: {info.reached}."
+        parts += f"{name}\n{_filled(f'    {info.about}')}{_filled(f'    {result}')}"
+    return f"{parts}All about one: python -m raytrain_ddp.fit NAME --describe\n"
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False) + "\n"
 
 
 def default_name(path_or_name: str | None) -> str | None:
@@ -187,10 +227,9 @@ def changed_fields(
     Args:
         folder: of the checkpoint's run. The run may have moved together with its data.
     """
-    free = {*dict(facts(TrainConfig, "free")), *(DEFAULTS.keys() - DECIDING)}
-    begun = dict(each for each in fields_of(old) if each not in DEFAULTS.items())
-    was_auto = {*old.get("settled", ()), *(name for name in begun if begun[name] == "auto")}
-    free |= was_auto.intersection(unsettled(new))
+    new = settled_if_alike(new, old)
+    free = {*facts(TrainConfig, "free"), *(DEFAULTS.keys() - DECIDING)}
+    begun = {name: value for name, value in fields_of(old) if not is_ignored(name, value)}
     if new.exact:  # as many threads sum in another order
         free -= {"scaling.cpus_per_worker"}
     place = moved_with(f"{begun.get('storage')}/{begun.get('name')}", folder)
@@ -202,7 +241,7 @@ def changed_fields(
 
 def _comparable(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """The fields with one spelling for what means the same."""
-    kinds = path_fields(TrainConfig)
+    kinds = path_fields()
     same = {name: changed_path(kinds.get(name, ""), each, place) for name, each in fields.items()}
     same = {k: without_secrets(v) if isinstance(v, str) else v for k, v in same.items()}
     options = same["task_options"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raytrain_ddp.config.field_types import as_text, facts
+from raytrain_ddp.config.field_types import as_text, facts, value_of
 from raytrain_ddp.config.validation import group_rules, require
 from raytrain_ddp.errors import ConfigError
 
@@ -19,10 +18,6 @@ _RAY = "Ray (without it, the launcher of the processes decides)"
 _OF_NUMBERS = ("mse", "l1", "huber")
 Rule = tuple[str, object, str]
 """(field, whether it is as it must be, how it must be)"""
-
-
-def value_of(config: Any, name: str) -> Any:
-    return attrgetter(name)(config)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -158,9 +153,9 @@ def idle(config: TrainConfig, on_ray: bool = True) -> dict[str, str]:
     log.mlflow``, or a text and a function of the config.
     """
     kind = type(config)
-    needs = [*facts(kind, "needs"), *(facts(kind, "images") if config.task == IMAGES else ())]
-    found = {} if on_ray else {name: _RAY for name, _ in facts(kind, "on_ray")}
-    for name, need in needs:
+    needs = facts(kind, "needs") | (facts(kind, "images") if config.task == IMAGES else {})
+    found = {} if on_ray else dict.fromkeys(facts(kind, "on_ray"), _RAY)
+    for name, need in needs.items():
         text, holds = need if isinstance(need, tuple) else (need, partial(_holds, need))
         if not holds(config):
             found.setdefault(name, text)
@@ -177,21 +172,16 @@ def _holds(need: str, config: TrainConfig) -> bool:
     return False
 
 
-def given_flags(argv: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line, such as ``optim.lr``; ``--optim.no-nesterov`` also
-    gives ``optim.nesterov``."""
-    words = [word[2:].partition("=")[0].replace("-", "_") for word in argv if word[:2] == "--"]
-    parts = [word.rpartition(".") for word in words]
-    return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
+def require_effect(given: Container[str], *configs: TrainConfig, on_ray: bool = True) -> None:
+    """Raises ConfigError if a flag of a command line has no effect in any of the configs.
 
-
-def require_effect(argv: Sequence[str], config: TrainConfig, on_ray: bool = True) -> None:
-    """Raises ConfigError if a flag on a command line has no effect."""
-    given = given_flags(argv)
+    Args:
+        given: as `given_flags` tells.
+    """
     lines = [
         f"{name} has no effect: it needs {needs}. Remove it."
-        for name, needs in idle(config, on_ray).items()
-        if name in given
+        for name, needs in idle(configs[0], on_ray).items()
+        if name in given and all(name in idle(config, on_ray) for config in configs[1:])
     ]
     if lines:
         raise ConfigError("\n".join(lines))

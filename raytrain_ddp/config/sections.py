@@ -6,12 +6,12 @@ A field has all facts about it; what several fields say together is in rules.py.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from raytrain_ddp.config.field_types import Section, setting
-from raytrain_ddp.config.scaling_section import ScalingConfig as ScalingConfig  # noqa: PLC0414
-from raytrain_ddp.config.validation import scalar
+from raytrain_ddp.config.validation import LEAST_OF_RESOURCE, scalar
 
 _OWN_MODEL = ("a model other than digits-cnn", lambda c: c.model.name != "digits-cnn")
 _SMOOTHED = (
@@ -21,22 +21,38 @@ _SMOOTHED = (
 _ON_FILES = ("storage on a file system", lambda c: "://" not in c.storage)
 
 
+def _range(given: int | str) -> tuple[int, int]:
+    low, _, high = str(given).partition(":")
+    return int(low), int(high or low)
+
+
+def _is_count(given: int | str) -> bool:
+    is_range = re.fullmatch(r"\d{1,9}(:\d{1,9})?", str(given)) is not None
+    return given == "auto" or (is_range and 1 <= _range(given)[0] <= _range(given)[1])
+
+
+_WORKERS = (_is_count, "must be a number of 1 or more, MIN:MAX or auto")
+_ELASTIC = ("scaling.num_workers = MIN:MAX", lambda c: ":" in str(c.scaling.num_workers))
+
+
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = setting("digits-cnn", path="code")
+    name: str = setting("digits-cnn", path="code", of_state=True)
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
     or digits-cnn, a small network for the bundled digits."""
-    args: dict[str, str | bool | int | float] = setting({}, path="options", images=_OWN_MODEL)
+    args: dict[str, str | bool | int | float] = setting(
+        {}, path="options", images=_OWN_MODEL, of_state=True
+    )
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
     weights: str | None = setting(None, path="weights")
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""
-    freeze: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = setting((), of_state=True)
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
     dropout: float = setting(0.0, least=0, below=1, images="model.name = digits-cnn")
@@ -52,7 +68,7 @@ class ModelConfig(Section, name="model"):
 class OptimConfig(Section, name="optim"):
     """The optimizer, the loss, and the handling of gradients."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
+    name: Literal["sgd", "adamw"] = setting("sgd", of_state=True)
     """SGD with momentum, or AdamW."""
     lr: float = setting(0.1, above=0)
     """Peak learning rate, for the global batch. It is never scaled by the number of workers."""
@@ -65,15 +81,15 @@ class OptimConfig(Section, name="optim"):
     weight_decay: float = setting(5e-4, least=0)
     """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
     or positional embeddings."""
-    decay_norms: bool = setting(False, needs="optim.weight_decay above 0")
+    decay_norms: bool = setting(False, needs="optim.weight_decay above 0", of_state=True)
     """Also decay the weights of normalization layers."""
-    decay_bias: bool = setting(False, needs="optim.weight_decay above 0")
+    decay_bias: bool = setting(False, needs="optim.weight_decay above 0", of_state=True)
     """Also decay biases."""
-    head_lr: float | None = setting(None, above=0)
+    head_lr: float | None = setting(None, above=0, of_state=True)
     """Peak learning rate of the classification head. Default: lr."""
-    layer_decay: float = setting(1.0, above=0, most=1)
+    layer_decay: float = setting(1.0, above=0, most=1, of_state=True)
     """Ratio of a layer's learning rate to that of the layer after it (models of timm)."""
-    groups: tuple[str, ...] = ()
+    groups: tuple[str, ...] = setting((), of_state=True)
     """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
     names or a module, then its peak learning rate, its weight decay, or both; if several match,
     the last one applies."""
@@ -173,12 +189,12 @@ class EvalConfig(Section, name="eval"):
 
 
 @dataclass(frozen=True)
-class StopConfig(Section, name="stop"):
+class StopConfig(Section, name="stop", free=True):
     """Early stopping, by the metric that decides which checkpoint is the best."""
 
-    patience: int = setting(0, free=True, least=0)
+    patience: int = setting(0, least=0)
     """Stop after this many evaluations in a row without improvement. 0: off."""
-    min_delta: float = setting(0.0, free=True, least=0, needs="stop.patience above 0")
+    min_delta: float = setting(0.0, least=0, needs="stop.patience above 0")
     """Minimum improvement: the metric must be better than before by more than this."""
 
 
@@ -194,43 +210,118 @@ class EmaConfig(Section, name="ema"):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section, name="checkpoint"):
+class CheckpointConfig(Section, name="checkpoint", free=True):
     """When a checkpoint is saved, and which are kept. One is always saved at the end."""
 
-    every_epochs: int = setting(1, free=True, least=0)
+    every_epochs: int = setting(1, least=0)
     """Save a checkpoint every this many epochs. 0: off."""
-    every_steps: int = setting(0, free=True, least=0)
+    every_steps: int = setting(0, least=0)
     """Save a checkpoint every this many steps. 0: off."""
-    every_s: float | Literal["auto"] = setting("auto", free=True, least=0)
+    every_s: float | Literal["auto"] = setting("auto", least=0)
     """Seconds between checkpoints, or auto. 0: off. auto: sqrt(2 * stall * MTBF), which loses the
     least time (Young/Daly). The stall of a checkpoint is measured; the mean time between failures
     is taken as one hour until more is known. The result is 5 to 600 s, and at least twice the time
     of a commit."""
-    keep_last: int = setting(2, free=True, least=2)
+    keep_last: int = setting(2, least=2)
     """Number of newest checkpoints to keep (2 or more), besides the best."""
-    max_failed: int = setting(3, free=True, least=1)
+    max_failed: int = setting(3, least=1)
     """Number of failed checkpoints in a row that ends the run (exit status 5). Training continues
     after fewer."""
 
 
 @dataclass(frozen=True)
-class LogConfig(Section, name="log"):
+class LogConfig(Section, name="log", free=True):
     """Logging, experiment trackers, and profiling."""
 
-    every_steps: int = setting(10, free=True, least=1)
+    every_steps: int = setting(10, least=1)
     """Log the loss and speed every this many steps. The host waits for the device only then."""
-    tensorboard: bool = setting(True, free=True, needs=_ON_FILES)
+    tensorboard: bool = setting(True, needs=_ON_FILES)
     """Write TensorBoard events next to metrics.jsonl."""
-    wandb: bool = setting(False, free=True)
+    wandb: bool = False
     """Also log to Weights & Biases (pip install 'raytrain_ddp[wandb]'). WANDB_MODE is respected."""
-    mlflow: bool = setting(False, free=True)
+    mlflow: bool = False
     """Also log to MLflow (pip install 'raytrain_ddp[mlflow]'), at MLFLOW_TRACKING_URI."""
-    project: str = setting("raytrain_ddp", free=True, needs="log.wandb or log.mlflow")
+    project: str = setting("raytrain_ddp", needs="log.wandb or log.mlflow")
     """Project in Weights & Biases, experiment in MLflow."""
-    audit: bool = setting(False, free=True)
+    audit: bool = False
     """Log a hash of the sample ids and pixels of each step, to compare runs. Same as --audit."""
-    profile_steps: int = setting(0, free=True, least=0)
+    profile_steps: int = setting(0, least=0)
     """Trace this many steps of each start with torch.profiler, after the first ten. See
     --profile."""
-    profile_ranks: tuple[int, ...] = setting((0,), free=True, needs="log.profile_steps above 0")
+    profile_ranks: tuple[int, ...] = setting((0,), needs="log.profile_steps above 0")
     """Ranks to trace."""
+
+
+@dataclass(frozen=True)
+class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
+    """The number of workers and their resources. They do not change the mathematics of the
+    result."""
+
+    num_workers: int | str = setting("auto", metavar="N|MIN:MAX|auto", check=_WORKERS)
+    """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
+    has none."""
+    use_gpu: bool | Literal["auto"] = setting("auto", on_ray=False)
+    """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
+    cpus_per_worker: float | Literal["auto"] = setting(
+        "auto", least=LEAST_OF_RESOURCE, on_ray=False
+    )
+    """CPUs per worker, for its loader threads and, without a GPU, its compute threads. auto: with
+    GPUs, each has its share of its node's CPUs; without, 1 (with --local and without --exact, as
+    many compute threads as torch takes)."""
+    gpus_per_worker: float = setting(1.0, least=LEAST_OF_RESOURCE, most=1, needs="scaling.use_gpu")
+    """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
+    backend: Literal["auto", "nccl", "gloo"] = setting("auto", on_ray=False)
+    """Communication backend. auto: nccl if each worker has a whole GPU, else gloo. Variables of
+    NCCL and torch that the environment sets are kept."""
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = setting("PACK")
+    """How Ray places the workers on nodes (its placement group strategy)."""
+    max_failures: int = setting(3, least=0)
+    """How many times in a row failed workers are replaced before the run ends (exit status 7). A
+    new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
+    replace_workers: bool | Literal["auto"] = "auto"
+    """A worker that dies is replaced while the others keep their state: no step is repeated. With
+    exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
+    newest checkpoint. auto: true, except over NCCL, where it has never run on several GPUs; with
+    true, each step there waits for its last collective before its update."""
+    warm_processes: bool | Literal["auto"] = "auto"
+    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux, with or
+    without GPUs. auto: true. That process stays on a running cluster for an hour after its last
+    fork."""
+    max_preemptions: int = setting(-1, least=-1)
+    """How many times workers are replaced after a preemption notice for their node. -1: no
+    limit."""
+    wait_s: float = setting(60.0, least=0)
+    """Seconds to wait while a running cluster lacks resources for the workers, at the start and
+    after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
+    s."""
+    resize_s: float = setting(30.0, least=1, needs=_ELASTIC)
+    """With MIN:MAX workers: seconds between checks if more fit; growing costs a restart from the
+    newest checkpoint. Where dead workers are replaced (replace_workers), others join between two
+    steps once they fit, without a restart."""
+    start_timeout_s: float | Literal["auto"] = setting("auto", above=0)
+    """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
+    still counts a lost node as alive for some seconds. Loading torch is not included. auto: 5 with
+    MIN:MAX, else 120."""
+    hang_s: float | Literal["auto"] = setting("auto", least=0, on_ray=False)
+    """Seconds without a finished step, and at least 10 times the median step, after which workers
+    count as hung. The rank that keeps the others waiting is named, the stacks of all ranks are
+    saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
+    times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
+    check_every_steps: int = setting(100, least=0, on_ray=False)
+    """Compare the weights of all workers every this many steps, and before each checkpoint. They
+    are bitwise identical unless a device or its memory fails; then the run ends with exit status 6.
+    0: never."""
+
+    @property
+    def cpus_without_gpu(self) -> float:
+        """CPUs of a worker that trains on them; auto is fixed, as sums depend on the threads."""
+        return 1.0 if isinstance(self.cpus_per_worker, str) else self.cpus_per_worker
+
+    @property
+    def threads(self) -> int:
+        """For the arithmetic of a worker on CPUs."""
+        return max(1, int(self.cpus_without_gpu))
+
+    def worker_range(self) -> tuple[int, int]:
+        """(least, most) workers; (0, 0) for auto."""
+        return (0, 0) if self.num_workers == "auto" else _range(self.num_workers)

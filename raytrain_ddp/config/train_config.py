@@ -33,18 +33,12 @@ if TYPE_CHECKING:
 else:
     TaskLike = str  # stored form; also used in files and flags
 
-AUTO_FIELDS = ("compute.precision", "compute.channels_last")
-"""Those that decide the result, and are chosen at the start of a run if they say auto."""
 RUN_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _NAME = (RUN_NAME.fullmatch, "use letters, digits, '.', '_' and '-', at most 128")
 _TIME = (
     re.compile(r"(?=.*[1-9])\d+(\.\d+)?[smhd]").fullmatch,
     "must be a time above 0, such as 90m, 2.5h or 1d",
-)
-_SETTLED = (
-    {*AUTO_FIELDS, "micro_batch"}.issuperset,  # of an earlier version
-    f"can name {', '.join(AUTO_FIELDS)}",
 )
 
 
@@ -119,8 +113,6 @@ class TrainConfig(Section):
     workers. Batch norm has the statistics of that many samples."""
     exact: bool = False
     """Same bits on any number of workers. Gradients are summed slot by slot, in one order."""
-    settled: tuple[str, ...] = setting((), free=True, check=_SETTLED)
-    """Set by fit: the fields that said auto, with the values that were chosen as the run began."""
     data: DataConfig = field(default_factory=DataConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

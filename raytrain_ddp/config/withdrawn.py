@@ -23,23 +23,34 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "per_trial": (..., "use --scaling.cpus-per-worker and --scaling.gpus-per-worker"),
     "print_completion": (..., "use shtab, as docs/reference/commands.md says"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
-    "scheduler=halving": (..., "use asha"),
-    "scheduler=pbt": (..., "use asha"),
+    "scheduler": (..., "use --asha EPOCHS"),
+    "search=grid": (..., "use lists alone, and as many --trials as there are combinations"),
+    "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
+    "settled": ([], "remove it; auto stays what it was when the run began"),
+    "stats_images": (..., "use --data.mean and --data.std of fit"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
+    "tta": (..., "use model(images.flip(-1)) of raytrain_ddp.load(RUN)"),
+    "verify": (..., "compare with the sha256 in dataset.json"),
     "watch": (..., "use raytrain report STORAGE --every 30"),
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
 DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
 """Defaults of withdrawn fields, which the configs of earlier runs and checkpoints contain."""
 DECIDING = {"model.unfreeze_epoch"}  # a run with a value other than the default cannot continue
+_IGNORED = {"settled"}  # whatever its value
 
 
 def withdrawn(name: str) -> str:
     """Returns ``" It was withdrawn: ..."``, or "" for any other name."""
     name = name if name in WITHDRAWN else name.replace("-", "_")
     return f" It was withdrawn: {WITHDRAWN[name]}." if name in WITHDRAWN else ""
+
+
+def is_ignored(name: str, value: object) -> bool:
+    """Whether a field of an earlier run is withdrawn, and its value changed nothing."""
+    return name in _IGNORED or (name, value) in DEFAULTS.items()
 
 
 def still_read(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

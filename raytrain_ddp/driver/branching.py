@@ -23,6 +23,7 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE
 from raytrain_ddp.config.automatic import settled_as_begun
+from raytrain_ddp.config.field_types import facts
 from raytrain_ddp.config.recipe import changed_fields, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import answered, is_complete
@@ -30,12 +31,6 @@ from raytrain_ddp.driver.run_naming import Changes, NamedRun, find_run, other_th
 from raytrain_ddp.errors import CheckpointError, ConfigError, did_you_mean
 
 BRANCH_FILE = "branch.json"
-
-OF_STATE = {
-    *("model.name", "model.args", "model.freeze", "optim.name", "optim.groups", "optim.head_lr"),
-    *("optim.layer_decay", "optim.decay_norms", "optim.decay_bias"),
-}
-"""Fields that decide what the state contains, and in which order."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,8 @@ def branch_of(run: NamedRun, origin: str) -> Branch | None:
     then = checkpoint.manifest.config
     config = settled_as_begun(run.config, then)
     changes = other_things(checkpoint, changed_fields(then, config), config)
-    other = [name for name, _, _ in changes if name in OF_STATE]
+    of_state = facts(TrainConfig, "of_state")
+    other = [name for name, _, _ in changes if name in of_state]
     if other:
         raise ConfigError(
             f"{', '.join(other)}: the state of {origin} belongs to another model or optimizer. To "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Literal
@@ -19,9 +19,7 @@ from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.driver.config_flags import FIT, command
-from raytrain_ddp.driver.machine_types import machines, smallest_type
 from raytrain_ddp.files import absolute
-from raytrain_ddp.tasks.weight_sources import FILES
 
 Kind = Literal["slurm", "kuberay", "ray-up", "command"]
 
@@ -30,6 +28,10 @@ FOLDER = Path(__file__).parents[1] / "clusters"  # a link to clusters/ beside th
 _WORKERS = 2
 _WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
 _PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # time to pull images; to rent and set up machines
+# One decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000.
+_CPUS_PER_GPU = 8
+_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker besides its data; of Ray and the driver
+_SMALL_GIB = 2  # of a worker on CPUs with the built-in data, which are small
 _CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
 _TYPE_LINE = {
@@ -37,6 +39,19 @@ _TYPE_LINE = {
     "gcp": "      machineType: ",
     "azure": "        vmSize: ",
 }
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What the workers of a config need: `nodes` machines, each with these resources."""
+
+    nodes: int
+    cpus: int
+    gpus: int
+    memory_gib: int
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs, {self.gpus} GPUs and {self.memory_gib} GiB"
 
 
 def object_name(run: str | None) -> str:
@@ -52,7 +67,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> tuple[st
         recipe: the source of the config; the command names it if it is a shipped one.
 
     Raises:
-        ConfigError: no machine type that the file can name is large enough for a worker.
+        ConfigError: the storage has no valid bucket, or a value cannot be put into a command.
     """
     base = recipe if recipe in shipped_recipes() else None
     if config.name is None and base is None:  # the command does not mention the recipe
@@ -113,16 +128,42 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
         value = getattr(config.data, field) or "digits"
         if "://" not in value and not is_by_name(value):
             notes.append(f"data.{field} = {value} must exist on each of the {those}.")
-    for field, value in (("task", config.task), ("model.name", config.model.name)):
-        if ".py:" in value:
-            notes.append(
-                f"{field} = {value} must exist on the head of the {those}, or be uploaded with "
-                "ray job submit --working-dir."
-            )
-    weights = config.model.weights or ""
-    if weights.endswith(FILES) or ("/" in weights and "://" not in weights):
-        notes.append(f"model.weights = {weights} must exist on each of the {those}.")
     return notes
+
+
+def machines(config: TrainConfig, most_per_node: int) -> Machines:
+    """The minimum number of equal nodes for all workers of a config that sets their number.
+
+    With `scaling.placement` STRICT_PACK all are on one node, with SPREAD each has its own.
+
+    Args:
+        most_per_node: GPUs per node, or workers if there are no GPUs.
+    """
+    scaling = config.scaling
+    workers = scaling.worker_range()[1]
+    per_gpu = int(1 / scaling.gpus_per_worker + 1e-9) if scaling.use_gpu else 1
+    wanted = ceil(workers / per_gpu)
+    if scaling.placement == "STRICT_PACK":
+        most_per_node = wanted
+    elif scaling.placement != "PACK":
+        most_per_node, per_gpu, wanted = 1, 1, workers
+    nodes = ceil(wanted / most_per_node)
+    per_node = ceil(wanted / nodes)
+    here = min(workers, per_node * per_gpu)
+    cpus = here * scaling.cpus_without_gpu
+    if scaling.use_gpu and scaling.cpus_per_worker == "auto":
+        cpus = per_node * _CPUS_PER_GPU
+    data_mib, torch_gib = config.data.prefetch_mib, _TORCH_GIB
+    if config.data.source == "digits":
+        data_mib, torch_gib = 0, _TORCH_GIB if scaling.use_gpu else _SMALL_GIB
+    elif not config.data.source.startswith("torchvision:"):  # may be row groups of Parquet
+        data_mib += 2 * config.data.memory_mib  # also for evaluation
+    return Machines(
+        nodes=nodes,
+        cpus=max(1, ceil(cpus)),
+        gpus=per_node if scaling.use_gpu else 0,
+        memory_gib=here * (torch_gib + ceil(data_mib / 1024)) + _RAY_GIB,
+    )
 
 
 # ------------------------------------------------------------------ the files
@@ -132,17 +173,17 @@ def _slurm(config: TrainConfig, base: str | None, name: str) -> str:
     if "://" not in config.storage:
         config = replace(config, storage=absolute(config.storage))
     need = machines(config, _WORKERS_PER_NODE)
-    text = _read("slurm.sbatch")
-    text = _put(text, "#   bring up and train   sbatch ", f"{name}.sbatch")
-    text = _put(text, "#SBATCH --job-name=", name)
-    text = _put(text, "#SBATCH --nodes=", need.nodes)
-    text = _put(text, "#SBATCH --cpus-per-task=", need.cpus)
-    text = _put(text, "#SBATCH --mem=", f"{need.memory_gib}G")
-    text = _put(text, "#SBATCH --gpus-per-node=", need.gpus)
-    if not need.gpus:
-        text = text.replace("#SBATCH --gpus-per-node=0\n", "")
-    words = command(config, base).removeprefix(FIT)
-    return _put(text, f"run=({FIT}", f'{words} "$@")')
+    lines = {
+        "#   bring up and train   sbatch ": f"{name}.sbatch",
+        "#SBATCH --job-name=": name,
+        "#SBATCH --nodes=": need.nodes,
+        "#SBATCH --cpus-per-task=": need.cpus,
+        "#SBATCH --mem=": f"{need.memory_gib}G",
+        "#SBATCH --gpus-per-node=": need.gpus,
+        f"run=({FIT}": f'{command(config, base).removeprefix(FIT)} "$@")',
+    }
+    text = _put(_read("slurm.sbatch"), lines)
+    return text.replace("#SBATCH --gpus-per-node=0\n", "")
 
 
 def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
@@ -155,16 +196,19 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
     job = job.replace("clusters/kuberay.yaml -l raytrain=job", f"{name}.yaml")
     job = job.replace("job/raytrain", f"job/{name}").replace(" and BUCKET.", ".")
     head, mark, workers = job.partition("    workerGroupSpecs:\n")
-    head = _put(head, "  name: ", name)
-    head = _put(head, f"    {FIT}", command(config, base).removeprefix(FIT))
+    started = command(config, base).removeprefix(FIT)
+    head = _put(head, {"  name: ": name, f"    {FIT}": started})
     size = f'cpu: "{need.cpus}", memory: {need.memory_gib}Gi'
     gpus = f', nvidia.com/gpu: "{need.gpus}"' if need.gpus else ""
-    workers = _put(workers, "      - groupName: ", "gpu" if need.gpus else "cpu")
-    workers = _put(workers, "        replicas: ", need.nodes)
-    workers = _put(workers, "        minReplicas: ", ceil(need.nodes * least / most))
-    workers = _put(workers, "        maxReplicas: ", need.nodes)
-    workers = _put(workers, "                  requests: ", f"{{{size}}}")
-    workers = _put(workers, "                  limits: ", f"{{{size}{gpus}}}")
+    lines = {
+        "      - groupName: ": "gpu" if need.gpus else "cpu",
+        "        replicas: ": need.nodes,
+        "        minReplicas: ": ceil(need.nodes * least / most),
+        "        maxReplicas: ": need.nodes,
+        "                  requests: ": f"{{{size}}}",
+        "                  limits: ": f"{{{size}{gpus}}}",
+    }
+    workers = _put(workers, lines)
     if not need.gpus:
         workers = re.sub(r"(?m)^.*nvidia.*\n", "", workers)
     return _with_folder(config, head + mark + workers)
@@ -172,25 +216,22 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
 
 def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
-    text = _launched("lan", config, base, name, {})
-    each = f"{need.cpus} CPUs, {need.gpus} GPUs and {need.memory_gib} GiB"
-    comment = f"# fill in; with the head {need.nodes} machines of {each}, or fewer and larger ones"
-    text = text.replace(
-        "worker_ips: [192.168.1.11] # fill in", f"worker_ips: [192.168.1.11] {comment}"
-    )
-    return _with_folder(config, text)
+    blank = "worker_ips: [192.168.1.11] # fill in"
+    filled = f"{blank}; with the head {need.nodes} machines of {need}, or fewer and larger ones"
+    return _with_folder(config, _launched("lan", config, base, name, {blank: filled}))
 
 
 def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
     need = machines(config, 1)
-    machine = smallest_type(cloud, need)
     text = _launched(cloud, config, base, name, _bucket(config.storage))
     head, mark, worker = text.partition("  worker:\n")
-    head = _put(head, "max_workers: ", need.nodes)
-    worker = _put(worker, "    max_workers: ", need.nodes)
     gpu = f', "GPU": {need.gpus}' if need.gpus else ""
-    worker = _put(worker, "    resources: ", f'{{"CPU": {machine.cpus}{gpu}}}')
-    return head + mark + _put(worker, _TYPE_LINE[cloud], machine.name)
+    lines = {
+        "    max_workers: ": need.nodes,
+        "    resources: ": f'{{"CPU": {need.cpus}{gpu}}}',
+        _TYPE_LINE[cloud]: f"FILL-IN # {need}, or more",
+    }
+    return _put(head, {"max_workers: ": need.nodes}) + mark + _put(worker, lines)
 
 
 def _launched(
@@ -201,9 +242,12 @@ def _launched(
     for blank, value in blanks.items():
         # Its first occurrence is in the list of what the reader must fill in.
         text = text.replace(f" {blank},", "", 1).replace(blank, value)
-    text = _put(text, "cluster_name: ", f"raytrain-{name}")
     job = shlex.quote(f"ray job submit -- {command(config, base)}")
-    return _put(text, "#   train       ", f"ray exec {name}.yaml {job}")
+    lines = {
+        "cluster_name: ": f"raytrain-{name}",
+        "#   train       ": f"ray exec {name}.yaml {job}",
+    }
+    return _put(text, lines)
 
 
 def _bucket(storage: str) -> dict[str, str]:
@@ -237,9 +281,11 @@ def _read(file: str) -> str:
     return (FOLDER / file).read_text(encoding="utf-8")
 
 
-def _put(text: str, start: str, value: object) -> str:
-    """Replaces the rest of the single line that begins with `start`; keeps a trailing comment."""
-    pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
-    text, times = pattern.subn(lambda found: f"{found[1]}{value}{found[2]}", text)
-    assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
+def _put(text: str, lines: Mapping[str, object]) -> str:
+    """Replaces the rest of each single line that begins so; keeps a trailing comment."""
+    for start, value in lines.items():
+        pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
+        new = str(value).replace("\\", r"\\")
+        text, times = pattern.subn(rf"\g<1>{new}\g<2>", text)
+        assert times == 1, f"{times} lines of a file in clusters/ begin with {start!r}"
     return text

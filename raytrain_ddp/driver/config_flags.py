@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+from raytrain_ddp.config.field_types import fields_below, value_of
 from raytrain_ddp.config.recipe import load
 from raytrain_ddp.config.rules import idle
 from raytrain_ddp.config.train_config import TrainConfig
@@ -22,36 +22,29 @@ def command(config: TrainConfig, base: str | None = None) -> str:
     Args:
         base: the shipped recipe to start from; differences from it follow as flags.
     """
+    before, without = load(base) if base else TrainConfig(), idle(config)
     words = [base] if base else []
-    words += _flags(config, load(base) if base else TrainConfig(), idle(config))
+    for name, field in fields_below(TrainConfig):
+        value = value_of(config, name)
+        if value == value_of(before, name) or name in without:  # the latter would be an error
+            continue
+        section, dot, last = name.replace("_", "-").rpartition(".")
+        if field.type == "bool":
+            words.append(f"--{section}{dot}{'' if value else 'no-'}{last}")
+        else:
+            words += _with_value(name, value)
     return shlex.join([*FIT.split(), *words])
 
 
-def _flags(section: Any, base: Any, without: Container[str], prefix: str = "") -> Iterator[str]:
-    """The flags by which `section` differs from `base`, of the same class, except those `without`
-    effect, which would be an error."""
-    for field in dataclasses.fields(section):
-        value, before = getattr(section, field.name), getattr(base, field.name)
-        name = field.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            yield from _flags(value, before, without, f"{prefix}{field.name}.")
-        elif f"{prefix}{field.name}" in without:
-            continue
-        elif value != before and field.type == "bool":
-            yield f"--{prefix}{'' if value else 'no-'}{name}"
-        elif value != before:
-            yield from _with_value(f"--{prefix}{name}", value)
-
-
-def _with_value(flag: str, value: Any) -> Iterator[str]:
+def _with_value(name: str, value: Any) -> Iterator[str]:
     values: Any = value if isinstance(value, tuple) else (value,)
     if isinstance(value, dict):
         values = chain.from_iterable(value.items())
-    words = [*map(_as_text, values)]
+    flag, words = f"--{name.replace('_', '-')}", [*map(_as_text, values)]
     first = [f"{flag}={words.pop(0)}"] if words and is_flag(words[0]) else [flag]
     for word in filter(is_flag, words):
         rule = f"{word!r} would be parsed as a flag on a command line: change its first character"
-        require(False, flag[2:].replace("-", "_"), value, rule)
+        require(False, name, value, rule)
     yield from first + words
 
 

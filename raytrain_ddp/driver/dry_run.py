@@ -72,22 +72,25 @@ def dry_run(
     build.open_data()
     task, data, eval_data = build.task, build.data, build.eval_data
     build.plan = plan = plan_for(config, data, layout.most)
-    steps, per_epoch = config.total_steps(plan.steps_per_epoch), plan.steps_per_epoch
-    epochs, repeats = steps / per_epoch, config.augment.repeats
+    per_epoch, repeats = plan.steps_per_epoch, config.augment.repeats
+    steps = config.total_steps(per_epoch)
     model, optimizer = build.model, build.optimizer
-    notes = [*effect_notes(config), *step_notes(config, per_epoch), *filter(None, [layout.note])]
-    notes += _tried(build)
-    notes += task.notes
-    notes += unread_notes(config, build.reads, replaced_fields(task, optimizer, config))
+    notes = [
+        *effect_notes(config),
+        *step_notes(config, per_epoch),
+        *filter(None, (layout.note, new_code_note(run))),
+        *_tried(build),
+        *task.notes,
+        *unread_notes(config, build.reads, replaced_fields(task, optimizer, config)),
+    ]
     if checkpoint := newest_checkpoint(run.folder):
         build.identity.require_same(checkpoint)
-    notes += filter(None, [new_code_note(run)])
     learning = build.rates
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
     size = bytes_of([model.state_dict(), optimizer.state_dict()])
-    least = min(layout.least, layout.most)
+    least, epochs = min(layout.least, layout.most), steps / per_epoch
     per_worker = [len(items_of_rank(config.slots, least, rank)) for rank in range(least)]
     rates = {
         f"{epoch:g}": learning(min(steps - 1, int(epoch * per_epoch)))[0]
@@ -95,11 +98,12 @@ def dry_run(
     }
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
-    data_summary = task.splits.summary() if isinstance(task.splits, Splits) else None
-    data_lines = format_data(data_summary, task.unit) or [
+    summary = task.splits.summary() if isinstance(task.splits, Splits) else None
+    data_lines = format_data(summary, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
+    lacking = missing_resources(layout, embedded_resources(config, layout, have))
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
         dumps(publishable(asked), TrainConfig()).rstrip(),
@@ -115,10 +119,8 @@ def dry_run(
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
         f"run            {config.name} {_run_state(run, branch)}",
         *(f"note           {text}" for text in notes),
+        *([f"this machine lacks\n{lacking}"] if lacking else []),
     ]
-    lacking = missing_resources(layout, embedded_resources(config, layout, have))
-    if lacking:
-        lines.append(f"this machine lacks\n{lacking}")
     return "\n".join(lines)
 
 

@@ -29,9 +29,9 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.rules import IMAGES
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.events import End, Eval
 from raytrain_ddp.records import log_records
-from raytrain_ddp.result import FitResult
 from raytrain_ddp.uri import below
 
 _COMMIT_S, _PAUSE_S = 60.0, 0.1

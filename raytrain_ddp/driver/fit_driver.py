@@ -13,7 +13,7 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.automatic import settled, settled_note, unsettled
+from raytrain_ddp.config.automatic import settled, settled_note
 from raytrain_ddp.config.environment import ranks_of_launcher, under_torchrun
 from raytrain_ddp.config.recipe import dumps, publishable
 from raytrain_ddp.config.rules import effect_notes
@@ -28,6 +28,7 @@ from raytrain_ddp.driver.finish import (
 )
 from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
+from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
@@ -35,7 +36,6 @@ from raytrain_ddp.events import End, Note, Plan
 from raytrain_ddp.messages import Event, Outcome, Phase
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
-from raytrain_ddp.result import FitResult
 
 if TYPE_CHECKING:
     from raytrain_ddp.training.local_session import LocalSession
@@ -56,24 +56,12 @@ def fit(
     display: Listener | None = None,
 ) -> FitResult:
     """`raytrain_ddp.fit.fit`, which has the same arguments; shows and draws nothing by default."""
-    started = time.monotonic()
-    config = check(TrainConfig() if config is None else config)
-    run, branch = run_and_branch(config, default_name, resume_from)
-    with display or Listener() as shown:
-        with driven(run, shown.handle, branch) as (run, tell):
-            config, folder, manifest = run.config, run.folder, run.manifest
-            if manifest is not None and is_complete(config, manifest):
-                result = _complete(run, manifest, shown, tell)
-            else:
-                outcome, watch = _train_on_ray(
-                    config, folder, address, dashboard, tell, manifest.step if manifest else 0
-                )
-                _draw(config, folder, shown, tell)
-                result = _end(config, folder, outcome, watch, started)
-                tell(End(result.exit_status, result.step))
-        flags = f" --address {address}" if address else ""
-        shown.summary(str(config.name), result, *run_summary(config, result, flags))
-    return result
+
+    def train(run: NamedRun, show: Show) -> tuple[Outcome, _Starts]:
+        return _train_on_ray(run, address, dashboard, show)
+
+    flags = f" --address {address}" if address else ""
+    return _fit(config, default_name, resume_from, display or Listener(), train, flags)
 
 
 @process_as_found()
@@ -90,47 +78,59 @@ def fit_locally(
     Args:
         session: makes the session, from the arguments of `LocalSession`, which is the default.
     """
+    rank, _, _ = ranks_of_launcher()
+
+    def train(run: NamedRun, show: Show) -> tuple[Outcome, _Starts]:
+        show(Phase("loading torch"))
+        from raytrain_ddp.training import loop  # noqa: F401
+
+        with process_as_found():  # restores torch, too
+            return _train_here(run, rank == 0, show, session)
+
+    flags = "" if under_torchrun() else " --local"
+    shown = (rank == 0 and display) or Listener()
+    return _fit(config, default_name, resume_from, shown, train, flags, rank)
+
+
+def _fit(
+    config: TrainConfig | None,
+    default_name: str | None,
+    resume_from: str | os.PathLike[str] | None,
+    display: Listener,
+    train: Callable[[NamedRun, Show], tuple[Outcome, _Starts]],
+    flags: str,
+    rank: int = 0,
+) -> FitResult:
+    """What all ways to train have in common: only rank 0 holds the run, and writes."""
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
-    rank, _, _ = ranks_of_launcher()
     main = rank == 0
     if main:
         run, branch = run_and_branch(config, default_name, resume_from)
     else:
         run, branch = run_of_rank_0(config, rank, default_name), None
-    with (main and display) or Listener() as shown:
+    with display as shown:
         led = driven(run, shown.handle, branch) if main else nullcontext((run, shown.handle))
         with led as (run, tell):
-            config, folder, manifest = run.config, run.folder, run.manifest
-            if manifest is not None and is_complete(config, manifest):
-                result = _complete(run, manifest, shown, tell, main)
+            config, folder = run.config, run.folder
+            if run.manifest is not None and is_complete(config, run.manifest):
+                result = _complete(run, run.manifest, shown, tell, main)
             else:
-                tell(Phase("loading torch"))
-                from raytrain_ddp.training import loop  # noqa: F401
-
-                with process_as_found():  # restores torch, too
-                    outcome, watch = _train_here(
-                        config, folder, main, manifest is None, tell, session
-                    )
+                outcome, watch = train(run, tell)
                 if main:
                     _draw(config, folder, shown, tell)
                 else:
                     wait_for_rank_0(folder, outcome.step)
                 result = _end(config, folder, outcome, watch, started)
                 tell(End(result.exit_status, result.step))
-        flags = "" if under_torchrun() else " --local"
         shown.summary(str(config.name), result, *run_summary(config, result, flags))
     return result
 
 
 def _train_here(
-    config: TrainConfig,
-    run: Storage,
-    main: bool,
-    is_new: bool,
-    show: Show,
-    session_of: Callable[..., LocalSession] | None = None,
+    run: NamedRun, main: bool, show: Show, session_of: Callable[..., LocalSession] | None
 ) -> tuple[Outcome, _Starts]:
+    config = run.config
     _note_idle(config, show)
     from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.tasks.task_loading import BUILT_IN
@@ -147,14 +147,13 @@ def _train_here(
     tell = (lambda text: show(Note(text))) if main else None
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     asked = config
-    if unsettled(config):
-        config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
+    config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
     build = Build(config, world)
     task = build.task
     if main:
         if config.task in BUILT_IN:
-            try_model(config, is_new)
-        write_config(config, run)
+            try_model(config, is_new=run.manifest is None)
+        write_config(config, run.folder)
         chosen = settled_note(asked, config) if world.device.type == "cuda" else ""
         for text in filter(None, (chosen, idle_gpus_note(world))):
             show(Note(text))
@@ -200,12 +199,7 @@ class _Starts:
 
 
 def _train_on_ray(
-    config: TrainConfig,
-    run: Storage,
-    address: str | None,
-    dashboard: bool,
-    show: Show,
-    committed: int,
+    named: NamedRun, address: str | None, dashboard: bool, show: Show
 ) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
     from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
@@ -215,7 +209,8 @@ def _train_on_ray(
     from raytrain_ddp.ray_backend.training_launch import run_workers
     from raytrain_ddp.tasks.task_loading import BUILT_IN, task_of
 
-    watch = _Starts(show)
+    config, run, watch = named.config, named.folder, _Starts(show)
+    committed = named.manifest.step if named.manifest else 0
     _note_idle(config, show)
     if why := start_warm_server(config, address):
         show(Note(f"workers start without warm processes: {why}"))
@@ -285,7 +280,7 @@ def _draw(config: TrainConfig, run: Storage, listener: Listener, show: Show) -> 
 
 
 def _complete(
-    run: NamedRun, manifest: Manifest, listener: Listener, show: Show, main: bool = True
+    run: NamedRun, manifest: Manifest, listener: Listener, show: Show, main: bool
 ) -> FitResult:
     """Nothing is left to train, but the start that finished it may have been killed right after."""
     config, folder = run.config, run.folder

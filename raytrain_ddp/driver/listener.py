@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.messages import Event
-from raytrain_ddp.result import FitResult
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.storage import Storage

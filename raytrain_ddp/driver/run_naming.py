@@ -216,7 +216,7 @@ def _changes(
 ) -> Changes:
     """Returns the changes that make this config a different run than the one in the folder."""
     changed = changed_fields(begun, config, str(folder) if folder.is_local else "")
-    if manifest is None or {name for name, _, _ in changed} - {*path_fields(TrainConfig)}:
+    if manifest is None or {name for name, _, _ in changed} - {*path_fields()}:
         return changed
     found = newest_checkpoint(folder)
     assert found is not None  # that of the manifest
@@ -231,7 +231,7 @@ def other_things(checkpoint: Checkpoint, changed: Changes, config: TrainConfig) 
     data of a custom task. Without a name, data count as the same only if the old path is gone,
     because two data sets may have files of equal sizes.
     """
-    kinds, state = path_fields(TrainConfig), recorded(checkpoint)
+    kinds, state = path_fields(), recorded(checkpoint)
     is_named = config.name is not None
 
     @cache

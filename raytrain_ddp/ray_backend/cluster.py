@@ -44,7 +44,7 @@ from raytrain_ddp.ray_backend.ray_start import (
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN
 from raytrain_ddp.uri import answer_within
-from raytrain_ddp.warm.warm_start import announce_job, py_executable, start_early, why_cold
+from raytrain_ddp.warm.warm_start import py_executable, start_early, why_cold
 
 _SHUTDOWN_S = 30.0
 # Of a job's runtime environment: its processes are not started by the Python of this one.
@@ -170,7 +170,6 @@ def cluster(
         if layout is None:
             import ray
 
-            _announce(config, ray.get_runtime_context().get_job_id())
             layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
             require_capacity(layout, ray.cluster_resources(), "the cluster")
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
@@ -179,10 +178,8 @@ def cluster(
 
 
 def start_warm_server(config: TrainConfig, address: str | None) -> str:
-    """Starts the server of warm processes early if `cluster` will start a Ray here; otherwise
-    announces a job to this machine's server.
-
-    Loading its modules takes seconds, in which the caller can do something else.
+    """Starts the server of warm processes early if `cluster` will start a Ray here. Loading its
+    modules takes seconds, in which the caller can do something else.
 
     Returns:
         Why the processes of a Ray that is started here are not warm, although the config allows
@@ -191,16 +188,9 @@ def start_warm_server(config: TrainConfig, address: str | None) -> str:
     if starts_ray(address):
         _warm(config, caller())
         if config.scaling.warm_processes:
-            mode = _forks(config)
-            return why_cold(mode) if mode else "they need Linux, and this environment's Python"
-    elif not is_connected():
-        _announce(config)
+            needs = "they need Linux, and this environment's Python"
+            return why_cold() if _forks(config) else needs
     return ""
-
-
-def _announce(config: TrainConfig, job: str = "") -> None:
-    if config.scaling.spares and _forks(config):
-        announce_job(config.scaling.num_workers, job)
 
 
 def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
@@ -238,13 +228,11 @@ def shipped_code(config: TrainConfig) -> dict[str, Any]:
     return {"py_modules": shipped} if shipped else {}
 
 
-def _forks(config: TrainConfig) -> str:
-    """Where Ray's processes are forks: see `unsuited` of fork_client.py; "": nowhere."""
+def _forks(config: TrainConfig) -> bool:
+    """Whether Ray's processes are forks, as far as this process can tell."""
     given = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env") or {}
     own_python = not given.keys().isdisjoint(_OTHER_PYTHONS)
-    if config.scaling.warm_processes is False or sys.platform != "linux" or own_python:
-        return ""
-    return "auto" if config.scaling.warm_processes == "auto" else "always"
+    return bool(config.scaling.warm_processes) and sys.platform == "linux" and not own_python
 
 
 def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
@@ -254,12 +242,11 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     Args:
         owner: the process that the server ends with; 0: each node's raylet.
     """
-    mode, threads = _forks(config), config.scaling.threads
-    if not mode:
+    if not _forks(config):
         return {}
     if owner:
-        start_early(mode, threads, config.scaling.spares and config.scaling.num_workers, owner)
-    return {"py_executable": py_executable(mode, owner, threads, config.scaling.spares)}
+        start_early(config.scaling.threads, owner)
+    return {"py_executable": py_executable(owner, config.scaling.threads)}
 
 
 def wait_for_room(

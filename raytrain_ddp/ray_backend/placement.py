@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raytrain_ddp.config.environment import usable_cpus
-from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 
 
@@ -66,8 +67,8 @@ def choose_layout(
     use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
     least, most = scaling.worker_range()
     rule = "needs a fixed number of workers: set one, or use PACK or SPREAD"
-    is_strict = scaling.placement.startswith("STRICT")
-    scaling.require("placement", least == most or not is_strict, rule)
+    fits = least == most or not scaling.placement.startswith("STRICT")
+    require(fits, "scaling.placement", scaling.placement, rule)
     nodes, note = [have] if nodes is None else nodes, ""
     if (least, most) == (0, 0):
         if use_gpu and not gpus:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import first_line
 from raytrain_ddp.events import Note, Plan, Preempted

@@ -15,13 +15,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RunLockedError
-from raytrain_ddp.files import different, fsync, read_json, require_alone, write_json
+from raytrain_ddp.files import (
+    different,
+    fsync,
+    read_json,
+    require_alone,
+    require_utf8,
+    write_json,
+)
 
 
 class Staging:
@@ -37,6 +45,19 @@ class Staging:
         self.folder = out.parent / f".{out.name}.{verb}"
         self.plan = self.folder / "plan.json"
         self.result = self.folder / "result"
+
+    def require_place(self, overwrite: bool, other: str) -> None:
+        """Raises ConfigError if the result cannot be at `out`, or `out` is there already.
+
+        Args:
+            other: why what is there is not replaced; "": with `overwrite`, it is.
+        """
+        require_utf8(self._shown.partition(" ")[0], self.out)  # as writers do
+        is_there, why = self.out.exists(), "exists already: give another name, or --overwrite"
+        if not self.out.parent.is_dir():
+            raise ConfigError(f"{self._shown}: there is no folder {self.out.parent}.")
+        if is_there and (other or not overwrite):
+            raise ConfigError(f"{self._shown}: {f'{other}: give another name' if other else why}.")
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -58,6 +79,11 @@ class Staging:
                 for left in self.folder.glob("tmp-*"):  # by a process that was killed
                     _delete(left)
                 yield
+            except KeyboardInterrupt:
+                if self.parts():
+                    text = "Finished work is kept: run the same command again to continue."
+                    print(text, file=sys.stderr)
+                raise
             finally:
                 if self._is_here(lock) and not self.parts():
                     _delete(self.folder)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.checkpoint.snapshot import unstorable
+from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.rules import value_of
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.data.loading.loader import (
@@ -43,11 +43,9 @@ from raytrain_ddp.training.optimizer.weight_average import average_of
 from raytrain_ddp.training.run_identity import RunIdentity
 from raytrain_ddp.training.runtime.seeding import seed_all
 from raytrain_ddp.training.runtime.world import World, set_up
-from raytrain_ddp.training.state.shared_checkpoint import load_model
 from raytrain_ddp.training.state.train_state import TrainState
 
 if TYPE_CHECKING:
-    from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.training.steps.warm_up import WarmUp
 
 _KEPT = ("reads", "task", "data", "eval_data", "identity", "model", "warm_ups", "is_begun")
@@ -211,7 +209,7 @@ class Build:
         own_memory(model)
         if config.ddp.sync_batchnorm and world.size > 1:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = self._placed(model)
+        model = self.placed(model)
         require_same_model(model, world)
         if own_optimizer:
             broadcast_model(model, world, is_loaded=False)
@@ -235,13 +233,7 @@ class Build:
             require_same_model(self.model, self.world)
         _ = self.model
 
-    def load_model(self, checkpoint: Checkpoint) -> None:
-        """Makes `model` that of a checkpoint, as a run evaluates it."""
-        model = model_of(self.task, pretrained=False)
-        load_model(model, checkpoint)
-        self.model = self._placed(model)
-
-    def _placed(self, model: nn.Module) -> nn.Module:
+    def placed(self, model: nn.Module) -> nn.Module:
         """The model on the device, in the layout and the form of the config."""
         if self.config.compute.channels_last is True:
             model = model.to(memory_format=torch.channels_last)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
-from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.signals import handling, heeded

@@ -1,9 +1,9 @@
 """Asks a fork server for a process: a fork of a Python that has the heavy modules loaded.
 
-Ray's raylet runs ``python -I -S fork_client.py MODE OWNER THREADS SPARES default_worker.py
-ARGUMENTS`` in place of Python. The forked process gets the arguments, environment, open files,
-working folder, limits, niceness and signal handling of this one, and this one ends. If anything is
-not as it should be, this process becomes the usual worker by exec.
+Ray's raylet runs ``python -I -S fork_client.py OWNER THREADS default_worker.py ARGUMENTS`` in place
+of Python. The forked process gets the arguments, environment, open files, working folder, limits,
+niceness and signal handling of this one, and this one ends. If anything is not as it should be,
+this process becomes the usual worker by exec.
 
 It imports nothing but the standard library: starting it must cost milliseconds.
 """
@@ -47,24 +47,18 @@ _OF_PYTHON = ("INSPECT", "PROFILEIMPORTTIME", "SAFEPATH", "VERBOSE")
 
 
 def main(argv: list[str]) -> None:
-    mode, owner, threads, spares, *command = argv
+    owner, threads, *command = argv
     with suppress(OSError, ValueError, KeyError):
         address, pid = address_of(int(owner), int(threads), command[0]), int(owner) or raylet()
-        request = {**own_state(command), "spares": int(spares), "waits": False}
+        request = own_state(command)
         start = lambda: start_server(address, pid, int(threads))  # noqa: E731
-        if not unsuited(mode) and forked(address, start, request):
+        if not unsuited() and forked(address, start, request):
             return
     os.execv(sys.executable, [sys.executable, *command])
 
 
-def unsuited(mode: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Why this machine or environment does not suit a fork; "" if it does.
-
-    Args:
-        mode: "auto": not on a machine with a GPU; or "always".
-    """
-    if mode == "auto" and os.path.exists("/dev/nvidiactl"):
-        return "this machine has a GPU (--scaling.warm-processes true uses them anyway)"
+def unsuited(environment: Mapping[str, str] = os.environ) -> str:
+    """Why a process with this environment is not forked; "" if it is."""
     names = [f"PYTHON{name}" for name in _OF_PYTHON if environment.get(f"PYTHON{name}")]
     return f"{names[0]} is set" if names else ""
 
@@ -196,7 +190,6 @@ def start_server(
     address: str,
     owner: int,
     threads: int,
-    expected: int = 0,
     environ: Mapping[str, str] = os.environ,
     modules: Sequence[str] = (),
 ) -> int:
@@ -204,7 +197,6 @@ def start_server(
 
     Args:
         owner: the process that it ends with.
-        expected: processes of the same job that follow the first one soon.
         environ: of the server.
         modules: loaded besides the usual ones.
 
@@ -220,7 +212,7 @@ def start_server(
     environment = {name: v for name, v in environ.items() if name != "PYTHONPATH"}
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     files = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    command = [sys.executable, server, address, str(owner), str(expected), *modules]
+    command = [sys.executable, server, address, str(owner), *modules]
     return os.posix_spawn(sys.executable, command, environment, file_actions=files, setsid=True)
 
 
@@ -236,6 +228,7 @@ def own_state(
     return {
         "command": [*command],
         "session": True,
+        "waits": False,  # whether its exit status is wanted
         "environment": {os.fsencode(k): os.fsencode(v) for k, v in environment.items()},
         "folder": os.getcwd(),
         "mask": mask,

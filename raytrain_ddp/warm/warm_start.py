@@ -16,61 +16,37 @@ _COMMAND = """p={python} c={client}
 [ -x "$p" ] && [ -f "$c" ] && exec "$p" -I -S "$c" {arguments} "$@"
 p="${{1%/lib/python*}}/bin/python3"; [ -x "$p" ] || p=python3; exec "$p" "$@\""""
 
-_AUTO = 2  # workers on CPUs, see scaling.num_workers
-_MOST = 8  # workers that are prepared: further ones may be placed elsewhere
-_ANNOUNCED_WITHIN_S = 0.2
 _started: set[str] = set()  # servers of this process
 
 
-def py_executable(mode: str, owner: int, threads: int, spares: int) -> str:
+def py_executable(owner: int, threads: int) -> str:
     """The `py_executable` of a runtime environment; see fork_client.py for the arguments."""
     command = _COMMAND.format(
         python=shlex.quote(sys.executable),
         client=shlex.quote(str(Path(fork_client.__file__).resolve())),
-        arguments=f"{mode} {owner} {threads} {spares}",
+        arguments=f"{owner} {threads}",
     )
     return f"sh -c {shlex.quote(command)} sh"
 
 
-def announce_job(workers: object, job: str = "") -> None:
-    """Makes the servers of this machine's raylets prepare processes for a job.
-
-    Args:
-        workers: how many, if it is an integer.
-        job: its id, if it has connected to Ray; "": the one after that of the last request.
-    """
-    request = {"expected": _processes(workers), "job": job}
-    prefix = f"@{fork_client.OF_NODE}-{os.getuid()}-"
-    with suppress(OSError):
-        sockets = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-        names = {line.split()[-1] for line in sockets.splitlines()}
-        for name in names:
-            if name.startswith(prefix) and (connection := fork_client.connect(name[1:])):
-                with connection, suppress(TimeoutError):  # it is loading its modules
-                    connection.settimeout(_ANNOUNCED_WITHIN_S)
-                    if fork_client.is_own(connection) and connection.recv(1) == fork_client.READY:
-                        fork_client.send_request(connection, request)
-
-
-def why_cold(mode: str) -> str:
+def why_cold() -> str:
     """Why the processes of a Ray that is started here are not forks; "" if they are."""
     with suppress(OSError):
         if fork_client.free_memory() < fork_client.LEAST_FREE:
             return "less than a tenth of the memory is free"
-    return fork_client.unsuited(mode)
+    return fork_client.unsuited()
 
 
-def start_early(mode: str, threads: int, workers: object = 0, owner: int = 0) -> None:
+def start_early(threads: int, owner: int = 0) -> None:
     """Starts the server of a process, so that it loads its modules while Ray starts.
 
     Without it, the first worker starts it. A second call does nothing.
 
     Args:
-        workers: of the job, as in `announce_job`; 0: no processes are prepared.
         owner: the process that it ends with; 0: this one.
     """
     ray = importlib.util.find_spec("ray")
-    if ray is None or ray.origin is None or why_cold(mode):
+    if ray is None or ray.origin is None or why_cold():
         return
     script = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
     owner = owner or os.getpid()
@@ -78,11 +54,4 @@ def start_early(mode: str, threads: int, workers: object = 0, owner: int = 0) ->
         address = fork_client.address_of(owner, threads, script)
         if address not in _started:
             _started.add(address)
-            expected = _processes(workers) - 1 if workers else 0
-            fork_client.start_server(address, owner, threads, expected)
-
-
-def _processes(workers: object) -> int:
-    """Of a job on this machine: the mailbox, Ray Train's controller, and the workers."""
-    count = workers if isinstance(workers, int) else _AUTO
-    return 2 + min(count, len(os.sched_getaffinity(0)), _MOST)
+            fork_client.start_server(address, owner, threads)

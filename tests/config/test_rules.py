@@ -16,8 +16,7 @@ from raytrain_ddp import TrainConfig
 from raytrain_ddp.config.environment import ranks_of_launcher
 from raytrain_ddp.config.recipe import dumps, flat, load, shipped_recipes
 from raytrain_ddp.config.rules import effect_notes, idle
-from raytrain_ddp.config.scaling_section import ScalingConfig
-from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig
+from raytrain_ddp.config.sections import DdpConfig, ModelConfig, OptimConfig, ScalingConfig
 from raytrain_ddp.config.unread import unread_notes, watched
 from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run

@@ -27,6 +27,7 @@ OTHERS = {
     "eval.asynchronous": True,
     "model.unfreeze_epoch": 2,
     "scaling.on_divergence": "resync",
+    "scaling.spares": 2,
 }
 
 
@@ -89,8 +90,11 @@ TOOLS = {
     "format=torchscript": "export r --format torchscript",
     "per_trial": "sweep digits --space optim.lr=1,2 --per-trial cpus=4",
     "print_completion": "--print-completion bash",
-    "scheduler=halving": "sweep digits --space optim.lr=1,2 --scheduler halving",
-    "scheduler=pbt": "sweep digits --space optim.lr=1,2 --scheduler pbt",
+    "scheduler": "sweep digits --space optim.lr=1,2 --scheduler asha",
+    "search=grid": "sweep digits --space optim.lr=1,2 --search grid",
+    "stats_images": "convert a b --stats-images 5",
+    "tta": "predict r --tta flip --out p.csv",
+    "verify": "convert a b --verify",
     "watch": "watch runs",
 }
 

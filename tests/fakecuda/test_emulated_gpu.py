@@ -8,6 +8,8 @@ show NCCL, the results of CUDA's kernels, cuDNN and cuBLAS, nor speed.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from typing import Any
 
 import building
 import pytest
+
+from raytrain_ddp.warm import fork_client
 
 Report = dict[str, Any]  # per rank: the scenario's result, and the counts of emulated.report()
 
@@ -214,6 +218,40 @@ def test_each_process_of_torchrun_uses_a_gpu_of_its_own(gpus: Gpus):
         port = free.getsockname()[1]
     found = [report["result"] for report in gpus("joins", 2, backend="", port=port)]
     assert found == [["cuda:0", "cuda", "cpu"], ["cuda:1", "cuda", "cpu"]]
+
+
+# ------------------------------------------------------------------ warm processes
+
+OF_ONE_GPU = """
+import json, os, torch
+os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # Ray sets it in a process that runs already
+import emulated
+emulated.install()
+ones = torch.ones(3, device="cuda")
+print(json.dumps([os.getppid(), torch.cuda.device_count(), ones.sum().item()]))
+"""
+
+
+def test_a_fork_of_the_warm_server_uses_the_gpu_that_it_gets_afterward(
+    libraries: Path, tmp_path: Path
+):
+    """The server has not looked for GPUs: torch would have kept their number, and refuse them."""
+    environment, script = building.environment(libraries, gpus=2), tmp_path / "worker.py"
+    script.write_text(OF_ONE_GPU)
+    printed = tmp_path / "out"
+    address = f"raytrain-fork-gpu-{os.getpid()}"
+    server = fork_client.start_server(address, os.getpid(), 1, environment)
+    try:
+        request = {**fork_client.own_state([str(script)], environment), "waits": True}
+        with printed.open("w") as out:
+            files = 0, out.fileno(), out.fileno()
+            worker = fork_client.forked(address, lambda: server, request, files)
+        assert worker is not None
+        assert worker.wait(120) == 0, printed.read_text()
+        assert json.loads(printed.read_text()) == [server, 1, 3.0]
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 # ------------------------------------------------------------------ the tests for real GPUs

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ def signals(kind):  # glibc keeps the first ones behind these for itself
     return hex(int(status[kind], 16) & 0x7fffffff)
 
 print(json.dumps({
-    "loaded": "fractions" in sys.modules,
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0),
     "random": [random.random(), numpy.random.rand(), *(torch.rand(1).tolist() if torch else ())],
     "same": {
@@ -57,13 +55,11 @@ class Place:
     """A copy of the fork server that imports little, for workers of a fake Ray.
 
     Args:
-        spares: number of spare processes; they load a small module instead of Ray.
         **changes: replacements in the text of these files.
     """
 
-    def __init__(self, folder: Path, owner: int, spares: int = 0, **changes: str) -> None:
+    def __init__(self, folder: Path, owner: int, **changes: str) -> None:
         self.folder, self.owner = folder, owner
-        self.started: set[int] = set()
         self.workers = folder / "lib" / "python3" / "ray" / "_private" / "workers"
         self.workers.mkdir(parents=True)
         (self.workers / "probe.py").write_text(PROBE)
@@ -73,42 +69,21 @@ class Place:
             if rest:
                 modules = '_MODULES = """json numpy numpy.random"""'
                 text = f"{head}{modules}{rest.partition(chr(34) * 3)[2]}"
-            text = text.replace('"ray", "ray.train", "ray.train.torch"', '"fractions",')
-            changes.setdefault("_QUIET_S = 3.0", "_QUIET_S = 0.1")
-            ready = "        request, files = fork_child.received"
-            changes.setdefault(
-                ready, f"        open(f'{folder}/ready-{{os.getpid()}}', 'w')\n{ready}"
-            )
             for word, instead in changes.items():
                 text = text.replace(word, instead)
             (folder / source.name).write_text(text)
-        self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py"), "always"]
-        self.command += [str(owner), "1", str(spares), str(self.workers / "probe.py")]
+        self.command = [sys.executable, "-I", "-S", str(folder / "fork_client.py")]
+        self.command += [str(owner), "1", str(self.workers / "probe.py")]
 
     def run(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """The probe's output, and whether the process was forked."""
         with self.start(*arguments, **options) as client:
-            report = reported(client)
-            self.started.add(report["pid"])
-            return report
+            return reported(client)
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
         command = [*self.command, *arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **pipes)
-
-    def spares(self, number: int) -> list[Any]:
-        """The waiting spare processes, as soon as this number is ready."""
-        [server] = self.servers()
-        deadline = time.monotonic() + 60
-        while len(found := self.waiting(server)) != number:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return found
-
-    def waiting(self, server: Any) -> list[Any]:
-        ready = {int(each.name.partition("-")[2]) for each in self.folder.glob("ready-*")}
-        return [p for p in server.children() if p.pid in ready - self.started]
 
     def servers(self) -> list[Any]:
         """The servers that run from this folder."""
@@ -144,11 +119,10 @@ VARIABLES = [
 ]
 
 
-@pytest.mark.parametrize(("spares", "variables"), [*enumerate(VARIABLES[:2]), (0, VARIABLES[2])])
+@pytest.mark.parametrize("variables", VARIABLES)
 def test_a_forked_process_behaves_like_one_started_by_python(
-    tmp_path: Path, owner: subprocess.Popen[bytes], spares: int, variables: str
+    place: Place, tmp_path: Path, variables: str
 ):
-    place = Place(tmp_path, owner.pid, spares)
     folder = tmp_path / "work"
     folder.mkdir()
 
@@ -172,9 +146,6 @@ def test_a_forked_process_behaves_like_one_started_by_python(
         "env": {**{k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}, **extra},
     }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    if spares:
-        place.run(stdin=subprocess.DEVNULL, cwd=folder, env=options["env"])
-        place.spares(1)
     answers = []
     for command in (place.command, [sys.executable, place.command[-1]]):
         with subprocess.Popen([*command, "x", "ü"], **pipes, **options) as process:
@@ -183,7 +154,6 @@ def test_a_forked_process_behaves_like_one_started_by_python(
         answers.append((json.loads(out), process))
     (forked, _), (usual, plain) = answers
     assert forked["same"] == usual["same"]
-    assert forked["loaded"] == bool(spares)
     assert forked["same"]["input"] == "typed"
     assert forked["pid"] == forked["group"]  # a session of its own
     assert forked["parent"] == place.servers()[0].pid
@@ -217,50 +187,6 @@ def test_a_server_outlives_its_processes_and_ends_with_its_owner(
     assert all(
         not alive(each["pid"]) for each in waiting
     )  # Ray's own processes would have ended by themselves
-
-
-def test_each_process_takes_a_spare_which_is_then_replaced(
-    tmp_path: Path, owner: subprocess.Popen[bytes]
-):
-    place = Place(tmp_path, owner.pid, 2)
-    assert not place.run()["loaded"]
-    waiting = place.spares(2)
-    both = [place.run("wait") for _ in waiting]
-    assert {each["pid"] for each in both} == {each.pid for each in waiting}
-    assert len({*both[0]["random"], *both[1]["random"]}) == 4
-    new = place.spares(2)
-    os.kill(both[0]["pid"], signal.SIGKILL)
-    # Ray reads its variables when it is loaded.
-    assert not place.run(env={**os.environ, "RAY_X": "1"})["loaded"]
-    wait_until(lambda: all(not alive(each.pid) for each in new))
-    place.spares(2)
-    late = {"RAY_X": "1", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
-    assert place.run(env={**os.environ, **late})["loaded"]
-    assert not place.run(env={**os.environ, **late, "RAY_JOB_ID": "7"})["loaded"]
-    [server] = place.servers()
-    last = place.spares(2)
-    server.kill()
-    wait_until(lambda: all(not alive(each.pid) for each in last))
-    os.kill(both[1]["pid"], signal.SIGKILL)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_without_a_spare_forks_itself(
-    tmp_path: Path, owner: subprocess.Popen[bytes], number: int
-):
-    place = Place(tmp_path, owner.pid, 1, **{"_TAKEN_WITHIN_S = 2.0": "_TAKEN_WITHIN_S = 0.2"})
-    place.run()
-    [spare] = place.spares(1)
-    spare.send_signal(number)
-    report = place.run()
-    assert report["forked"]
-    assert not report["loaded"]
-    assert not alive(spare.pid)
-    place.spares(1)  # another one
-    [server] = place.servers()
-    wait_until(
-        lambda: server.num_fds() == 6
-    )  # the first three, the owner's, the socket's, the spare's
 
 
 def test_fault_59_forked_processes_survive_a_killed_server(place: Place):
@@ -342,4 +268,4 @@ def test_ray_runs_the_command_with_python_installed_elsewhere(
         assert report["same"]["argv"][1:] == ["two words"]
         return report
 
-    assert as_ray(py_executable("always", place.owner, 1, 0))["forked"]
+    assert as_ray(py_executable(place.owner, 1))["forked"]

@@ -77,12 +77,15 @@ def counted(names: Sequence[str], why: str) -> list[str]:
 # ------------------------------------------------------------------ disks
 
 
-def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileListing:
+def list_on_disk(
+    source: str, shown: str, kept: Collection[str] = (), every: bool = False
+) -> FileListing:
     """Lists a folder, a file, or the matches of a glob.
 
     Args:
         shown: the field and its value, for messages.
         kept: see `leftover_in`.
+        every: list all images; by default, those of a data set.
 
     Raises:
         DataError: nothing matches, or it cannot be read.
@@ -92,7 +95,7 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
     left_out: list[str] = []
     pattern = ""
     if os.path.isdir(path):  # path.is_dir() raises for names that are too long
-        files, folders, left_out = _below(str(path), shown, kept)
+        files, folders, left_out = _below(str(path), shown, kept, every)
     elif os.path.isfile(path):
         path, pattern = path.parent, glob.escape(path.name)
         files = [Path(source).name]
@@ -114,7 +117,7 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
             problem = f"cannot be read: {error.strerror}."
         except (OSError, ValueError):  # it has a null character
             place = "" if path.is_absolute() else f" in {Path.cwd()}"
-            problem = f"no such file or folder{place}.{_remedy(source)}"
+            problem = f"no such file or folder{place}.{'' if every else _remedy(source)}"
         raise DataError(f"{shown}: {problem}")
 
     def size_of(name: str) -> int | None:
@@ -140,9 +143,11 @@ def list_on_disk(source: str, shown: str, kept: Collection[str] = ()) -> FileLis
     )
 
 
-def _below(root: str, shown: str, kept: Collection[str]) -> tuple[list[str], list[str], list[str]]:
-    """Returns the files below a folder (of the images, only the first in each folder), the folders,
-    and the leftovers.
+def _below(
+    root: str, shown: str, kept: Collection[str], every: bool
+) -> tuple[list[str], list[str], list[str]]:
+    """Returns the files below a folder (of the images, only the first in each folder unless `every`
+    is wanted), the folders, and the leftovers.
 
     Raises:
         DataError: as `files_below`.
@@ -155,7 +160,7 @@ def _below(root: str, shown: str, kept: Collection[str]) -> tuple[list[str], lis
             below = "" if place == root else f"{os.path.relpath(place, root)}/"
             images = [name for name in names if is_image(name)]
             files += [below + name for name in names if not is_image(name)]
-            files += [below + min(images)] if images else []
+            files += [below + name for name in sorted(images)[: None if every else 1]]
             folders += [below[:-1]] if below else []
             left_out += [below + name for name in left]
     except DataError as error:

@@ -7,18 +7,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.command_line import Command, given_flags
+from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.process import run_command
-from raytrain_ddp.config.rules import given_flags, require_effect, value_of
+from raytrain_ddp.config.rules import require_effect
 from raytrain_ddp.config.validation import require, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
+from raytrain_ddp.formatting import plural
 
-_DECIDED = {
-    *("name", "scaling.num_workers", "checkpoint.every_s"),
-    *("log.every_steps", "log.tensorboard", "log.wandb", "log.mlflow", "log.project", "log.audit"),
-    *("log.profile_steps", "log.profile_ranks"),
-}
-_KILLS_LOCAL, _KILLS_ON_RAY = 50, 3
+_DECIDED = {"name", "scaling.num_workers", "checkpoint.every_s"}  # and all of the log
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,8 @@ class ChaosArgs(RecipeArgs):
 
     kills: int | None = None
     """Number of times that a worker is killed (SIGKILL). Default: 3, with --local 50."""
-    drivers: int = 1
-    """Number of times that the driver is killed. With --local: all workers at once."""
+    drivers: int | None = None
+    """Number of times that the driver's process on Ray is killed. Default: 1, with --local 0."""
     workers: int = 3
     """Number of workers. Fewer than three prove less, as two can sum in one order only."""
     resize: bool = False
@@ -50,17 +47,21 @@ COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if the runs are equal, else 1."""
     args = parse(argv)
-    if args.kills is None:
-        args = replace(args, kills=_KILLS_LOCAL if args.local else _KILLS_ON_RAY)
+    kills, drivers = (50, 0) if args.local else (3, 1)
+    kills = kills if args.kills is None else args.kills
+    args = replace(args, kills=kills, drivers=drivers if args.drivers is None else args.drivers)
     from raytrain_ddp.tools.chaos.experiment import chaos
-    from raytrain_ddp.tools.chaos.screen import Screen
 
-    with Screen() as screen:
-        outcome = chaos(args, screen)
-    screen.outcome(outcome.rows, outcome.undisturbed, outcome.disturbed)
+    outcome = chaos(args)
+    for row in outcome.rows:
+        verdict = "equal" if row.equal else "WRONG"
+        print(f"{row.what:<28}  {row.undisturbed:<20}  {row.disturbed:<20}  {verdict}")
+    disturbed = outcome.disturbed
+    fired = f"{len(disturbed.fired)} of {len(disturbed.plan)} faults fired"
+    print(f"{fired}; the command was started {plural(len(disturbed.sizes), 'time')}")
     kept = f"NOT equal; both are kept in {outcome.folder}"
     print("equal to the last bit" if outcome.equal else kept)
-    print(f"repeat      raytrain chaos {shlex.join(argv)}".rstrip())
+    print(f"repeat: raytrain chaos {shlex.join(argv)}".rstrip())
     return 0 if outcome.equal else 1
 
 
@@ -72,13 +73,15 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
     require(exact or not args.resize, "--resize", True, "needs --exact: otherwise the bits differ")
     require(args.local or not args.resize, "--resize", True, "needs --local")
     require(not args.local or sys.platform == "linux", "--local", True, "needs Linux")
+    require(not (args.local and args.drivers), "--drivers", args.drivers, "--local has no driver")
     args.config.require_slots(args.workers)
-    for name in sorted(given_flags(argv) & _DECIDED):
+    given = given_flags(argv)
+    for name in sorted(name for name in given if name in _DECIDED or name.startswith("log.")):
         flag = f"--{name.replace('_', '-')}"
         require(False, flag, value_of(args.config, name), "chaos sets this itself")
     use_gpu = args.config.scaling.use_gpu
     require(not args.local or use_gpu is not True, "--scaling.use-gpu", True, "--local is on CPUs")
-    require_effect(argv, args.config, on_ray=not args.local)
+    require_effect(given_flags(argv), args.config, on_ray=not args.local)
     return args
 
 

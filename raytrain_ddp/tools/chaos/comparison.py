@@ -6,7 +6,7 @@ from hashlib import sha256
 from json import dumps
 from typing import NamedTuple
 
-from raytrain_ddp.checkpoint.run_folder import CLOCKS, checkpoint_store, read_history
+from raytrain_ddp.checkpoint.run_folder import CLOCKS, newest_checkpoint, read_history
 from raytrain_ddp.checkpoint.storage import TEMP_PREFIX, Storage
 from raytrain_ddp.checkpoint.store import MANIFEST_FILE, CheckpointName
 from raytrain_ddp.errors import CheckpointError
@@ -25,42 +25,36 @@ class Row(NamedTuple):
 
 
 def compare(undisturbed: Storage, disturbed: Storage) -> list[Row]:
-    """Compares the results of two runs that have ended."""
-    ours = results_of(undisturbed)
-    try:
-        theirs = results_of(disturbed)
-    except CheckpointError as error:
-        return [Row("newest checkpoint", "whole", str(error))]
+    """Compares the results of two runs that have ended.
+
+    Raises:
+        CheckpointError: a newest checkpoint is damaged, or there is none.
+    """
+    ours, theirs = results_of(undisturbed), results_of(disturbed)
     return [Row(what, value, theirs.get(what, "")) for what, value in ours.items()]
 
 
 def results_of(run: Storage) -> dict[str, str]:
-    """What must be equal in equal runs: the beginnings of hashes, steps, and files left over.
+    """What must be equal in equal runs: the beginnings of hashes, and files left over.
 
     Raises:
         CheckpointError: the newest checkpoint is damaged, or there is none.
     """
-    store = checkpoint_store(run)
-    names = store.names()
-    if not names:
+    if (newest := newest_checkpoint(run)) is None:
         raise CheckpointError(f"{run}: there is no checkpoint.")
-    newest = store.open(names[0])
     newest.verify()
     files = sorted((name, file.sha256) for name, file in newest.manifest.files.items())
     history = [{k: v for k, v in each.items() if k not in CLOCKS} for each in read_history(run)]
-    log = [record for record in history if record["kind"] != "audit"]
     hashed = {
         # With an average, also those that are trained.
         "weights": [f for f in files if f[0] in ("model.safetensors", "trained.safetensors")],
         "optimizer": [f for f in files if f[0].startswith("optimizer")],
         "samples": [record for record in history if record["kind"] == "audit"],
-        "log": log,
+        "log": [record for record in history if record["kind"] != "audit"],
     }
-    total, left = newest.manifest.step, leftovers(run)
-    once = [r["step"] for r in log if r["kind"] == "train"] == [*range(1, total + 1)]
+    left = leftovers(run)
     return {
         **{f"{what} (sha256)": _digest(records) for what, records in hashed.items()},
-        f"steps 1 to {total} in the log": "exactly once" if once else "no",
         "leftover files": f"{len(left)} {', '.join(left[:3])}".strip(),
     }
 

@@ -7,27 +7,23 @@ import shutil
 import signal
 import tempfile
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from itertools import repeat
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
-from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
-from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
+from raytrain_ddp.errors import PreflightError, RaytrainError
 from raytrain_ddp.files import absolute
 from raytrain_ddp.ray_backend.placement import local_resources
 from raytrain_ddp.tools.chaos.comparison import Row, compare
-from raytrain_ddp.tools.chaos.fault_plan import draw_faults, one_of
+from raytrain_ddp.tools.chaos.fault_plan import draw_faults
 from raytrain_ddp.tools.chaos.killed_run import KilledRun
 from raytrain_ddp.tools.chaos.launchers import on_ray, without_ray
-from raytrain_ddp.tools.chaos.screen import Screen
 from raytrain_ddp.uri import without_secrets
 
 if TYPE_CHECKING:
@@ -39,10 +35,9 @@ _MAX_LIVE_ON_S = 90.0  # two of Ray's own agents notice late that their node is 
 
 
 class ChaosOutcome(NamedTuple):
-    """Both runs, side by side; `folder` holds them, unless they are equal."""
+    """The comparison of both runs; `folder` holds them, unless they are equal."""
 
     rows: list[Row]
-    undisturbed: KilledRun
     disturbed: KilledRun
     folder: Path
 
@@ -51,69 +46,54 @@ class ChaosOutcome(NamedTuple):
         return all(row.equal for row in self.rows)
 
 
-def chaos(args: ChaosArgs, screen: Screen) -> ChaosOutcome:
-    """Runs both and compares them.
+def chaos(args: ChaosArgs) -> ChaosOutcome:
+    """Runs both and compares them. Prints what it does.
 
     Raises:
         PreflightError: the storage is not a folder on this machine that can be written to.
-        ConfigError: the run is too short for so many faults; its folder is removed.
         RaytrainError: the undisturbed run failed.
         KeyboardInterrupt: Ctrl-C; the processes are ended, and the folder of the runs is removed.
     """
-    folder, token = _new_folder(args.config.storage), uuid.uuid4().hex
+    folder = _new_folder(args.config.storage)
     try:
-        undisturbed, disturbed, problem = _both(args, folder, token, screen)
-    except (ConfigError, PreflightError, KeyboardInterrupt):
-        end_tagged(token, 0.0)
+        outcome = _both(args, folder)
+    except (PreflightError, KeyboardInterrupt):
+        end_tagged(str(folder), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    screen.phase("comparing")
-    runs = run_storage(undisturbed.config), run_storage(disturbed.config)
-    rows = [Row("finishes", "yes", problem)] if problem else compare(*runs)
-    if not args.local:  # on Ray, the run itself must survive the end of a worker
-        most = str(max(len(disturbed.sizes), 1 + args.drivers))
-        rows.append(Row("most starts", str(1 + args.drivers), most))
-    left = end_tagged(token, _MAX_LIVE_ON_S)
-    rows.append(Row("processes left behind", "0", f"{len(left)} {', '.join(left)}".strip()))
-    outcome = ChaosOutcome(rows, undisturbed, disturbed, folder)
+    left = end_tagged(str(folder), _MAX_LIVE_ON_S)
+    outcome.rows.append(Row("processes left behind", "0", f"{len(left)} {' '.join(left)}".strip()))
     if outcome.equal:
         shutil.rmtree(folder)
     return outcome
 
 
-def _both(
-    args: ChaosArgs, folder: Path, token: str, screen: Screen
-) -> tuple[KilledRun, KilledRun, str]:
-    """Both runs, and why the second one was given up, if it was."""
-    # Without variables that select another Ray or arm other failpoints.
-    unwanted = ("RAY_ADDRESS", VARIABLE, FOLDER_VARIABLE)
-    environment = {k: v for k, v in os.environ.items() if k not in unwanted} | {TAG: token}
+def _both(args: ChaosArgs, folder: Path) -> ChaosOutcome:
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {TAG: str(folder)}
     config = _resolved_config(args, folder)
     calm, wild = (replace(config, name=name) for name in ("undisturbed", "disturbed"))
     size = 1 if args.resize else args.workers
-    calm = replace(calm, scaling=replace(calm.scaling, num_workers=size))
-    with ExitStack() as stack:
-        launch = stack.enter_context(without_ray(environment)) if args.local else on_ray
-        screen.phase("undisturbed")
-        first = KilledRun(calm, launch, environment, [], repeat(size), screen)
-        if problem := first.drive():
-            raise RaytrainError(f"the undisturbed run: {problem} (see {folder}).")
-        every, steps = config.checkpoint.every_steps, len(first.logged)
-        plan = draw_faults(config.seed, steps, size, every, args.kills or 0, args.drivers)
-        if args.resize:  # any rank: a specific one may not exist
-            plan = [replace(fault, rank=None) for fault in plan]
-        screen.phase("disturbed", len(plan), steps)
-        sizes = _changing(args.workers, config.seed) if args.resize else repeat(size)
-        second = KilledRun(wild, launch, environment, plan, sizes, screen)
-        return first, second, second.drive()
-
-
-def _changing(most: int, seed: int) -> Iterator[int]:
-    """Numbers of workers, each of which differs from the one before."""
-    random, last = Random(seed), 0
-    while True:
-        last = one_of(random, [size for size in range(1, most + 1) if size != last] or [most])
-        yield last
+    with without_ray(environment) if args.local else nullcontext(on_ray) as launch:
+        print("undisturbed", flush=True)
+        first = KilledRun(calm, launch, environment, [], cycle([size]))
+        first.drive()
+        newest = newest_manifest(run_storage(calm))
+        every, steps = config.checkpoint.every_steps, newest.step if newest else 0
+        sizes, ranks = [size], size
+        if args.resize:  # each differs from the one before
+            sizes, ranks = Random(config.seed).sample(range(1, args.workers + 1), args.workers), 0
+        plan = draw_faults(config.seed, steps, ranks, every, args.kills or 0, args.drivers or 0)
+        print(f"disturbed: {len(plan)} faults in {steps} steps", flush=True)
+        second = KilledRun(wild, launch, environment, plan, cycle(sizes))
+        try:
+            second.drive()
+            rows = compare(run_storage(calm), run_storage(wild))
+        except RaytrainError as error:  # also a damaged checkpoint
+            rows = [Row("ends well", "yes", str(error))]
+    if not args.local:  # on Ray, the run itself must survive the end of a worker
+        most = 1 + (args.drivers or 0)
+        rows.append(Row("most starts", str(most), str(max(len(second.sizes), most))))
+    return ChaosOutcome(rows, second, folder)
 
 
 def _new_folder(storage: str) -> Path:
@@ -125,8 +105,7 @@ def _new_folder(storage: str) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="chaos-", dir=parent))
     except OSError as error:
-        why = f"cannot be written: {error.strerror}"
-        raise PreflightError(f"storage = {storage}: {why}.") from None
+        raise PreflightError(f"storage = {storage}: cannot be written: {error.strerror}.") from None
 
 
 def _resolved_config(args: ChaosArgs, folder: Path) -> TrainConfig:

@@ -13,4 +13,5 @@ from raytrain_ddp import failpoints
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     failpoints.arm_from_environment()  # the module was loaded in another environment
+    # Its classes are looked up in sys.modules["__main__"] when their flags are read.
     runpy.run_module("raytrain_ddp.fit", run_name="__main__", alter_sys=True)

@@ -48,37 +48,30 @@ def without_ray(environment: Mapping[str, str]) -> Iterator[Launch]:
     Args:
         environment: of that process, which is ended afterward.
     """
-    address, servers = f"raytrain-fork-chaos-{uuid.uuid4().hex}", list[int]()
-
-    def serve() -> int:
-        own = {**environment, **_ONE_THREAD}
-        loaded = ["raytrain_ddp.tools.chaos.forked_fit"]
-        servers.append(start_server(address, os.getpid(), 1, environ=own, modules=loaded))
-        return servers[-1]
+    own, address = {**environment, **_ONE_THREAD}, f"raytrain-fork-chaos-{uuid.uuid4().hex}"
+    server = start_server(address, os.getpid(), 1, own, ["raytrain_ddp.tools.chaos.forked_fit"])
 
     def launch(recipe: Path, given: Mapping[str, str], workers: int) -> Sequence[Process]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
         group = {**given, **_ONE_THREAD, **place, "WORLD_SIZE": str(workers)}
+        processes = []
         with recipe.with_suffix(".log").open("ab") as log, open(os.devnull) as nothing:
-            files = [nothing.fileno(), log.fileno(), log.fileno()]
-
-            def start(rank: str) -> Process:
+            for rank in map(str, range(workers)):
                 ranked = {**group, "RANK": rank, "LOCAL_RANK": rank}
-                state = own_state([_WORKER, str(recipe), "--local"], ranked)
-                found = forked(address, serve, state | {"spares": 0, "waits": True}, files)
+                state = own_state([_WORKER, str(recipe), "--local"], ranked) | {"waits": True}
+                files = [nothing.fileno(), log.fileno(), log.fileno()]
+                found = forked(address, lambda: server, state, files)
                 if found is None:
-                    raise PreflightError("the process that forks the workers does not start.")
-                return found
-
-            return [start(str(rank)) for rank in range(workers)]
+                    raise PreflightError("the process that forks the workers has ended.")
+                processes.append(found)
+        return processes
 
     try:
         yield launch
     finally:
-        for server in servers:
-            with suppress(OSError):
-                os.kill(server, 9)
-                os.waitpid(server, 0)
+        with suppress(OSError):
+            os.kill(server, 9)
+            os.waitpid(server, 0)
 
 
 def _free_port() -> str:

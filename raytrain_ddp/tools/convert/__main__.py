@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ COMMAND = Command(
     {
         "What is read": ["eval-source", "train-split", "eval-split", "root", "bad-records"],
         "What is written": ["resize-short", "quality", "shuffle", "shard-mib"],
-        "How": ["workers", "address", "verify"],
+        "How": ["workers", "address"],
     },
 )
 
@@ -42,20 +41,14 @@ def main(argv: Sequence[str]) -> int:
     from raytrain_ddp.tools.display.work_meter import shown
 
     write: Any = partial(in_threads, args.workers or int(local_resources()["CPU"]))
-    try:
-        with ExitStack() as stack:
-            phase = stack.enter_context(shown())
-            if args.address is not None:
-                connection = ray_connection(args.address, {}, {}, tell=lambda _: None)
-                stack.enter_context(connection)
-                write = on_ray
-            dataset, summary = convert(args, write, phase)
-    except KeyboardInterrupt:
-        print("Finished work is kept: run the same command again to continue.", file=sys.stderr)
-        raise
+    with ExitStack() as stack:
+        phase = stack.enter_context(shown())
+        if args.address is not None:
+            stack.enter_context(ray_connection(args.address, {}, {}, tell=lambda _: None))
+            write = on_ray
+        dataset, summary = convert(args, write, phase)
     if summary is None:
-        checks = "all is as it was written" if args.verify else "--verify checks it"
-        print(f"{args.dest} is complete already ({checks})")
+        print(f"{args.dest} is complete already")
     rows = " and ".join(f"{count:,} {split}" for split, count in dataset["rows"].items())
     files, classes = len(dataset["files"]), len(dataset["class_names"])
     counts = f"{rows} images of {classes:,} classes in {files:,} file{'s' * (files > 1)}"
@@ -65,21 +58,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"  {title}{found * (title != 'note')}: {text}")
     for record in dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")
-    print(f"Train with:\n  {fit_command(args.dest, dataset)}")
+    print(f"Train on it with --data.source {shlex.quote(args.dest)}")
     return 0
-
-
-def fit_command(folder: str, dataset: Mapping[str, Any]) -> str:
-    """How to train on a converted data set, ready to paste."""
-    mean = [f"{value:.4f}" for value in dataset["mean"]]
-    # Of a channel that is the same everywhere, the deviation does not matter.
-    std = ["1.0" if value < 5e-5 else f"{value:.4f}" for value in dataset["std"]]
-    flags = ["--data.source", shlex.quote(folder), "--data.mean", *mean, "--data.std", *std]
-    sampled = dataset["sampled"]
-    if any(least != most for least, most in (sampled["height"], sampled["width"])):
-        flags += ["--data.image-size", "224", "--augment.crop", "random"]
-        flags += ["--model.name", "resnet18"]
-    return f"python -m raytrain_ddp.fit {' '.join(flags)}"
 
 
 if __name__ == "__main__":

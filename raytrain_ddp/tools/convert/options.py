@@ -24,8 +24,6 @@ class ConvertArgs:
     """Any --data.source of fit: folder, Parquet, tar files, list, torchvision:NAME, or URI."""
     dest: str = field(metadata=positional("DST"))
     """Folder to create."""
-    verify: bool = False
-    """If DST is complete, read all of it and compare it with its dataset.json."""
     workers: int | None = None
     """Number of threads. Default: one per CPU."""
     address: str | None = field(default=None, metadata=ADDRESS)
@@ -55,7 +53,7 @@ class ConvertArgs:
     shuffle: bool = True
     """Shuffle each split once, over all its rows."""
     shard_mib: float = 256.0
-    """Approximate size of the images in a file, in MiB."""
+    """Approximate size of the images in a file, in MiB, before they are resized."""
     bad_records: Literal["error", "skip"] = "error"
     """What to do with images that cannot be decoded. error: stop (exit status 4); skip: leave them
     out, and list them in dataset.json."""

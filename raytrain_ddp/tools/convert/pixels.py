@@ -1,22 +1,17 @@
-"""Resizes images for `convert`, and computes mean and standard deviation of their pixels."""
+"""Resizes images for `convert`."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-from PIL import Image, ImageStat
+from PIL import Image
 
 from raytrain_ddp.data.pixels.decoding import (
     ORIENTATION,
-    Pixels,
     open_encoded_image,
     orientation_of,
     shrink_for,
 )
-from raytrain_ddp.errors import DataError
 
 _MAX_JPEG_SIDE = 65_500
 
@@ -48,30 +43,3 @@ def shrink_image(content: bytes, short: int, quality: int) -> bytes:
     encoded = io.BytesIO()
     resized.save(encoded, "JPEG", quality=quality, exif=exif)
     return encoded.getvalue()
-
-
-def sums_of(pixels: Pixels) -> list[int]:
-    """Height, width, and for each channel the sum of the values; then those of their squares."""
-    stat = ImageStat.Stat(Image.fromarray(pixels))
-    return [*pixels.shape[:2], *map(int, stat.sum), *map(int, stat.sum2)]
-
-
-def described(images: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Mean and standard deviation per channel, on a scale of 0 to 1, and the least and greatest
-    sides, from the `sums_of` images; in any order, the same.
-
-    Raises:
-        DataError: there are no images.
-    """
-    if not images:
-        raise DataError("none of the images for mean and std can be decoded.")
-    table = np.array(images, np.int64)
-    scale = 255 * (table[:, 0] * table[:, 1]).sum()
-    mean = table[:, 2:5].sum(0) / scale
-    variance = table[:, 5:].sum(0) / scale / 255 - mean**2
-    height, width, *_ = np.stack([table.min(0), table.max(0)], 1).tolist()
-    return {
-        "mean": mean.tolist(),
-        "std": np.sqrt(np.maximum(variance, 0)).tolist(),
-        "sampled": {"images": len(images), "height": height, "width": width},
-    }

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -18,8 +17,8 @@ from raytrain_ddp.data.pixels.decoding import open_encoded_image, reason_for
 from raytrain_ddp.errors import RaytrainError, first_line
 from raytrain_ddp.files import fsync, replace_with, sha256_of, write_json
 from raytrain_ddp.tools.convert.options import ConvertArgs
-from raytrain_ddp.tools.convert.pixels import shrink_image, sums_of
-from raytrain_ddp.tools.convert.source_rows import Row, Tell, open_copy
+from raytrain_ddp.tools.convert.pixels import shrink_image
+from raytrain_ddp.tools.convert.source_rows import Row, open_copy
 
 MIB = 2**20
 # A loader keeps 64 MiB of row groups for each lane of a block shuffle, so 8 of these. And 8 MiB are
@@ -28,8 +27,7 @@ _ROW_GROUP_BYTES = 8 * MIB
 _ROW_GROUP_ROWS = 256
 
 Record = dict[str, Any]
-"""Of a complete shard: path, rows, bytes, sha256; bad: (row, why) of those that cannot be decoded;
-sums: `sums_of` each sampled image."""
+"""Of a complete shard: path, rows, bytes, sha256; bad: (row, why) of those without an image."""
 
 
 class ShardTask(NamedTuple):
@@ -43,7 +41,7 @@ class ShardTask(NamedTuple):
     args: ConvertArgs
 
 
-def write_shard(task: ShardTask, tell: Tell = lambda *_: None) -> Record:
+def write_shard(task: ShardTask) -> Record:
     """Writes the shard and its record, both durably.
 
     Raises:
@@ -51,7 +49,7 @@ def write_shard(task: ShardTask, tell: Tell = lambda *_: None) -> Record:
         OSError: the shard cannot be written.
     """
     folder = task.folder
-    record: Record = {"path": task.name, "rows": 0, "bad": [], "sums": []}
+    record: Record = {"path": task.name, "rows": 0, "bad": []}
     schema = _schema(task.class_names)
     with replace_with(folder / "result" / task.name, folder) as temp:
         with pq.ParquetWriter(
@@ -64,7 +62,7 @@ def write_shard(task: ShardTask, tell: Tell = lambda *_: None) -> Record:
             data_page_size=MIB,  # covered by one checksum
             write_batch_size=1,  # the page size is checked after this many rows
         ) as writer:
-            for rows in _row_groups(task, record, tell):
+            for rows in _row_groups(task, record):
                 table = pa.Table.from_pylist(rows, schema=schema)
                 writer.write_table(table, row_group_size=len(rows))
                 record["rows"] += len(rows)
@@ -83,14 +81,14 @@ def _schema(class_names: list[str]) -> pa.Schema:
     return pa.schema([("image", image), ("label", pa.int64())], metadata=metadata)
 
 
-def _row_groups(task: ShardTask, record: Record, tell: Tell) -> Iterator[list[dict[str, Any]]]:
-    """The rows to store. Adds to `record` what is bad and summed."""
+def _row_groups(task: ShardTask, record: Record) -> Iterator[list[dict[str, Any]]]:
+    """The rows to store. Adds those that are bad to `record`."""
     group: list[dict[str, Any]] = []
     size = 0
-    for row, content in images_of(task.rows, task.copy):
-        tell(1, row.size)
+    copied = open_copy(task.copy)["image"] if task.copy.exists() else None
+    for row in task.rows:
         try:
-            image = _checked(content, row, task.args, record)
+            image = _image(row, copied, task.args)
         except Exception as error:  # decoders raise any type
             record["bad"].append((row.number, reason_for(error)))
             continue
@@ -104,50 +102,35 @@ def _row_groups(task: ShardTask, record: Record, tell: Tell) -> Iterator[list[di
         yield group
 
 
-def images_of(rows: Iterable[Row], copy: Path) -> Iterator[tuple[Row, bytes | BadRecord]]:
-    """The rows with their images as they are in the source, or a BadRecord."""
-    copied = open_copy(copy)["image"] if copy.exists() else []
-    for row in rows:
-        yield row, content_of(row.file) if row.file else copied[row.number].as_py()
-
-
-def _checked(content: bytes | BadRecord, row: Row, args: ConvertArgs, record: Record) -> bytes:
+def _image(row: Row, copied: Any, args: ConvertArgs) -> bytes:
     """The bytes to store; raises any error if there is no image, or it cannot be decoded."""
+    content: bytes | BadRecord = BadRecord(row.why)
+    if not row.why:
+        content = content_of(row.file) if row.file else copied[row.number].as_py()
     if isinstance(content, BadRecord):
         raise content
     if args.resize_short:
-        content = shrink_image(content, args.resize_short, args.quality)
-    if row.is_sampled or (args.check and not args.resize_short):
-        pixels = open_encoded_image(content).pixels()
-        if row.is_sampled:
-            record["sums"].append(sums_of(pixels))
+        return shrink_image(content, args.resize_short, args.quality)
+    if args.check:
+        open_encoded_image(content).pixels()
     return content
 
 
 # ------------------------------------------------------------------ many
 
 
-def in_threads(workers: int, tasks: Iterable[ShardTask], tell: Tell) -> Iterator[Record]:
+def in_threads(workers: int, tasks: Iterable[ShardTask]) -> Iterator[Record]:
     """Writes shards, in any order, in threads: what takes time (decoding, hashing, files) releases
-    the GIL. After an error, the others end at their next image."""
-    over, lock = Event(), Lock()
-
-    def tell_one(images: int, size: int) -> None:
-        with lock:
-            if over.is_set():
-                raise RaytrainError("stopped.")
-            tell(images, size)
-
+    the GIL. After an error, those that are being written are completed."""
     with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(write_shard, task) for task in tasks]
         try:
-            futures = [pool.submit(write_shard, task, tell_one) for task in tasks]
             yield from (future.result() for future in as_completed(futures))
         finally:
-            over.set()
             pool.shutdown(cancel_futures=True)
 
 
-def on_ray(tasks: Iterable[ShardTask], tell: Tell) -> Iterator[Record]:
+def on_ray(tasks: Iterable[ShardTask]) -> Iterator[Record]:
     """Writes shards, in any order, on the Ray that this process is connected to.
 
     Raises:
@@ -160,9 +143,7 @@ def on_ray(tasks: Iterable[ShardTask], tell: Tell) -> Iterator[Record]:
     try:
         while pending:
             (done,), pending = ray.wait(pending)
-            record = ray.get(done)
-            tell(record["rows"] + len(record["bad"]), record["bytes"])
-            yield record
+            yield ray.get(done)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:

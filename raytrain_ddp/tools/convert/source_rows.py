@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import pyarrow.compute as pc
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import Located, locate, role_of
-from raytrain_ddp.data.formats.image_folder import stats_of
+from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import NoLabelsError
 from raytrain_ddp.data.formats.shard_formats import open_shards
 from raytrain_ddp.data.formats.shard_images import columns_of
@@ -68,7 +67,6 @@ class Row(NamedTuple):
     path: str | None
     file: str = ""
     why: str = ""
-    is_sampled: bool = False
 
 
 def open_source_splits(args: ConvertArgs) -> tuple[list[SourceSplit], Splits]:
@@ -111,23 +109,20 @@ def list_rows(split: SourceSplit, copy: Path, phase: Phase) -> list[Row]:
     if files := [os.path.abspath(path) for path, _ in getattr(source, "files", None) or ()]:
         root = os.path.abspath(split.found.paths[0] if kind == "folder" else source.image_root)
         rows = []
-        for number, (file, seen) in enumerate(zip(files, stats_of(files), strict=True)):
+        for number, (file, label, size) in enumerate(
+            zip(files, labels, sizes_of(files), strict=True)
+        ):
             path = file.removeprefix(f"{root}/").encode("utf-8", "replace").decode()  # any bytes
-            size, why = 0, ""
-            if isinstance(seen, OSError) or not S_ISREG(seen.st_mode):
-                why = str(_image(source, number))
-            else:
-                size = seen.st_size
-            rows.append(Row(number, labels[number], size, path, file, why))
+            why = str(_image(source, number)) if size < 0 else ""
+            rows.append(Row(number, label, max(0, size), path, file, why))
         return rows
     if not copy.exists():
         _copy(source, copy, phase(f"{split.name}: reading", len(labels)))
     copied = open_copy(copy)
     sizes = pc.fill_null(pc.binary_length(copied["image"]), 0).to_pylist()
-    paths: list[str | None] = []
-    if kind == "torchvision":
-        paths = [f"{number}.png" for number in range(len(labels))]
-    else:
+    paths: list[str | None] = [None] * len(labels)
+    if kind == "files":
+        paths = []
         for shard in open_shards(split.found.paths, columns_of(split.data)):
             column, count = shard.path_column, shard.starts()[-1]
             paths += shard.values(column) if column else [None] * count

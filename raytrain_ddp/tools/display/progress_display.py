@@ -25,6 +25,7 @@ from rich.text import Text
 
 from raytrain_ddp.bottleneck import StepSplit
 from raytrain_ddp.driver.listener import Listener
+from raytrain_ddp.driver.result import FitResult
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.formatting import (
     format_bytes,
@@ -38,7 +39,6 @@ from raytrain_ddp.formatting import (
     plural,
 )
 from raytrain_ddp.messages import Event, Pause, Phase
-from raytrain_ddp.result import FitResult
 from raytrain_ddp.tools.display.terminal import Screen
 
 if TYPE_CHECKING:

@@ -41,7 +41,6 @@ def assess(findings: Found, storage: str, data: str) -> Report:
     rows += [row for row in _each("node", nodes, lambda _: "", _NODE) if row.advice]
     rows += _versions(reached, findings["versions"])
     rows += [_gpus(name, node, findings["all_reduce"]) for name, node in reached.items()]
-    rows += [_cpus(name, node) for name, node in reached.items()]
     rows += [_all_reduce(each, reached) for each in findings["all_reduce"]]
     slowest = max(each.get("commit_s", 0.0) for each in findings["storage"].values())
     good = f"{PAYLOAD_MIB} MiB committed in {format_duration(slowest)} or less, and seen by others"
@@ -99,14 +98,6 @@ def _gpus(name: str, node: Found, reduced: Sequence[Found]) -> Row:
         found += f"; Ray counts {counted}"
         advice = "Check nvidia-smi there, and --num-gpus and CUDA_VISIBLE_DEVICES of `ray start`."
     return Row("GPUs", name, found, "warn" if advice else "ok", advice)
-
-
-def _cpus(name: str, node: Found) -> Row:
-    usable, counted = node["cpus"], node["ray"].get("CPU", 0)
-    found, advice = f"{usable} usable, Ray counts {counted:g}", ""
-    if counted > usable:
-        advice = f"Workers would share cores: start Ray there with --num-cpus {usable}."
-    return Row("CPUs", name, found, "warn" if advice else "ok", advice)
 
 
 def _all_reduce(result: Found, nodes: Mapping[str, Found]) -> Row:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import platform
 import socket
 import time
@@ -37,9 +36,8 @@ class NodeActor:
         """What the node is and has.
 
         Returns:
-            versions: see `versions`. cpus: those that this process may use. devices: NVIDIA GPUs,
-            even those that Ray does not count. resolves: the address that the host's name stands
-            for; None: none.
+            versions: see `versions`. devices: NVIDIA GPUs, even those that Ray does not count.
+            resolves: the address that the host's name stands for; None: none.
         """
         resolves = None
         with suppress(OSError):
@@ -47,7 +45,6 @@ class NodeActor:
             resolves = found[0][4][0]
         return {
             "versions": versions(),
-            "cpus": len(os.sched_getaffinity(0)),
             "devices": len([*Path("/dev").glob("nvidia[0-9]*")]),
             "resolves": resolves,
         }

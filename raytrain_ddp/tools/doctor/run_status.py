@@ -187,6 +187,8 @@ def _failures(seen: RunStatus) -> Row:
 
 
 def _checkpoint(seen: RunStatus) -> Row:
-    saved = [(each.event, each.time) for each in seen.events if isinstance(each.event, Checkpoint)]
-    found = [f"step {event.step}, written at {time}" for event, time in saved[-1:]]
-    return Row("checkpoint", "", "".join(found) or "none yet")
+    found = "none yet"
+    for event, written, _ in seen.events:
+        if isinstance(event, Checkpoint):
+            found = f"step {event.step}, written at {written}"
+    return Row("checkpoint", "", found)

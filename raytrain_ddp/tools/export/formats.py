@@ -1,27 +1,35 @@
-"""Writes a trained model in the formats of other programs."""
+"""Writes a trained model in the formats of other programs, with a README.md, and compares what the
+code there computes with the model."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.run_folder import recorded
+from raytrain_ddp.config.recipe import dumps, publishable
+from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE
-from raytrain_ddp.errors import PreflightError, RaytrainError, first_line
+from raytrain_ddp.errors import DataError, PreflightError, RaytrainError, first_line
+from raytrain_ddp.tasks.task_check import model_of
+from raytrain_ddp.tools.inference.inputs import open_input
 from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
-_INLINE_BYTES = 2**30  # an ONNX file holds at most 2 GiB
+_ROWS = 64  # to compare on
+_TOLERANCE = 1e-3  # of the largest logit
 
-Facts = Mapping[str, str]  # preprocessing.json, as the metadata of a file
+Facts = Mapping[str, Any]  # preprocessing.json
 
 
 class WithNormalization(nn.Module):
@@ -61,13 +69,28 @@ def facts_of(model: LoadedModel, height: int, width: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def exporting(name: str) -> Iterator[None]:
-    """Raises RaytrainError, with a remedy, if the exporter fails; it may fail in any way."""
+def write(name: str, model: LoadedModel, images: Tensor, facts: Facts, folder: Path) -> None:
+    """Writes the model and its preprocessing.json.
+
+    Args:
+        name: of one of the `FORMATS`. images: an example of two.
+
+    Raises:
+        PreflightError: a package is missing.
+        RaytrainError: the exporter fails, in whatever way.
+    """
+    text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    (folder / "preprocessing.json").write_text(text, encoding="utf-8")
+    as_text = {key: v if isinstance(v, str) else json.dumps(v) for key, v in facts.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter's own future
         try:
-            yield
+            _write(model, images, as_text, folder / FORMATS[name].file)
+        except OSError:
+            raise
+        except ImportError as error:
+            packages = "pip install onnx onnxscript onnxruntime"
+            raise PreflightError(f"--format {name}: {first_line(error)}: {packages}") from None
         except Exception as error:
             raise RaytrainError(
                 f"--format {name}: the model cannot be exported: {first_line(error)}. Try another "
@@ -75,65 +98,45 @@ def exporting(name: str) -> Iterator[None]:
             ) from error
 
 
-def _onnx(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
-    packages = ("onnx", "onnxscript", "onnxruntime")
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise PreflightError(f"--format onnx needs packages: pip install {' '.join(missing)}")
-    with exporting("onnx"):
-        program = torch.onnx.export(
-            WithNormalization(model).eval(),
-            (example,),
-            dynamo=True,
-            verbose=False,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
-        )
+def _write(model: LoadedModel, images: Tensor, facts: dict[str, str], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        tensors = {name: t.contiguous().clone() for name, t in model.model.state_dict().items()}
+        path.write_bytes(save(tensors, {"format": "pt", **facts}))
+        return
+    graph, any_batch = WithNormalization(model).eval(), ({0: torch.export.Dim("batch", min=1)},)
+    if path.suffix == ".pt2":
+        content = io.BytesIO()  # torch's own writer ends the process if the disk is full
+        exported = torch.export.export(graph, (images,), dynamic_shapes=any_batch)
+        torch.export.save(exported, content, extra_files=dict(facts))
+        path.write_bytes(content.getbuffer())
+        return
+    import onnxruntime  # noqa: F401  (the check needs it)
+
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+    options = {"dynamo": True, "verbose": False, "dynamic_shapes": any_batch, **names}
+    program = torch.onnx.export(graph, (images,), **options)
     assert program is not None
     program.model.metadata_props.update(facts)
-    size = sum(weight.numel() * weight.element_size() for weight in model.model.parameters())
-    program.save(path, external_data=size > _INLINE_BYTES)
-
-
-def _torch_export(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
-    shapes = ({0: torch.export.Dim("batch", min=1)},)
-    content = io.BytesIO()  # torch's own writer ends the process if the disk is full
-    with exporting("torch-export"):
-        graph = WithNormalization(model).eval()
-        program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-        torch.export.save(program, content, extra_files=dict(facts))
-    path.write_bytes(content.getbuffer())
-
-
-def _safetensors(model: LoadedModel, example: Tensor, facts: Facts, path: Path) -> None:
-    tensors = {name: t.contiguous().clone() for name, t in model.model.state_dict().items()}
-    path.write_bytes(save(tensors, {"format": "pt", **facts}))
-
-
-def as_text(facts: Mapping[str, Any]) -> dict[str, str]:
-    """As the metadata of a file."""
-    return {name: v if isinstance(v, str) else json.dumps(v) for name, v in facts.items()}
+    program.save(path)
 
 
 class Format(NamedTuple):
     """A format.
 
     Args:
-        file: that has the model.
-        write: (model, example of two images, facts, path).
+        file: that has the model. package: that computes with it.
         use: how to compute logits in Python, in the folder.
     """
 
     file: str
-    write: Callable[[LoadedModel, Tensor, Facts, Path], None]
+    package: str
     use: str
 
 
 FORMATS = {
     "onnx": Format(
         "model.onnx",
-        _onnx,
+        "onnxruntime",
         """\
 import onnxruntime
 
@@ -143,7 +146,7 @@ session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionPro
     ),
     "torch-export": Format(
         "model.pt2",
-        _torch_export,
+        "torch",
         """\
 import torch
 
@@ -154,7 +157,7 @@ with torch.no_grad():
     ),
     "safetensors": Format(
         "model.safetensors",
-        _safetensors,
+        "torch",
         """\
 import json
 
@@ -162,10 +165,120 @@ import torch
 from safetensors.torch import load_file
 
 model.load_state_dict(load_file("model.safetensors"))  # the model as you build it
-facts = json.load(open("preprocessing.json"))
+with open("preprocessing.json", encoding="utf-8") as file:
+    facts = json.load(file)
 mean, std = (torch.tensor(facts[name]).view(3, 1, 1) * 255 for name in ("mean", "std"))
 with torch.no_grad():  # images: NumPy, uint8 (n, 3, height, width)
     logits = model.eval()((torch.from_numpy(images).float() - mean) / std)
 """,
     ),
 }
+
+_CARD = """\
+# {name}
+
+`{model}`, trained by raytrain_ddp {version} on `{source}`. The export was {checked}.
+
+```python
+{use}```
+
+`preprocessing.json` has the names of the outputs in order, the sizes to which RGB images are
+resized and cropped, their normalization, and the activation that makes probabilities of logits.
+
+## Metrics
+
+{metrics}
+
+## Origin
+
+- checkpoint: `{checkpoint}`, its `model.safetensors` has the sha256 `{sha256}`
+- training data: fingerprint `{data}`
+
+```toml
+{config}```
+"""
+
+
+def model_card(model: LoadedModel, use: str, checked: str) -> str:
+    """How to use it, metrics with their counts, hashes, and config.
+
+    Args:
+        use: code that computes logits.
+        checked: how the export compares with the model.
+    """
+    config, manifest = publishable(model.config), model.checkpoint.manifest
+    rows = recorded(model.checkpoint).get("data", {}).get("eval_rows") or 0
+    metrics = []
+    for name, value in manifest.metrics.items():
+        counted = f" ({round(value * rows)} of {rows})" if name in ("top1", "top5") and rows else ""
+        metrics.append(f"- {name}: {value:.6f}{counted}")
+    return _CARD.format(
+        name=config.name,
+        model=config.model.name,
+        version=manifest.written_by,
+        source=config.data.source,
+        checked=checked,
+        use=use,
+        metrics="\n".join(metrics or ["The run has not been evaluated."]),
+        checkpoint=model.checkpoint.name,
+        sha256=manifest.files["model.safetensors"].sha256,
+        data=manifest.data_fingerprint,
+        config=dumps(config),
+    )
+
+
+def images_of(model: LoadedModel, data: str | None, image_size: int) -> Tensor:
+    """Images to compare on, uint8 (n, 3, h, w), from all over the data.
+
+    Args:
+        data, image_size: see `open_input`. None: the evaluation data of the run.
+
+    Raises:
+        DataError: there are none that can be read.
+    """
+    bad: dict[int, str] = {}
+    try:
+        words = () if data is None else (data,)
+        given = open_input(words, model, bad.__setitem__, image_size=image_size).data
+    except RaytrainError as error:
+        hint = " To compare the export on other images: --data FOLDER." if data is None else ""
+        raise type(error)(f"{error}{hint}") from None
+    rows = np.unique(np.linspace(0, given.rows - 1, _ROWS).astype(np.int64))
+    images: Tensor = given.batch(Draws(0, 0, rows))["image"]
+    given.close()
+    if not len(images):
+        raise DataError(f"none of {len(rows)} images can be read: {next(iter(bad.values()))}.")
+    return images.contiguous()
+
+
+def checked(folder: Path, form: Format, model: LoadedModel, images: Tensor) -> str:
+    """How far the export is from the model: ``checked by onnxruntime ...``.
+
+    Raises:
+        RaytrainError: they differ, or the export cannot be loaded.
+    """
+    theirs = _computed(folder, form, model, images)
+    with torch.inference_mode():
+        ours = model(images).float()
+    apart = (theirs - ours).abs().max().item()
+    by = f"by {form.package} {version(form.package)} on {len(images)} images"
+    if not apart <= _TOLERANCE * max(1.0, ours.abs().max().item()):
+        raise RaytrainError(f"the export gives other results, {by}: one differs by {apart:.3g}.")
+    return f"checked {by}: a result differs by at most {apart:.2g}"
+
+
+def _computed(folder: Path, form: Format, model: LoadedModel, images: Tensor) -> Tensor:
+    """What the export computes: the logits of the first image, and of all others."""
+    found, here = [], Path.cwd()
+    names: dict[str, Any] = {"model": model_of(model.task, pretrained=False)}
+    try:
+        os.chdir(folder)
+        for part in filter(len, (images[:1], images[1:])):
+            names["images"] = part.numpy()
+            exec(form.use, names)
+            found.append(torch.as_tensor(names["logits"]).float())
+    except Exception as error:
+        raise RaytrainError(f"the export cannot be loaded again: {first_line(error)}") from error
+    finally:
+        os.chdir(here)
+    return torch.cat(found)

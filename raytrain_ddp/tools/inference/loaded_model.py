@@ -1,12 +1,14 @@
-"""``raytrain_ddp.load(RUN)``: a trained model with its preprocessing and its classes."""
+"""``raytrain_ddp.load(RUN)``: a trained model with its preprocessing and its classes, and what it
+says of each row of the data, in the chunks in which it is evaluated."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,23 +21,23 @@ from raytrain_ddp.checkpoint.run_folder import (
     recorded_classes,
 )
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.image_batches import OnBad, image_data
 from raytrain_ddp.data.splits import ImageSource
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import ConfigError, DataError, did_you_mean, first_names
 from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.tasks.image_classification import ImageClassification
-from raytrain_ddp.tasks.task_check import model_of
+from raytrain_ddp.tasks.task_check import model_of, refused
 from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-from raytrain_ddp.tools.inference.batch_outputs import EMBEDDING, outputs
-from raytrain_ddp.tools.inference.inputs import GivenImages
+from raytrain_ddp.tools.inference.inputs import Column, GivenImages
+from raytrain_ddp.training.metrics.evaluation import passes
 from raytrain_ddp.training.runtime.world import choose_device
 from raytrain_ddp.training.state.shared_checkpoint import load_model
 
 if TYPE_CHECKING:
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
 
 
@@ -69,6 +71,10 @@ class LoadedModel(nn.Module):
         """Whether it is the model of an image classification."""
         return isinstance(self.task, ImageClassification)
 
+    def classes(self, top: int) -> int:
+        """How many classes a prediction has: `top`, or 0 if the run predicts no classes."""
+        return top if self.class_names and not self.config.data.target_columns else 0
+
     def forward(self, *inputs: Any) -> Any:
         if isinstance(self.task, ImageClassification):
             return self.task.logits(self.model, {"image": inputs[0]})
@@ -91,11 +97,7 @@ class LoadedModel(nn.Module):
         return tensor
 
     def predict(
-        self,
-        images: Sequence[Any],
-        batch_size: int | None = None,
-        tta: Literal["none", "flip"] = "none",
-        layer: str | None = None,
+        self, images: Sequence[Any], batch_size: int | None = None, layer: str | None = None
     ) -> list[dict[str, Any]]:
         """What the model says of each image: "class", "probability" and "probabilities" by class
         name; for several labels or numbers, "probabilities" or "values".
@@ -103,30 +105,19 @@ class LoadedModel(nn.Module):
         Args:
             images: as for `preprocess`.
             batch_size: images of a forward pass. Default: as in the evaluation.
-            tta: flip: the mean of the outputs for the image and its mirror image.
             layer: adds the output of this module as "embedding".
 
         Raises:
             DataError: an image cannot be read; names it.
         """
-        size = self.config.eval_micro_batch if batch_size is None else batch_size
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"batch_size = {size!r}: must be an integer, 1 or more.")
-        data = self._data_of(images)
+        size = batch_size or self.config.eval_micro_batch
+        data, found = self._data_of(images), list[dict[str, Any]]()
         chunks = range(-(-data.rows // size))
-        made = outputs(self, data, chunks, {}, LoaderThreads(0), size, tta, layer)
-        return [self._row(chunk.values, n) for chunk in made for n in range(len(chunk.kept))]
-
-    def _row(self, values: dict[str, Any], place: int) -> dict[str, Any]:
-        of_each = values["value" if "value" in values else "probability"][place]
-        by_name = dict(zip(self.class_names, of_each.tolist(), strict=True))
-        row: dict[str, Any] = {"values" if "value" in values else "probabilities": by_name}
-        if "value" not in values and not self.config.data.target_columns:
-            best = int(values.get("logit", values["probability"])[place].argmax())
-            row = {"class": self.class_names[best], "probability": of_each[best].item(), **row}
-        if EMBEDDING in values:
-            row["embedding"] = values[EMBEDDING][place]
-        return row
+        for chunk in outputs(self, data, chunks, {}, LoaderThreads(0), size, layer):
+            columns = [*columns_of(chunk.values, self.class_names, self.classes(1), True)]
+            for place in range(len(chunk.kept)):
+                found.append({name: _of(each[place], names) for name, each, names in columns})
+        return found
 
     def _data_of(self, images: Sequence[Any]) -> Data:
         if not self.takes_images:
@@ -150,7 +141,7 @@ class LoadedModel(nn.Module):
         known: int = config.eval_size or config.image_size
         return known or recorded(self.checkpoint).get("data", {}).get("image_size", 0)
 
-    def data_of(self, source: ImageSource, on_bad: OnBad, image_size: int = 0) -> Data:
+    def data_of(self, source: ImageSource, on_bad: OnBad | None, image_size: int = 0) -> Data:
         """The batches of an image classification, made as in its evaluation.
 
         Args:
@@ -161,6 +152,13 @@ class LoadedModel(nn.Module):
         if image_size:
             config = replace(config, image_size=image_size, eval_size=0)
         return image_data(source, config, None, len(self.class_names), on_bad)
+
+
+def _of(value: Any, names: Sequence[str]) -> Any:
+    """What is said of one row: numbers by their names, if they have names."""
+    if names:
+        return dict(zip(names, value.tolist(), strict=True))
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
 
 
 @process_as_found()
@@ -187,13 +185,146 @@ def load(
     return loaded(found, config_of(found), choose_device(device))
 
 
-def loaded(checkpoint: Checkpoint, config: TrainConfig, device: torch.device) -> LoadedModel:
-    """As `load`, with the config given."""
+def loaded(
+    checkpoint: Checkpoint,
+    config: TrainConfig,
+    device: torch.device,
+    reads: set[str] | None = None,
+) -> LoadedModel:
+    """As `load`, with the config given. `reads`: see `load_task`."""
     names = recorded_classes(checkpoint)
     if config.task in BUILT_IN and names:
         task: Task = ImageClassification.without_data(config, names)
     else:  # a task of your own, or a checkpoint of an earlier version
-        task = load_task(config)
+        task = load_task(config, reads)
     model = model_of(task, pretrained=False)
     load_model(model, checkpoint)
     return LoadedModel(task, model.to(device), config, checkpoint)
+
+
+class Outputs(NamedTuple):
+    """The outputs of a chunk.
+
+    Args:
+        rows: all rows of the chunk. kept: those that are not bad records, in order.
+        values: tensors on the CPU, or lists, with an entry for each of `kept`.
+    """
+
+    rows: range
+    kept: list[int]
+    values: dict[str, Any]
+
+
+def outputs(
+    loaded: LoadedModel,
+    data: Data,
+    chunks: Sequence[int],
+    bad: Mapping[int, str],
+    threads: LoaderThreads,
+    size: int,
+    layer: str | None = None,
+) -> Iterator[Outputs]:
+    """Yields the outputs of each chunk, in order; computed as `evaluate` does.
+
+    Args:
+        bad: has the rows that were omitted from the batches that were yielded so far.
+        size: rows of a chunk. Kernels of other sizes may round in another way.
+        layer: a module whose output is added as "embedding", (n, numbers).
+
+    Raises:
+        ConfigError: the task cannot predict, or has no such layer.
+        DataError: a batch has other samples than the rows that are not bad.
+        TaskError: `predict` returns something else.
+    """
+    predict = getattr(loaded.task, "predict", None)
+    if predict is None:
+        raise ConfigError(
+            f"{type(loaded.task).__name__} has no predict(model, batch), which returns a dict of "
+            "tensors or lists by name, with an entry for each sample: add it to the task."
+        )
+    model, given = loaded.model, (chunks, size, loaded.device, threads)
+    made = passes(loaded.config, model, data, *given)
+    with _captured(model, layer) as captured, closing(made):
+        for chunk, batch, own in made:
+            rows = range(chunk * size, min((chunk + 1) * size, data.rows))
+            kept = [row for row in rows if row not in bad]
+            samples = data.samples_of(batch)
+            if samples != len(kept):
+                raise DataError(
+                    f"rows {rows[0]} to {rows[-1]} gave {samples} samples: predictions cannot be "
+                    "assigned to rows, because collate has dropped some."
+                )
+            values = _checked(predict, predict(model, own), samples) if samples else {}
+            layers = {"embedding": _on_cpu(captured.pop().flatten(1))} if captured else {}
+            yield Outputs(rows, kept, {**values, **layers})
+
+
+def columns_of(
+    values: Mapping[str, Any], class_names: Sequence[str], top: int, probabilities: bool
+) -> Iterator[Column]:
+    """What a model says of rows. Classes are ordered as the metrics top1 and top5 count them.
+
+    Args:
+        values: of `Outputs`.
+        top: classes for each row, the most probable first; 0: the outputs are no classes.
+        probabilities: adds those of all classes.
+    """
+    others = dict(values)
+    probability = others.pop("probability", None)
+    scores = others.pop("logit", probability)
+    if probability is not None and top:
+        ranked = scores.argmax(1, keepdim=True) if top == 1 else scores.topk(top).indices
+        for place, column in enumerate(ranked.T):
+            end = f"_{place + 1}" * (place > 0)
+            yield f"class{end}", [class_names[number] for number in column.tolist()], ()
+            yield f"probability{end}", probability.gather(1, column[:, None])[:, 0], ()
+    if probability is not None and (probabilities or not top):
+        yield "probabilities", probability, class_names
+    if "value" in others and class_names:
+        yield "values", others.pop("value"), class_names
+    yield from ((name, value, ()) for name, value in others.items())
+
+
+def _checked(predict: Any, values: Any, samples: int) -> dict[str, Any]:
+    wanted = f"a dict of tensors or lists by name, each with {samples} entries"
+    if not isinstance(values, Mapping) or not values:
+        raise refused(predict, values, wanted)
+    found = {str(name): _on_cpu(value) for name, value in values.items()}
+    for name, value in found.items():
+        scalar = isinstance(value, Tensor) and not value.ndim
+        if scalar or not isinstance(value, Tensor | list) or len(value) != samples:
+            raise refused(predict, value, wanted, f" That is the value of {name!r}.")
+    return found
+
+
+def _on_cpu(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().cpu()
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+@contextmanager
+def _captured(model: nn.Module, layer: str | None) -> Iterator[list[Tensor]]:
+    """Receives the output of a layer in each pass of the model.
+
+    Raises:
+        ConfigError: there is no such layer.
+    """
+    taken: list[Tensor] = []
+    if layer is None:
+        yield taken
+        return
+    modules = {name: module for name, module in model.named_modules() if name}
+    if layer not in modules:
+        hint = did_you_mean(layer, modules) or f" Its layers are {first_names([*modules])}."
+        raise ConfigError(f"--layer {layer}: the model has no such layer.{hint}")
+
+    def take(_: nn.Module, __: Any, output: Any) -> None:
+        taken[:] = [output]
+
+    handle = modules[layer].register_forward_hook(take)
+    try:
+        yield taken
+    finally:
+        handle.remove()

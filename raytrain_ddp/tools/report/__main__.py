@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from raytrain_ddp.config.command_line import Command
 from raytrain_ddp.config.flags import positional
 from raytrain_ddp.config.process import run_command
+from raytrain_ddp.config.validation import require_least
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,10 @@ COMMAND = Command("report", ReportArgs, "[RUN ...] [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status; with --every, is ended by Ctrl-C."""
     args = COMMAND.parse(argv)
-    from raytrain_ddp.errors import ConfigError, RaytrainError
+    from raytrain_ddp.errors import RaytrainError
     from raytrain_ddp.tools.report.write import write_report
 
-    if args.every < 0:
-        raise ConfigError(f"every = {args.every}: must be 0 or more seconds.")
+    require_least(args, every=0)
     predict = args.predict and not args.every
     path = write_report(args.runs, args.out, predict, args.every)
     print(path, flush=True)

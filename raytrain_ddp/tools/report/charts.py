@@ -95,8 +95,6 @@ def drawn(chart: Chart) -> Drawn:
         share = axes.transData + figure.transFigure.inverted()
         texts = [(share.transform((x, 1))[0].round(4), each) for x, each in _texts(chart)]
     svg = out.getvalue().partition("<svg ")[2]
-    svg = re.sub(r'id="(run\d+)"', r'class="\1"', svg)
-    svg = re.sub(r' id="[^mp][^"]*"| (?:width|height)="[\d.]+pt"| font-family: [^;]*;', "", svg)
     svg = re.sub(r'\b[dxy]="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
     script = json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")
     keys = [(line.label, line.color, line.run) for line in chart.named]
@@ -143,17 +141,19 @@ def smoothed(values: Numbers) -> Numbers:
 
 
 def _paint(axes: Axes, chart: Chart) -> None:
+    """Faint lines do not widen the axes: single outliers of them may be outside."""
+    _scale(axes, chart)
     lines = chart.named
     if chart.kind == "stack":
         look: dict[str, Any] = {"labels": [line.label for line in lines]}
         look["colors"] = [line.color for line in lines]
         axes.stackplot(lines[0].xs, [line.ys for line in lines], **look)
-    for label, xs, ys, color, run, _ in () if chart.kind == "stack" else chart.lines:
-        look = {"lw": 1.5 if label else 0.8, "alpha": 1.0 if label else 0.4, "gid": run or None}
-        look["marker"] = "o" if label and len(xs) <= _MOST_DOTS else ""
-        look |= {"ls": "", "marker": "o"} if chart.kind == "points" else {}
-        axes.plot(xs, ys, color=color, label=label or None, **look)
-    _scale(axes, chart)
+        axes.set_ylim(0, 1)
+    for label, xs, ys, color, run, _ in chart.lines if chart.kind != "stack" else ():
+        look = {"lw": 1.5, "marker": "o" if len(xs) <= _MOST_DOTS else "", "label": label}
+        look |= {} if label else {"lw": 0.8, "alpha": 0.4, "marker": "", "scaley": False}
+        look |= {"ls": "", "marker": "o", "ms": 5} if chart.kind == "points" else {}
+        axes.plot(xs, ys, color=color, gid=run or None, **look)
     for mark in chart.marks:
         bad, above = mark.kind == "failure", axes.get_xaxis_transform()
         axes.axvline(mark.step or 0, color=_BAD if bad else _GRAY, ls="-" if bad else "--", lw=1)
@@ -162,8 +162,7 @@ def _paint(axes: Axes, chart: Chart) -> None:
 
 
 def _scale(axes: Axes, chart: Chart) -> None:
-    """Single outliers of faint lines may leave the axes."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
     xs, ys = (np.concatenate([line[at] for line in chart.named]) for at in (1, 2))
     axes.set_xlabel(chart.xlabel)
@@ -175,16 +174,13 @@ def _scale(axes: Axes, chart: Chart) -> None:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
     scale, known = chart.named[0].scale, ys[np.isfinite(ys)]
-    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
-    low = 0.0 if scale == "zero" else low
-    pad = 0.06 * (high - low) or 0.1 * abs(low) or 0.1
-    axes.set_ylim(low - pad if low else low, high + pad)
-    if chart.kind == "stack":
-        axes.set_ylim(0, 1)
     if scale == "share":
         axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
-    elif 0 < low < high / _LOG_FROM:
-        axes.set(yscale="log", ylim=(low / 1.5, high * 1.3))
+    elif scale == "zero":
+        axes.set_ylim(0, 1.06 * (known.max(initial=0.0) or 1.0))
+    elif known.size and 0 < known.min() < known.max() / _LOG_FROM:
+        axes.set(yscale="log", ylim=(known.min() / 1.5, known.max() * 1.3))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
 

@@ -45,9 +45,10 @@ class Happening(NamedTuple):
 
 
 class State(NamedTuple):
-    """How a run is. "gone": it ended without an event. `cause`: of a failure, in a line."""
+    """How a run is. "stopped": by its sweep. "gone": it ended without an event. `cause`: of a
+    failure, in a line."""
 
-    name: Literal["running", "finished", "interrupted", "failed", "gone"]
+    name: Literal["running", "finished", "stopped", "interrupted", "failed", "gone"]
     summary: str
     cause: str = ""
 
@@ -71,7 +72,10 @@ def state_of(run: Run) -> State:
         gone = f"Disappeared {after}: its process was probably killed{again}."
         return State("gone", gone)
     if end.status > 128:
-        return State("interrupted", f"{_interrupted(end, run)} at {at}.")
+        name: Literal["stopped", "interrupted"] = (
+            "stopped" if _by_sweep(end, run) else "interrupted"
+        )
+        return State(name, f"{_interrupted(end, run)} at {at}.")
     cause = error_summary(end.message) or f"exit status {end.status}"
     if end.rank is not None and f"rank {end.rank}" not in cause:
         on = [f"rank {end.rank}", f"node {end.node}" if end.node else "", f"step {end.step or '?'}"]
@@ -88,12 +92,17 @@ def _left_s(run: Run) -> float:
 
 
 def _interrupted(end: End, run: Run) -> str:
-    """By whom; that a sweep did it is the event before the end."""
-    events = [event for event, _, _ in run.events if isinstance(event, End | Plan | SweepStop)]
-    if isinstance(events[events.index(end) - 1], SweepStop):
+    """By whom."""
+    if _by_sweep(end, run):
         return "Stopped by the sweep"
     name = signal_name(end.status - 128)
     return f"Interrupted by {f'Ctrl-C ({name})' if name == 'SIGINT' else name}"
+
+
+def _by_sweep(end: End, run: Run) -> bool:
+    """Whether a sweep did it: that is the event before the end."""
+    events = [event for event, _, _ in run.events if isinstance(event, End | Plan | SweepStop)]
+    return isinstance(events[events.index(end) - 1], SweepStop)
 
 
 def happenings(run: Run) -> Iterator[Happening]:

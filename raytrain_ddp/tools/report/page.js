@@ -3,7 +3,7 @@ const boxes = [...document.querySelectorAll("input")];
 for (const box of boxes) {
   box.onchange = () => {
     sessionStorage[box.value] = box.checked ? "" : "hidden";
-    for (const one of document.getElementsByClassName(box.name)) one.style.opacity = +box.checked;
+    for (const one of document.querySelectorAll(`#${box.name}, .${box.name}`)) one.style.opacity = +box.checked;
   };
   box.checked = !sessionStorage[box.value];
   box.onchange();

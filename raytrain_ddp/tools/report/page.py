@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ from raytrain_ddp.tools.report.curves import curves, speed_charts
 from raytrain_ddp.tools.report.history import happenings, state_of
 from raytrain_ddp.tools.report.run_files import Run
 
-_MOST_HAPPENINGS, _MOST_CHECKPOINTS, _MOST_DETAIL = 200, 50, 6000
-_MOST_TRIALS, _MOST_CURVES = 500, len(COLORS)  # rows; runs whose curves are shown
+_MOST_DETAIL = 6000  # characters
+_MOST_CURVES = len(COLORS)  # runs whose curves are shown
 _FREE = ("name", "storage")  # they identify the run, not how it is trained
 
 
@@ -52,10 +53,11 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Left out if it has no rows. `css` "cards": each row is a card."""
+    """Rows of cells, and of anything that is shown as text; left out if there are none. `css`
+    "cards": each row is a card."""
 
     head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[Any]]
     css: str = ""
 
 
@@ -78,22 +80,15 @@ def html_of(sections: Sections, **about: Any) -> str:
     return template.render(about, sections=sections, made=made)
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[Any]], css: str = "") -> Table:
-    """A table of cells and of anything else, which is shown as text."""
-    cells = [[each if isinstance(each, Cell) else Cell(each) for each in row] for row in rows]
-    return Table(head, cells, css)
-
-
 def sections_of_run(run: Run, predicted: Sequence[Part]) -> Sections:
     """All that is shown of a single run."""
     fields = {"value": run.config, "default": flat(TrainConfig())}
     return [
-        ("", [_cards(run)]),
+        ("", [_cards(run), *([f"What limits it: {run.limit}."] if run.limit else [])]),
         ("Curves", [*map(drawn, curves([run]))]),
         ("Speed", [*map(drawn, speed_charts(run))]),
-        ("What happened", _happenings(run)),
+        ("What happened", [_happenings(run)]),
         ("Predictions", predicted),
-        ("Checkpoints", [_checkpoints(run)]),
         ("Config, where it is not the default", [_differing(fields)] if run.config else []),
         ("Environment", [_environment(run)]),
     ]
@@ -109,7 +104,7 @@ def _cards(run: Run) -> Table:
         walls = [wall for _, _, wall in run.events if math.isfinite(wall)] or [0.0]
         besides = f"{plural(len(run.plans), 'start')} over {format_seconds(walls[-1] - walls[0])}"
         cards.append(("Time at work", format_seconds(run.worked_s), besides))
-        sizes = [*dict.fromkeys(str(plan.world_size) for plan in run.plans)]
+        sizes = [str(size) for size, _ in groupby(plan.world_size for plan in run.plans)]
         failures = plural(sum(isinstance(e, Failed) for e, _, _ in run.events), "failure")
         cards.append(("Workers", " → ".join(sizes), f"{failures} of workers"))
     if records:
@@ -119,34 +114,19 @@ def _cards(run: Run) -> Table:
         cards.append(("Peak memory", format_bytes(memory), "of a worker"))
         mfu = [r.timing.mfu for r in records[-50:] if r.timing.mfu is not None]
         cards += [("MFU", format_share(median(mfu)), "of a worker")] if mfu else []
-        cards.append(("What limits it", run.limit, ""))
     rows = [(Cell(name, "dim"), Cell(value, "big", small)) for name, value, small in cards]
-    return table((), rows, "cards")
+    return Table((), rows, "cards")
 
 
-def _happenings(run: Run) -> list[Part]:
+def _happenings(run: Run) -> Table:
     """What happened, in chronological order."""
-    entries, rows = [*happenings(run)], []
-    for one in entries[-_MOST_HAPPENINGS:]:
+    rows = []
+    for one in happenings(run):
         known = math.isfinite(one.wall)
         when = f"{datetime.fromtimestamp(one.wall, timezone.utc):%m-%d %H:%M:%S}" if known else "?"
         what = Cell(one.text, f"dot {one.kind}", more=one.detail.strip()[-_MOST_DETAIL:])
         rows.append((when, "" if one.step is None else one.step, what))
-    left_out = len(entries) - len(rows)
-    found = table(("when (UTC)", "step", "what"), rows)
-    return [f"The first {left_out} are left out.", found] if left_out else [found]
-
-
-def _checkpoints(run: Run) -> Table:
-    """The existing checkpoints, newest first."""
-    rows = []
-    for name, manifest in run.kept[:_MOST_CHECKPOINTS]:
-        star = "★ best" if run.best and name.step == run.best.step else ""
-        size = format_bytes(manifest.size_bytes) if manifest else "cannot be read"
-        metrics = manifest.metrics.items() if manifest else ()
-        text = ", ".join(f"{metric} {format_metric(metric, value)}" for metric, value in metrics)
-        rows.append((Cell(name, small=star), size, text))
-    return table(("there now", "size", "metrics"), rows)
+    return Table(("when (UTC)", "step", "what"), rows)
 
 
 def _differing(columns: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -156,49 +136,50 @@ def _differing(columns: Mapping[str, Mapping[str, Any]]) -> Table:
         values = [_toml(each.get(name)) for each in columns.values()]
         if len({*values}) > 1 and name not in _FREE:
             rows.append([Cell(text, "code") for text in (name, *values)])
-    return table(("field", *columns), rows)
+    return Table(("field", *columns), rows)
 
 
-def _environment(run: Run) -> Table:
+def _environment(run: Run) -> str:
     """Where it ran, and with which versions, as far as recorded."""
-    found = {
-        "folder": run.place,
-        "driven now by": run.owner,
-        "hosts": ", ".join({*run.plan.hosts}),
-        "versions": ", ".join(f"{name} {text}" for name, text in run.plan.versions.items()),
-        "data fingerprint": run.manifest.data_fingerprint[:64] if run.manifest else "",
-    }
-    return table((), [(Cell(name, "dim"), text) for name, text in found.items() if text])
+    versions = (f"{name} {text}" for name, text in run.plan.versions.items())
+    return ", ".join([run.place, *sorted({*run.plan.hosts}), *versions])
 
 
-def sections_of_runs(runs: Sequence[Run], sweep: Mapping[str, Any] | None = None) -> Sections:
-    """Running runs first, then the newest; of a sweep, the best trials first.
+def sections_of_runs(runs: Sequence[Run], is_sweep: bool = False) -> Sections:
+    """Running runs first, then the newest; of a sweep, the best first, with what varies."""
+    values = [(run.value, each.metrics.get(run.monitor)) for run in runs for each in run.evals]
+    sign = 1 if any(each is not None and each > best for best, each in values) else -1
 
-    Args:
-        sweep: the content of sweep.json.
-    """
-    sign = -1 if sweep and sweep["mode"] == "max" else 1
-    trials = sweep["trials"] if sweep else []
-    trials = sorted(trials, key=lambda t: (t["value"] is None, sign * (t["value"] or 0.0)))
-    places = {trial["name"]: place for place, trial in enumerate(trials)}
-
-    def rank(run: Run) -> tuple[int, bool, float]:
+    def rank(run: Run) -> tuple[Any, ...]:
         wall = max((wall for _, _, wall in run.events), default=0.0)
-        return places.get(run.name, len(places)), state_of(run).name != "running", -wall
+        newest = state_of(run).name != "running", -wall
+        return (run.best is None, sign * run.value) if is_sweep else newest
 
     shown = sorted(runs, key=rank)
     some = shown[:_MOST_CURVES]
-    configs = {run.name: run.config for run in some if run.config}
+    varying = _differing({run.name: run.config for run in shown if run.config})
+    fields = [name.text for name, *_ in varying.rows] if is_sweep else []
     return [
-        ("Trials", _trials(sweep, trials) if sweep else []),
-        ("Runs", [_runs(shown)]),
+        ("Runs", [*_by_field(shown, fields), _runs(shown, fields)]),
         ("Curves", [*map(drawn, curves(some))] if some else []),
-        ("Where their configs differ", [_differing(configs)]),
+        ("Where their configs differ", [] if is_sweep else [varying]),
     ]
 
 
-def _runs(runs: Sequence[Run]) -> Table:
-    """Each run with its state, progress and time left."""
+def _by_field(runs: Sequence[Run], fields: Sequence[str]) -> Iterator[Drawn]:
+    """The best evaluations over each field that is a number."""
+    for name in fields:
+        points = [(run.config.get(name), run.value) for run in runs if run.best]
+        if len(points) > 1 and all(isinstance(x, int | float) for x, _ in points):
+            xs, ys = np.array(sorted(points), dtype=float).T
+            metric = runs[0].monitor
+            scale = "share" if FRACTION.search(metric) else "any"
+            line = Line(metric, xs, ys, scale=scale)
+            yield drawn(Chart(f"{metric} by {name}", [line], (), "points", name))
+
+
+def _runs(runs: Sequence[Run], fields: Sequence[str]) -> Table:
+    """Each run with its state, progress and time left, and these fields of its config."""
     rows = []
     for number, run in enumerate(runs):
         state = state_of(run)
@@ -209,28 +190,13 @@ def _runs(runs: Sequence[Run]) -> Table:
         css, share = f"state progress {state.name}", 1.0 if state.name == "finished" else done
         text = state.cause or state.summary
         progress = Cell(state.name, css, text, style=f"--share: {share:.3f}")
-        best, worked = Cell(run.best_summary or "-", small=run.limit), format_seconds(run.worked_s)
+        best = Cell(run.best_summary or "-", small="" if fields else run.limit)
+        values = (Cell(_toml(run.config.get(name)), "code") for name in fields)
         restarts = max(0, len(run.plans) - 1)
-        rows.append((box, progress, best, worked, run.speed, run.plan.world_size, restarts))
-    head = ("run", "progress", "best", "time at work", "speed", "workers", "restarts")
-    return table(head, rows)
-
-
-def _trials(sweep: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> list[Part]:
-    """The trials, the best first, and their values over each field that is a number."""
-    metric, fields, rows, charts = sweep["metric"], sweep["fields"], [], list[Part]()
-    for trial in trials[:_MOST_TRIALS]:
-        value = "-" if trial["value"] is None else format_metric(metric, trial["value"])
-        texts = (Cell(_toml(trial["values"].get(name)), "code") for name in fields)
-        rows.append((trial["name"], Cell(trial["state"], f"state {trial['state']}"), value, *texts))
-    for name in fields:
-        points = [(t["values"].get(name), t["value"]) for t in trials if t["value"] is not None]
-        if len(points) > 1 and all(isinstance(x, int | float) for x, _ in points):
-            xs, ys = np.array(sorted(points), dtype=float).T
-            scale = "share" if FRACTION.search(metric) else "any"
-            line = Line(metric, xs, ys, scale=scale)
-            charts.append(drawn(Chart(f"{metric} by {name}", [line], (), "points", name)))
-    return [*charts, table(("trial", "state", metric, *fields), rows)]
+        figures = (format_seconds(run.worked_s), run.speed, run.plan.world_size, restarts)
+        rows.append((box, progress, best, *values, *figures))
+    head = ("run", "progress", "best", *fields, "time at work", "speed", "workers", "restarts")
+    return Table(head, rows)
 
 
 def _toml(value: Any) -> str:

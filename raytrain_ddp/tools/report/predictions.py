@@ -18,7 +18,7 @@ import numpy as np
 from raytrain_ddp.config.input_sections import TORCHVISION_ROOT
 from raytrain_ddp.errors import ConfigError, DataError, RaytrainError
 from raytrain_ddp.tools.report.history import state_of
-from raytrain_ddp.tools.report.page import Cell, Part, Table, table
+from raytrain_ddp.tools.report.page import Cell, Part, Table
 from raytrain_ddp.tools.report.run_files import Run
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _MOST_CONFUSED = 3  # other classes, of a class
 def predictions(run: Run) -> list[Part]:
     """What a page shows of them, or why there are none, which is not an error."""
     try:
-        return _predictions(run) if run.kept else []
+        return _predictions(run) if run.manifest else []
     except (RaytrainError, OSError) as error:
         return [f"None: {error}"]
 
@@ -78,7 +78,7 @@ def _predictions(run: Run) -> list[Part]:
     right = matrix.trace() / max(1, matrix.sum())
     of = f"{matrix.sum():,} of {len(labels):,} samples, with {model.checkpoint.name}"
     mistakes = [[Cell(text, "", about, image=_uri(image))] for _, text, about, image in worst]
-    pictures = table((), mistakes, "cards pictures")
+    pictures = Table((), mistakes, "cards pictures")
     return [f"{right:.2%} are correct: {of}.", classes(names, matrix), pictures]
 
 
@@ -98,7 +98,7 @@ def classes(names: Sequence[str], matrix: NDArray[Any]) -> Table:
             (names[n], support[n], f"{recall[n]:.1%}", f"{precision[n]:.1%}", ", ".join(taken))
         )
     head = ("class, the worst first", "samples", "recall", "precision", "mostly taken for")
-    return table(head, rows)
+    return Table(head, rows)
 
 
 def _uri(given: Any) -> str:

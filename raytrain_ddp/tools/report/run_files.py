@@ -10,26 +10,22 @@ from statistics import median
 from typing import Any
 
 from raytrain_ddp.bottleneck import split_of
-from raytrain_ddp.checkpoint.committed import CheckpointName
 from raytrain_ddp.checkpoint.lease import Owner, owner_of
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
-    METRICS_FILE,
-    checkpoint_store,
+    newest_manifest,
     open_run,
-    parsed_lines,
     read_events,
     read_followed,
+    read_log,
 )
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import fields_of, parse
-from raytrain_ddp.errors import CheckpointError, PreflightError
+from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.events import Eval, LogRecord, Plan, Train
 from raytrain_ddp.formatting import format_count, format_metric
-from raytrain_ddp.records import Timed, log_records
-
-_MOST_RECORDS = 10_000  # training records of a run; of more, every second, third, ...
+from raytrain_ddp.records import Timed
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Run:
         train, evals: of its log, by step; and the evaluations of `evaluate --follow`.
         events: in the order in which they were written.
         config: the fields in config.toml, by their full names.
-        kept: the existing checkpoints, newest first; None if it cannot be read.
+        manifest: of the newest readable checkpoint.
         owner: the process that drives the run, as far as known.
     """
 
@@ -50,13 +46,8 @@ class Run:
     place: str = ""
     events: Sequence[Timed] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    kept: Sequence[tuple[CheckpointName, Manifest | None]] = ()
+    manifest: Manifest | None = None
     owner: Owner | None = None
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """The manifest of the newest readable checkpoint."""
-        return next((manifest for _, manifest in self.kept if manifest), None)
 
     @property
     def plans(self) -> list[Plan]:
@@ -80,11 +71,16 @@ class Run:
         return next(found, None)
 
     @property
+    def value(self) -> float:
+        """Of the best evaluation; nan without one."""
+        return self.best.metrics[self.monitor] if self.best else math.nan
+
+    @property
     def best_summary(self) -> str:
         """``top1 97.50 % at step 184``; "" without an evaluation."""
         if self.best is None:
             return ""
-        metric = format_metric(self.monitor, self.best.metrics[self.monitor])
+        metric = format_metric(self.monitor, self.value)
         return f"{self.monitor} {metric} at step {format_count(self.best.step)}"
 
     @property
@@ -92,7 +88,7 @@ class Run:
         """The last step in the log, the plans and the checkpoints."""
         steps = [self.plan.start_step, *(record.step for record in self.train[-1:])]
         steps += [each.step for each in self.evals[-1:]]
-        return max(steps + [name.step for name, _ in self.kept[:1]])
+        return max(*steps, self.manifest.step if self.manifest else 0)
 
     @property
     def timed(self) -> list[Train]:
@@ -138,23 +134,18 @@ def read_run(place: str | Storage, name: str = "") -> Run:
     storage = open_run(place) if isinstance(place, str) else place
     try:
         return replace(
-            of_log(name or storage.path.rstrip("/").rpartition("/")[2], _log_in(storage)),
+            of_log(
+                name or storage.path.rstrip("/").rpartition("/")[2],
+                [*read_followed(storage), *read_log(storage)],
+            ),
             place=storage.address,
             events=[each for each in read_events(storage) if each.time],
             config=_config_of(storage),
-            kept=_kept_in(storage),
+            manifest=newest_manifest(storage),
             owner=owner_of(storage),
         )
     except OSError as error:
         raise PreflightError(f"{storage}: cannot be read: {error}") from error
-
-
-def _log_in(storage: Storage) -> list[LogRecord]:
-    """With the evaluations of `evaluate --follow`, where the log has none."""
-    lines = storage.read(METRICS_FILE).splitlines() if storage.exists(METRICS_FILE) else []
-    last, every = len(lines) - 1, len(lines) // _MOST_RECORDS + 1
-    kept = [line for n, line in enumerate(lines) if (last - n) % every == 0 or b'"eval"' in line]
-    return [*read_followed(storage), *log_records(parsed_lines(kept, METRICS_FILE))]
 
 
 def _config_of(storage: Storage) -> dict[str, Any]:
@@ -164,13 +155,3 @@ def _config_of(storage: Storage) -> dict[str, Any]:
     with suppress(ValueError):
         return dict(fields_of(parse(storage.read(CONFIG_FILE).decode(errors="replace"))))
     return {}
-
-
-def _kept_in(storage: Storage) -> list[tuple[CheckpointName, Manifest | None]]:
-    store, kept = checkpoint_store(storage), []
-    for name in store.names():
-        manifest = None
-        with suppress(CheckpointError, FileNotFoundError):  # damaged, or just pruned
-            manifest = store.open(name).manifest
-        kept.append((name, manifest))
-    return kept

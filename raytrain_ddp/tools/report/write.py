@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.checkpoint.lease import owner_of
 from raytrain_ddp.checkpoint.run_folder import (
     CONFIG_FILE,
     EVENTS_FILE,
-    FOLLOWED_FILE,
     METRICS_FILE,
     SWEEP_FILE,
     open_run,
@@ -28,13 +25,12 @@ from raytrain_ddp.files import expanded, replace_with
 from raytrain_ddp.formatting import plural
 from raytrain_ddp.tools.report.history import state_of
 from raytrain_ddp.tools.report.page import html_of, sections_of_run, sections_of_runs
-from raytrain_ddp.tools.report.run_files import Run, read_run
+from raytrain_ddp.tools.report.run_files import read_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REPORT_FILE = "report.html"
-_READ: dict[tuple[str, str], tuple[object, Run]] = {}  # -> (what its files were, the run)
 
 
 @dataclass(frozen=True)
@@ -110,10 +106,10 @@ def write_report(
 
 def _about(places: Sequence[str], folder: Storage | None, predict: bool) -> dict[str, Any]:
     """What the page shows: see `html_of`."""
-    sweep = _sweep_in(folder) if folder else None
     found = _runs_in(folder) if folder else {place: open_run(place) for place in places}
     title = folder.path.rstrip("/").rpartition("/")[2] if folder else " · ".join(places)
-    if not found and not sweep:  # a run, or nothing
+    is_sweep = folder is not None and folder.exists(SWEEP_FILE)
+    if not found and not is_sweep:  # a run, or nothing
         from raytrain_ddp.tools.report.predictions import predictions
 
         run = read_run(places[0])
@@ -124,12 +120,12 @@ def _about(places: Sequence[str], folder: Storage | None, predict: bool) -> dict
     runs, trouble = [], []
     for name, place in found.items():
         try:
-            runs.append(_read(place, name))
+            runs.append(read_run(place, name))
         except (RaytrainError, OSError) as error:  # another user's, or damaged
             trouble.append(f"{name} cannot be read: {first_line(error)}")
     states = Counter(state_of(run).name for run in runs).items()
     text = ", ".join([plural(len(runs), "run"), *(f"{n} {state}" for state, n in states)])
-    sections, wrong = sections_of_runs(runs, sweep), "\n".join(trouble)
+    sections, wrong = sections_of_runs(runs, is_sweep), "\n".join(trouble)
     return {"title": title, "sections": sections, "text": text, "wrong": wrong}
 
 
@@ -147,22 +143,3 @@ def _runs_in(folder: Storage) -> dict[str, Storage]:
 
 def _is_run(folder: Storage) -> bool:
     return any(folder.exists(name) for name in (CONFIG_FILE, METRICS_FILE, EVENTS_FILE))
-
-
-def _read(run: Storage, name: str) -> Run:
-    """A run among many; read again only if its files or its owner have changed."""
-    files = (CONFIG_FILE, METRICS_FILE, EVENTS_FILE, FOLLOWED_FILE)
-    seen = [*map(run.stamp, files), owner_of(run)]
-    key = run.address, name
-    if key not in _READ or _READ[key][0] != seen:
-        _READ[key] = seen, read_run(run, name)
-    return _READ[key][1]
-
-
-def _sweep_in(folder: Storage) -> Mapping[str, Any] | None:
-    """What the sweep in a folder says of its trials."""
-    try:
-        found = json.loads(folder.read(SWEEP_FILE)) if folder.exists(SWEEP_FILE) else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and found.get("version") == 1 else None

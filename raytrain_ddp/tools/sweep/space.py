@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.recipe import from_dict, to_dict
@@ -18,41 +17,31 @@ from raytrain_ddp.errors import ConfigError
 Value = str | int | float | bool | None
 Point = Mapping[str, Value]
 
-MAX_POINTS = 10_000
 _FORMS = "LOW:HIGH, log:LOW:HIGH with LOW above 0, or a list of different values such as 0.1,0.2"
-_FIXED = {"name", "storage", "settled", "seed", "scaling", "log", "checkpoint"}
+_FIXED = {"name", "storage", "seed", "scaling", "log", "checkpoint"}
+_TABLES = ("task_options", "model.args")  # their values are texts
 
 
-@dataclass(frozen=True)
-class Dimension:
-    """A field that varies: over `choices`, or from `low` to `high`; `log`: uniform in the
-    logarithm."""
+class Dimension(NamedTuple):
+    """A field that varies, as one of Ray Tune's kinds: "choice" has all values, "uniform" and
+    "loguniform" the lowest and the highest."""
 
     field: str
-    choices: Sequence[Value] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
+    kind: str
+    values: Sequence[Any]
 
-    def draw(self, numbers: random.Random) -> Value:
+    def draw(self, numbers: random.Random) -> Any:
         """A value, uniform in the list, the range, or its logarithm."""
-        if self.choices:
-            return numbers.choice(self.choices)
-        if self.log:
-            return self.tidy(math.exp(numbers.uniform(math.log(self.low), math.log(self.high))))
-        return self.tidy(numbers.uniform(self.low, self.high))
+        if self.kind == "choice":
+            return numbers.choice(self.values)
+        if self.kind == "uniform":
+            return tidy(numbers.uniform(*self.values))
+        return tidy(math.exp(numbers.uniform(*map(math.log, self.values))))
 
-    def tidy(self, value: Any) -> Value:
-        """A number of the range with four digits: readable, and fine enough for a run."""
-        return value if self.choices else min(max(float(f"{value:.4g}"), self.low), self.high)
 
-    def distribution(self) -> Any:
-        """As Optuna has it."""
-        from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-        if self.choices:
-            return CategoricalDistribution(self.choices)
-        return FloatDistribution(self.low, self.high, log=self.log)
+def tidy(value: Any) -> Any:
+    """A float with four digits: readable, and fine enough for a run."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def parse_space(words: Sequence[str]) -> list[Dimension]:
@@ -68,6 +57,34 @@ def parse_space(words: Sequence[str]) -> list[Dimension]:
     return [*found.values()]
 
 
+def _dimension(word: str) -> Dimension:
+    name, _, text = word.partition("=")
+    field = name.removeprefix("--").replace("-", "_")
+    if field.partition(".")[0] in _FIXED:
+        raise ConfigError(f"--space {word}: {field} cannot vary; see --seeds for the seed.")
+    is_log = text.startswith("log:")
+    with suppress(ValueError):  # a list
+        low, high = (tidy(float(end)) for end in text.removeprefix("log:").split(":"))
+        if low < high < math.inf and (low > 0 or not is_log):
+            return Dimension(field, "loguniform" if is_log else "uniform", (low, high))
+    values = [None if part == "None" else scalar(part) for part in text.split(",")]
+    if len({*map(repr, values)}) < max(2, len(values)):
+        raise ConfigError(f"--space {word}: write FIELD=VALUES, where VALUES is {_FORMS}.")
+    return Dimension(field, "choice", values)
+
+
+def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Point]:
+    """So many points, all different; fewer if there are no more. The first do not depend on
+    `count`."""
+    numbers, points = random.Random(seed), dict[str, Point]()
+    for _ in range(20 * count + 1000):  # enough to find each point of a small space
+        point = {each.field: each.draw(numbers) for each in space}
+        points.setdefault(repr(point), point)
+        if len(points) == count:
+            break
+    return [*points.values()]
+
+
 def with_point(config: TrainConfig, point: Point) -> TrainConfig:
     """The config with the values of a point.
 
@@ -77,51 +94,9 @@ def with_point(config: TrainConfig, point: Point) -> TrainConfig:
     """
     tree = to_dict(config)
     for field, value in point.items():
-        *sections, last = field.split(".")
+        section, _, last = field.rpartition(".")
         below = tree
-        for section in sections:
-            below = below.setdefault(section, {})
-        below[last] = as_text(value) if sections in (["task_options"], ["model", "args"]) else value
+        for name in filter(None, section.split(".")):
+            below = below.setdefault(name, {})
+        below[last] = as_text(value) if section in _TABLES else value
     return from_dict(tree, "--space")
-
-
-def grid(space: Sequence[Dimension]) -> list[Point]:
-    """All combinations; the last dimension varies fastest.
-
-    Raises:
-        ConfigError: a dimension is a range, or there are too many.
-    """
-    lists = {each.field: each.choices for each in space if each.choices}
-    if len(lists) < len(space) or math.prod(map(len, lists.values())) > MAX_POINTS:
-        raise ConfigError(f"--search grid takes only lists, of {MAX_POINTS:,} points at most.")
-    return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
-
-
-def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Point]:
-    """So many points, all different; fewer if there are no more. The first do not depend on
-    `count`."""
-    points: dict[str, Point] = {}
-    for number in range(20 * count + 1000):  # enough to find each point of a small space
-        numbers = random.Random(f"raytrain sweep {seed} {number}")
-        point = {each.field: each.draw(numbers) for each in space}
-        points.setdefault(repr(point), point)
-        if len(points) == count:
-            break
-    return [*points.values()]
-
-
-def _dimension(word: str) -> Dimension:
-    name, _, text = word.partition("=")
-    field = name.removeprefix("--").replace("-", "_")
-    if field.partition(".")[0] in _FIXED:
-        raise ConfigError(f"--space {word}: {field} cannot vary; see --seeds for the seed.")
-    log = text.startswith("log:")
-    ends = [*map(scalar, text.removeprefix("log:").split(":"))]
-    if len(ends) == 2 and {*map(type, ends)} <= {int, float}:
-        low, high = map(float, ends)
-        if low < high and (low > 0 or not log):
-            return Dimension(field, (), low, high, log)
-    choices = tuple(None if part == "None" else scalar(part) for part in text.split(","))
-    if len({*map(repr, choices)}) < max(2, len(choices)):
-        raise ConfigError(f"--space {word}: write FIELD=VALUES, where VALUES is {_FORMS}.")
-    return Dimension(field, choices)

@@ -1,7 +1,6 @@
-"""The trials of a sweep, and sweep.json, which says what is known of each.
+"""The trials of a sweep. They are runs: what became of each is read from its run.
 
-It is rewritten whole after each change, so a sweep that was killed continues with it. What happened
-inside a trial is in its run.
+sweep.json has the points of the trials, in their order, and what decides them.
 """
 
 from __future__ import annotations
@@ -15,94 +14,85 @@ from typing import Any
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, SWEEP_FILE
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.recipe import changed_fields, publishable, to_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.tools.report.history import State, state_of
+from raytrain_ddp.tools.report.run_files import Run, read_run
 from raytrain_ddp.tools.sweep.space import Point, with_point
 from raytrain_ddp.uri import below
 
-OVER = ("done", "stopped", "failed")
-SEED = "seed"  # among the values of a trial, if each point is trained with several
-
-
-@dataclass
-class Trial:
-    """A run of a sweep.
-
-    Args:
-        values: of the fields that vary.
-        value: the best evaluation so far; None if there is none that is finite.
-        state: waiting, running, or one of OVER; "stopped" by the scheduler.
-        message: why it failed.
-    """
-
-    name: str
-    values: Point
-    value: float | None = None
-    state: str = "waiting"
-    message: str = ""
-
-    @property
-    def point(self) -> str:
-        """The same for all seeds of a point."""
-        return repr({**self.values, SEED: None})
+OVER = ("finished", "stopped", "failed")
+Trial = dict[str, Any]  # its "name" and its "point"
+SEED = "seed"  # in a point, if each is trained with several
 
 
 @dataclass
 class Sweep:
-    """A sweep so far.
+    """A sweep so far. A trial is named by its number, as ``trial-0007``.
 
     Args:
         base: the recipe with its flags; `name` and `storage` are those of the sweep.
-        folder: its runs are below.
-        settings: the flags that decide its trials; with others, it is another sweep.
-        total: of its trials, with those that are not known yet.
-        metric, mode: of the task; known from the first evaluation on.
+        folder: the runs of its trials are below.
+        settings: the flags that decide the trials; with others, it is another sweep.
+        total: of the trials, with those that are not known yet.
+        points: of the trials that are known, by their names.
+        over: the runs of those that need no training anymore, as they were read.
     """
 
     base: TrainConfig
     folder: Storage
     settings: Mapping[str, Any]
     total: int = 0
-    trials: list[Trial] = field(default_factory=list)
-    metric: str = ""
-    mode: str = "max"
+    points: dict[str, Point] = field(default_factory=dict)
+    over: dict[str, Run] = field(default_factory=dict)
 
-    def add(self, values: Point) -> Trial:
-        self.trials.append(Trial(f"trial-{len(self.trials):04}", values))
-        return self.trials[-1]
+    def add(self, point: Point) -> Trial:
+        """The next trial."""
+        name = f"trial-{len(self.points):04}"
+        self.points[name] = point
+        return {"name": name, "point": point}
 
-    def of(self, *states: str) -> list[Trial]:
-        return [trial for trial in self.trials if trial.state in states]
+    def waiting(self) -> list[Trial]:
+        """The trials that are known, and not over."""
+        return [{"name": n, "point": p} for n, p in self.points.items() if n not in self.over]
 
-    def score(self, trial: Trial) -> float:
-        """A number that is larger for a better trial, of those with a value."""
-        return (trial.value or 0.0) * (1 if self.mode == "max" else -1)
+    def read(self, name: str) -> tuple[Run, State]:
+        """The run of a trial, and its state; both also if it has not begun. Raises
+        RaytrainError."""
+        run = read_run(self.folder.join(name), name)
+        return run, state_of(run)
 
-    def ranked(self) -> list[Trial]:
-        """The trials with a value, the best first: by the mean of their points, of which those
-        with a value for each seed come first; and of a point, by their own values."""
-        known, scores = [t for t in self.trials if t.value is not None], defaultdict(list)
-        for trial in known:
-            scores[trial.point].append(self.score(trial))
-        ranks = {point: (len(found), fmean(found)) for point, found in scores.items()}
-        return sorted(known, key=lambda t: (ranks[t.point], self.score(t)), reverse=True)
+    def shown(self, name: str) -> str:
+        """A trial that is over, with its best evaluation and its point, as text."""
+        point = (f"{field} {as_text(value)}" for field, value in self.points[name].items())
+        return "  ".join((name, self.over[name].best_summary or "-", *point))
+
+    def best(self, goal: str) -> list[str]:
+        """The trials of the best point, the best of them first: the point with the best mean, of
+        those that have a value for the most seeds. Failed trials do not count."""
+        sign, found = 1 if goal == "max" else -1, defaultdict[str, list[tuple[float, str]]](list)
+        for name, run in self.over.items():
+            if run.best and state_of(run).name != "failed":
+                found[repr({**self.points[name], SEED: None})].append((sign * run.value, name))
+        ranked = [(len(each), fmean(value for value, _ in each), each) for each in found.values()]
+        _, _, best = max(ranked, default=(0, 0.0, []))
+        return [name for _, name in sorted(best, reverse=True)]
 
     def save(self) -> None:
         """Raises OSError."""
-        best = next((trial.name for trial in self.ranked()), None)
-        known = {"version": 1, "metric": self.metric, "mode": self.mode, "best": best}
-        known |= {"fields": [*self.trials[0].values], "trials": [*map(vars, self.trials)]}
-        known |= {"settings": self.settings, "config": to_dict(publishable(self.base))}
+        known = {"version": 2, "settings": self.settings, "points": [*self.points.values()]}
+        known |= {"config": to_dict(publishable(self.base))}
         self.folder.write_atomic(SWEEP_FILE, json.dumps(known, indent=1).encode())
 
     def load(self) -> None:
-        """Takes over what is known of this sweep, if it has begun.
+        """Takes over the trials of this sweep, if it has begun.
 
         Raises:
             ConfigError: the folder holds a run or another sweep.
-            CheckpointError: sweep.json is damaged, or of another version.
-            OSError: the storage does not answer.
+            CheckpointError: its file is damaged, or of another version.
+            RaytrainError, OSError: a run cannot be read.
         """
         if self.folder.exists(CONFIG_FILE):
             raise ConfigError(f"{self.folder} is a run: give the sweep another --name.")
@@ -110,22 +100,28 @@ class Sweep:
             return
         try:
             known = json.loads(self.folder.read(SWEEP_FILE))
-            self.trials = [Trial(**each) for each in known["trials"]]
-            self.metric, self.mode = known["metric"], known["mode"]
-            changed = [name for name, _, _ in changed_fields(known["config"], self.base)]
-            changed += [f"--{n}" for n, now in self.settings.items() if known["settings"][n] != now]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{self.folder}/{SWEEP_FILE} is damaged ({type(error).__name__}: {error})"
-            raise CheckpointError(f"{what}: restore it, or use another --name.") from None
+            config, settings, points = (known[part] for part in ("config", "settings", "points"))
+        except (ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(
+                f"{self.folder.join(SWEEP_FILE)} is damaged, or of another version: give the sweep "
+                "another --name. Its runs are whole."
+            ) from error
+        changed = [name for name, _, _ in changed_fields(config, self.base)]
+        changed += [f"--{n}" for n, now in self.settings.items() if settings.get(n) != now]
         if changed:
             raise ConfigError(
                 f"{self.folder} is another sweep: {', '.join(changed)} differ. Revert them to "
                 "continue it, or give this one another --name."
             )
+        for point in points:
+            name = self.add(point)["name"]
+            run, state = self.read(name)
+            if state.name in OVER:
+                self.over[name] = run
 
 
-def trial_config(base: TrainConfig, name: str, values: Point) -> TrainConfig:
+def trial_config(base: TrainConfig, name: str, point: Point) -> TrainConfig:
     """The config of a trial's run, in the folder of the sweep. Raises ConfigError: see
     `with_point`."""
-    config, storage = with_point(base, values), below(base.storage, str(base.name))
-    return replace(config, name=name, storage=storage)
+    storage = below(base.storage, str(base.name))
+    return replace(with_point(base, point), name=name, storage=storage)

@@ -1,19 +1,21 @@
 """Ray Tune runs the trials of a sweep; the only file of this package that imports Ray.
 
 Tune places a trial where its resources are free, keeps its process for the next one, and starts
-another when it died. Its own state stays in a temporary folder: a sweep continues with sweep.json
-and the logs of its runs. Tuner.restore would lose the scheduler's state, unpickle files of the
-storage, and allow neither more trials nor other resources.
+another when it died. Its own state stays in a temporary folder: a sweep continues with its runs.
+Tuner.restore would lose the scheduler's state and the last seconds of the search, unpickle files of
+the storage, and allow neither more trials nor other resources.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,111 +25,56 @@ from ray.tune.schedulers import ASHAScheduler
 from ray.tune.trainable import wrap_function
 
 from raytrain_ddp.checkpoint.lease import holder
-from raytrain_ddp.checkpoint.run_folder import read_log
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import answered
-from raytrain_ddp.events import Eval
+from raytrain_ddp.errors import DataError, DivergedError, RunLockedError
+from raytrain_ddp.events import Eval, LogRecord, SweepStop
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.worker import require_folder
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
-from raytrain_ddp.tools.sweep.space import parse_space
-from raytrain_ddp.tools.sweep.trial_run import evaluated, train_trial
-from raytrain_ddp.tools.sweep.trials import OVER, Sweep, Trial
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.tools.sweep.space import parse_space, tidy
+from raytrain_ddp.tools.sweep.trials import OVER, Sweep, trial_config
+from raytrain_ddp.training.local_session import LocalSession
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.sweep.__main__ import SweepArgs
-    from raytrain_ddp.tools.sweep.sweep_display import SweepDisplay
+
+Result = dict[str, Any]
 
 _SETTINGS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the runs have their own logs
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # see Interrupted
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",  # the trials go on from their newest checkpoints
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # there may be no value
+    "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",  # for the checkpoint of a trial that is stopped
 }
-_STOP_S = "60"  # for the checkpoint of a trial, before its process trains another
-_training: list[threading.Thread] = []  # in the process of a trial
 _STARTS = 3  # of a trial whose process dies, or whose code raises
-
-
-class Interrupted(Exception):
-    """A signal stops the sweep."""
-
-
-class Follower(tune.Callback):  # type: ignore[misc]
-    """Writes what Tune says into sweep.json, and shows it."""
-
-    def __init__(self, sweep: Sweep, display: SweepDisplay, signals: list[int]) -> None:
-        self._sweep, self._display, self._signals, self._is_saved = sweep, display, signals, True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune wants to pickle it, for a restoration
-
-    def __deepcopy__(self, _: object) -> Follower:
-        return self
-
-    def on_trial_result(self, trial: Any, result: dict[str, Any], **_: Any) -> None:
-        self._sweep.metric = result.get("metric", self._sweep.metric)
-        self._sweep.mode = result.get("mode", self._sweep.mode)
-        self._set(trial, result)
-
-    def on_trial_complete(self, trial: Any, **_: Any) -> None:
-        self._set(trial, {"state": "stopped"})
-
-    def on_trial_error(self, trial: Any, **_: Any) -> None:
-        last = str(trial.get_error() or "its process died").strip().splitlines()[-1]
-        self._set(trial, {"state": "failed", "message": f"{_STARTS} times: {last}"})
-
-    def on_step_end(self, **_: Any) -> None:
-        """Called at least ten times a second, outside of what Tune catches."""
-        if self._signals:
-            raise Interrupted
-        self._save()
-
-    def on_experiment_end(self, **_: Any) -> None:
-        for trial in self._sweep.of("running"):
-            trial.state, self._is_saved = "waiting", False
-        self._save()
-
-    def _save(self) -> None:
-        if not self._is_saved:
-            answered(self._sweep.base, self._sweep.save)
-            self._is_saved = True
-
-    def _set(self, trial: Any, result: dict[str, Any]) -> None:
-        own = self._sweep.trials[int(trial.config["trial"]["name"].rpartition("-")[2])]
-        known = {name: value for name, value in result.items() if name in vars(own)}
-        if own.state not in OVER and not known.items() <= vars(own).items():
-            vars(own).update(known)
-            self._is_saved = False
-            if own.state in OVER:
-                self._display.ended(own)
+# Of a driver that was killed, the trials may live on for a moment; a lease runs out after a minute.
+_LOCKED_S = 90
+_training: list[threading.Thread] = []  # in the process of a trial
 
 
 def run_trials(
-    args: SweepArgs,
-    sweep: Sweep,
-    amounts: Mapping[str, float],
-    display: SweepDisplay,
-    signals: list[int],
+    args: SweepArgs, sweep: Sweep, amounts: Mapping[str, float], tell: Callable[[str], None]
 ) -> None:
-    """Runs the trials that are missing on the Ray that this process is connected to, until none is
-    left, or `signals` has one.
+    """Runs the trials that are missing on the Ray that this process is connected to.
 
     Args:
         amounts: of each resource of Ray that a trial takes.
+        tell: takes a line for each trial that is over.
     """
-    base, lease, place = (
-        sweep.base,
-        holder(sweep.folder),
-        (str(Path.cwd()), import_paths(sweep.base)),
-    )
+    base, lease = sweep.base, holder(sweep.folder)
+    place = str(Path.cwd()), import_paths(base)
 
-    def train(config: dict[str, Any]) -> dict[str, Any]:
+    def train(config: Result) -> Result:
         end_with_raylet()
         enter_folder(*place)
-        os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _STOP_S
+        os.environ.update(_SETTINGS)
         _training[:] = [threading.current_thread()]
         require_folder(base, lease)
-        trial = Trial(**config["trial"])
-        return train_trial(base, trial.name, trial.values, tune.report)
+        return train_trial(trial_config(base, **config["trial"]), tune.report)
 
     class TrialRun(wrap_function(train)):  # type: ignore[misc]
         def cleanup(self) -> None:
@@ -135,80 +82,147 @@ def run_trials(
             for thread in _training:  # Tune would not wait for the checkpoint
                 thread.join()
 
-    begun = sweep.of("waiting", "running")
-    space: dict[str, Any] = {"trial": tune.grid_search([*map(asdict, begun)])}
-    search: dict[str, Any] = {}
-    if args.search == "optuna":
-        number = len(begun) + sweep.total - len(sweep.trials)
-        space, search = {}, {"search_alg": _optuna(args, sweep, begun), "num_samples": number}
-    with (
-        applied_settings(_SETTINGS),
-        tempfile.TemporaryDirectory(prefix="raytrain-sweep-") as folder,
-        suppress(Interrupted),
-    ):
+    answered(base, sweep.save)
+    goal = load_task(base).goal
+    search = _optuna(args, sweep, goal) if args.search == "optuna" else None
+    with applied_settings(_SETTINGS), tempfile.TemporaryDirectory() as own:
         tune.Tuner(
             tune.with_resources(TrialRun, {name.lower(): each for name, each in amounts.items()}),
-            param_space=space,
+            param_space={} if search else {"trial": tune.grid_search(sweep.waiting())},
             tune_config=tune.TuneConfig(
-                scheduler=_asha(args, sweep) if args.scheduler == "asha" else None,
-                max_concurrent_trials=args.parallel or None,
+                scheduler=_asha(args, sweep, goal) if args.asha else None,
+                max_concurrent_trials=args.parallel,
                 reuse_actors=True,  # torch is loaded once
-                **search,
+                search_alg=search,
+                num_samples=sweep.total - len(sweep.over) if search else 1,
             ),
             run_config=tune.RunConfig(
-                storage_path=folder,
+                storage_path=own,
                 verbose=0,
-                callbacks=[Follower(sweep, display, signals)],
+                callbacks=[Follower(sweep, tell)],
                 failure_config=tune.FailureConfig(max_failures=_STARTS - 1),
             ),
         ).fit()
 
 
-def _asha(args: SweepArgs, sweep: Sweep) -> ASHAScheduler:
+class Follower(tune.Callback):  # type: ignore[misc]
+    """Tells which trials are over."""
+
+    def __init__(self, sweep: Sweep, tell: Callable[[str], None]) -> None:
+        self._sweep, self._tell = sweep, tell
+
+    def __reduce__(self) -> Any:
+        return tune.Callback, ()  # Tune wants to pickle it, for a restoration
+
+    def on_trial_complete(self, trial: Any, **_: Any) -> None:
+        self._end(trial, "stopped")
+
+    def on_trial_error(self, trial: Any, **_: Any) -> None:
+        self._end(trial, "failed")
+
+    def _end(self, trial: Any, otherwise: str) -> None:
+        name, sweep = trial.config["trial"]["name"], self._sweep
+        sweep.over[name], state = sweep.read(name)
+        cause = state.cause or str(trial.get_error() or "").strip().rpartition("\n")[2]
+        shown = state.name if state.name in OVER else otherwise
+        over = f"({len(sweep.over)} of {sweep.total})"
+        self._tell(f"{shown}  {sweep.shown(name)}  {over}  {cause}".rstrip())
+
+
+def _asha(args: SweepArgs, sweep: Sweep, goal: str) -> ASHAScheduler:
     """Tune's scheduler, which has heard of the trials that are over."""
     scheduler = ASHAScheduler(
         time_attr="epochs",
-        metric="score",
-        mode="max",
-        grace_period=args.first_rung,
-        max_t=max(args.first_rung, sweep.base.epochs - 1),  # at the end, a trial is not stopped
+        metric="value",
+        mode=goal,
+        grace_period=args.asha,
+        max_t=max(args.asha, sweep.base.epochs - 1),  # at the end, a trial is not stopped
         reduction_factor=3,
         stop_last_trials=False,
     )
-    for trial in sweep.of(*OVER):
-        log, known = read_log(sweep.folder.join(trial.name)), SimpleNamespace(trial_id=trial.name)
-        evals = [record for record in log if isinstance(record, Eval)]
+    for run in sweep.over.values():
+        known = SimpleNamespace(trial_id=run.name)
         scheduler.on_trial_add(None, known)
-        for count in range(len(evals)):
-            scheduler.on_trial_result(None, known, evaluated(evals[: count + 1], sweep.mode))
+        for each in run.evals:
+            scheduler.on_trial_result(None, known, reached(each))
     return scheduler
 
 
-def _optuna(args: SweepArgs, sweep: Sweep, begun: list[Trial]) -> Any:
+def _optuna(args: SweepArgs, sweep: Sweep, goal: str) -> Any:
     """Tune's search by Optuna, which has heard of the trials that are over: first the points of
-    `begun`, then new ones."""
+    those that wait, then new ones."""
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
-    space, waiting = parse_space(args.space), [*begun]
+    begun = sweep.waiting()
 
     class Search(OptunaSearch):  # type: ignore[misc]
-        def suggest(self, trial_id: str) -> dict[str, Any]:
-            found = super().suggest(trial_id)
-            values = {each.field: each.tidy(found[each.field]) for each in space}
-            return {"trial": asdict(waiting.pop(0) if waiting else sweep.add(values))}
+        def suggest(self, trial_id: str) -> Result:
+            point = {name: tidy(value) for name, value in super().suggest(trial_id).items()}
+            trial = begun.pop(0) if begun else sweep.add(point)
+            answered(sweep.base, sweep.save)  # before its run begins
+            return {"trial": trial}
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    seed = sweep.base.seed + len(sweep.points)
     search = Search(
-        space={each.field: each.distribution() for each in space},
-        metric="score",
-        mode="max",
-        sampler=optuna.samplers.TPESampler(
-            seed=sweep.base.seed + len(sweep.trials), constant_liar=True
-        ),
-        points_to_evaluate=[trial.values for trial in begun] or None,
+        space={d.field: getattr(tune, d.kind)(*d.values) for d in parse_space(args.space)},
+        metric="value",
+        mode=goal,
+        sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=True),
+        points_to_evaluate=[trial["point"] for trial in begun] or None,
     )
-    for trial in sweep.of(*OVER):
-        if trial.value is not None:
-            search.add_evaluated_point(trial.values, sweep.score(trial))
+    for name, run in sweep.over.items():
+        if run.best:
+            search.add_evaluated_point(sweep.points[name], run.value)
     return search
+
+
+def train_trial(config: TrainConfig, report: Callable[[Result], None]) -> Result:
+    """Trains the run of a trial to its end; resumes it if it exists.
+
+    Args:
+        report: takes what each evaluation has `reached`; raises SystemExit to stop the run.
+
+    Returns:
+        The best "value"; nothing after an error that would come again, which is in the run.
+
+    Raises:
+        SystemExit: it was stopped, and has a checkpoint. Others: errors that may not come again.
+    """
+    until_s = time.monotonic() + _LOCKED_S
+    while True:
+        try:
+            end = fit_locally(config, session=partial(TrialSession, report))
+            break
+        except (DataError, DivergedError):
+            return {}
+        except RunLockedError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(1)
+    if end.status == "interrupted":
+        raise SystemExit(0)
+    return {"value": end.best.get(end.monitor)}
+
+
+def reached(record: Eval) -> Result:
+    """What Tune hears of an evaluation."""
+    return {"epochs": record.epoch + 1, "value": record.metrics.get(record.monitor, math.nan)}
+
+
+class TrialSession(LocalSession):
+    """Reports as `train_trial` says."""
+
+    def __init__(self, report: Callable[[Result], None], *args: Any) -> None:
+        super().__init__(*args)
+        self._report = report
+
+    def log(self, record: LogRecord) -> None:
+        super().log(record)
+        try:
+            if isinstance(record, Eval) and not self._signal:
+                self._report(reached(record))
+        except SystemExit:
+            self._reported, self._signal = True, signal.SIGTERM
+            self.tell(SweepStop())

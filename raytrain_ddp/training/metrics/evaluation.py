@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader import eval_batches, tried
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.loading.nested import to_device
@@ -95,9 +96,37 @@ def evaluate(
     chunks = chunks_of(data.rows, batch_size, limit)
     places = items_of_rank(len(chunks), world.size, world.rank)
     samples = 0
+    mine = chunks[places.start : places.stop]
+    with closing(passes(config, model, data, mine, batch_size, world.device, threads)) as loaded:
+        for place, (chunk, batch, own) in zip(places, loaded, strict=True):
+            beat()
+            scores.reset()
+            rows = min(batch_size, data.rows - chunk * batch_size)
+            # 0: all are bad, and skipped
+            count = data.checked_samples(batch, rows, config.data.may_skip)
+            if count:
+                task.evaluate(model, own, scores.given)
+            samples += count
+            scores.take(place, count > 0)
+        values = scores.values(world)
+    rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
+    skipped = rows - sum(from_all_ranks(samples, world))
+    return {**values, "skipped": torch.tensor(skipped)} if skipped else values
+
+
+def passes(
+    config: TrainConfig,
+    model: nn.Module,
+    data: Data,
+    chunks: Sequence[int],
+    batch_size: int,
+    device: torch.device,
+    threads: LoaderThreads,
+) -> Generator[tuple[int, Batch, Batch], None, None]:
+    """Yields each chunk, its batch, and that on the device; the model is as an evaluation has it,
+    and a pass affects neither the next one nor the training."""
     buffers = SavedBuffers(model)
-    mine, device = chunks[places.start : places.stop], world.device
-    loaded = eval_batches(data, batch_size, mine, threads, pin=device.type == "cuda")
+    loaded = eval_batches(data, batch_size, chunks, threads, pin=device.type == "cuda")
     with (
         torch.no_grad(),  # not inference_mode: a model may compute gradients in its forward pass
         evaluating(model),
@@ -105,22 +134,10 @@ def evaluate(
         closing(loaded),
         closing(ahead_on_device(loaded, device)) as moved,
     ):
-        for chunk, (batch, own) in zip(places, moved, strict=True):
-            beat()
-            seed_slot(world.device, 0, 0, chunks[chunk])
-            scores.reset()
-            rows = min(batch_size, data.rows - chunks[chunk] * batch_size)
-            # 0: all are bad, and skipped
-            count = data.checked_samples(batch, rows, config.data.may_skip)
-            if count:
-                task.evaluate(model, own, scores.given)
-                buffers.restore()  # a chunk affects neither the next one nor the training
-            samples += count
-            scores.take(chunk, count > 0)
-        values = scores.values(world)
-    rows = sum(min(batch_size, data.rows - chunk * batch_size) for chunk in chunks)
-    skipped = rows - sum(from_all_ranks(samples, world))
-    return {**values, "skipped": torch.tensor(skipped)} if skipped else values
+        for chunk, (batch, own) in zip(chunks, moved, strict=True):
+            seed_slot(device, 0, 0, chunk)
+            yield chunk, batch, own
+            buffers.restore()
 
 
 def chunks_of(rows: int, batch_size: int, limit: int) -> Sequence[int]:

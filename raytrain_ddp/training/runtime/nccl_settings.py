@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from datetime import timedelta
 
-from raytrain_ddp.config.scaling_section import ScalingConfig
+from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 

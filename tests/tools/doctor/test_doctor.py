@@ -32,7 +32,6 @@ def cluster(*names: str, gpus: int = 0) -> Findings:
             "ip": f"10.0.0.{number}",
             "ray": {"CPU": 8.0, "GPU": float(gpus)} if gpus else {"CPU": 8.0},
             "versions": dict(installed),
-            "cpus": 8,
             "devices": gpus,
             "resolves": f"10.0.0.{number}",
         }
@@ -75,7 +74,7 @@ def test_a_healthy_cluster_has_only_ok_rows(names: list[str], gpus: int):
     assert {(row.verdict, row.advice) for row in report.rows} == {("ok", "")}
     assert bool(of(report, "NCCL")) == (gpus > 0)
     everywhere = "all 3 nodes" if len(names) > 1 else "one"
-    for check in ("Python", "Ray", "raytrain_ddp", "torch", "GPUs", "CPUs", "storage", "data"):
+    for check in ("Python", "Ray", "raytrain_ddp", "torch", "GPUs", "storage", "data"):
         assert [row.where for row in of(report, check)] == [everywhere]
 
 
@@ -106,7 +105,6 @@ CASES: list[tuple[str, Change, str, str, str, str]] = [
     ("Ray", put(f"{V}.Ray", None), "fail", "w1", "not installed", "has 2.60.0"),
     ("GPUs", put("last.ray.GPU", 1.0), "warn", "w1", "Ray counts 1", "--num-gpus"),
     ("GPUs", put("all_reduce.1.gpus", [gpu(), gpu(9)]), "warn", "w1", "9.0 GiB free", "Another"),
-    ("CPUs", put("last.ray.CPU", 16.0), "warn", "w1", "8 usable, Ray counts 16", "--num-cpus 8"),
     ("all-reduce", unconnected, "fail", "across", "connectFullMesh", "w1 resolves to 127.0.1.1,"),
     ("all-reduce", unconnected, "fail", "across", "RuntimeError: ", "GLOO_SOCKET_IFNAME"),
     (
@@ -155,7 +153,7 @@ def test_places_with_the_same_finding_share_a_row_and_the_worst_come_first():
 def test_the_table_fits_the_terminal_with_advice_below_each_problem(width: int):
     findings = cluster("head", "w1", "w2", gpus=8)
     findings["storage"]["w1"] = {"error": "OSError: [bold]denied[/bold]: " + "long " * 30}
-    findings["nodes"]["w2"]["ray"]["CPU"] = 9
+    findings["nodes"]["w2"]["ray"]["GPU"] = 7
     text = io.StringIO()
     show(rows_of(findings), Console(file=text, width=width, highlight=False))
     lines = text.getvalue().splitlines()

@@ -83,10 +83,9 @@ def test_jpegs_give_the_same_outputs_as_torchvision_and_plain_pytorch(photos: tu
     assert (probabilities - wanted).abs().max() < 0.01  # a resized pixel may be rounded otherwise
 
 
-def test_logits_layers_and_flips_follow_from_the_plain_network(digits: str):
+def test_logits_and_layers_follow_from_the_plain_network(digits: str):
     model = raytrain_ddp.load(digits, device="cpu")
-    random = np.random.default_rng(1).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
-    images = [*random, np.ascontiguousarray(random[0, :, ::-1])]
+    images = [*np.random.default_rng(1).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)]
     data = model.config.data
     mean, std = (torch.tensor(each).view(3, 1, 1) * 255 for each in (data.mean, data.std))
     inputs = (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() - mean) / std
@@ -95,9 +94,6 @@ def test_logits_layers_and_flips_follow_from_the_plain_network(digits: str):
         torch.testing.assert_close(model(model.preprocess(images)), wanted)
     found = model.predict(images, layer="head")
     torch.testing.assert_close(torch.stack([row["embedding"] for row in found]), wanted)
-    (flipped,) = model.predict(images[:1], tta="flip")
-    both = wanted.softmax(1)[[0, 3]].mean(0)
-    assert [*flipped["probabilities"].values()] == pytest.approx(both.tolist(), abs=1e-6)
 
 
 def test_images_are_resized_to_the_training_size(digits: str, tmp_path: Path):
@@ -122,16 +118,13 @@ def test_images_are_resized_to_the_training_size(digits: str, tmp_path: Path):
 
 REFUSED = [
     ([b"no image"], {}, DataError, "image 0: "),
-    (["nowhere.jpg"], {}, DataError, "nowhere.jpg: .* no such file"),
+    (["nowhere.jpg"], {}, DataError, "nowhere.jpg: .*No such file"),
     ([np.zeros((8, 8, 3))], {}, DataError, r"float64 \(8, 8, 3\)"),
     ([np.zeros((0, 5, 3), np.uint8)], {}, DataError, r"\(0, 5, 3\)"),
     ([Image.new("L", (0, 5))], {}, DataError, r"image 0: .* \(5, 0\)"),
     ("a.jpg", {}, ConfigError, "list of images"),
     (Image.new("L", (8, 8)), {}, ConfigError, "list of images"),
     ([], {}, ConfigError, "list of images"),
-    ([IMAGE], {"batch_size": 0}, ConfigError, "batch_size = 0"),
-    ([IMAGE], {"batch_size": 1.5}, ConfigError, "batch_size = 1.5"),
-    ([IMAGE], {"tta": "flop"}, ConfigError, "tta = 'flop'"),
     ([IMAGE], {"layer": "haed"}, ConfigError, "--layer haed: .*'head'"),
 ]
 

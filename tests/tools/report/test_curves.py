@@ -108,7 +108,7 @@ def test_a_chart_in_a_page_follows_the_theme_and_tells_values_by_run():
     assert [(label, run) for label, _, run in loss.keys] == [("one", "run0"), ("<script>", "run1")]
     for _, color, run in loss.keys:
         assert color in loss.svg
-        assert f'class="{run}"' in loss.svg
+        assert f'id="{run}"' in loss.svg
     assert "<" not in loss.texts
     told = json.loads(loss.texts)
     assert all(0 <= x <= 1 for x, _ in told)

@@ -15,13 +15,13 @@ from processes import Died, Group
 from tiny import ScriptedSession, TinyTask, bits, newest, plain, run_tiny, tiny_config, weights
 from torch import Tensor, nn
 
-from raytrain_ddp.config.scaling_section import ScalingConfig
 from raytrain_ddp.config.sections import (
     CheckpointConfig,
     ComputeConfig,
     DdpConfig,
     EmaConfig,
     OptimConfig,
+    ScalingConfig,
     ScheduleConfig,
 )
 from raytrain_ddp.config.train_config import TrainConfig

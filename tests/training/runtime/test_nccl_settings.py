@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.config.scaling_section import ScalingConfig
-from raytrain_ddp.config.sections import ComputeConfig
+from raytrain_ddp.config.sections import ComputeConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
 from raytrain_ddp.training.runtime.nccl_settings import (
