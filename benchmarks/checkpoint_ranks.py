@@ -136,7 +136,7 @@ def work(way: str, millions: int, folder: Path) -> None:
     from torch import nn
 
     from raytrain_ddp import TrainConfig
-    from raytrain_ddp.training.recording.local_session import join_world
+    from raytrain_ddp.training.local_session import join_world
 
     world = join_world(TrainConfig().scaling)
     torch.set_num_threads(1)
@@ -183,8 +183,8 @@ def of_ours(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
 
     from raytrain_ddp import TrainConfig
     from raytrain_ddp.checkpoint.manifest import Manifest
-    from raytrain_ddp.training.recording.local_session import LocalSession
-    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.checkpoint.recorder import Best
+    from raytrain_ddp.training.local_session import LocalSession
     from raytrain_ddp.training.state.train_state import TrainState
 
     config = TrainConfig(name="run", storage=str(folder))

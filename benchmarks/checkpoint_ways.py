@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.functional import cross_entropy
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.snapshot import encode
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.files import fsync
 from raytrain_ddp.tasks.model_parts import nonfinite
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint
-from raytrain_ddp.training.state.train_state import TrainState, encode
+from raytrain_ddp.training.state.train_state import TrainState
 
 FEATURES, CLASSES, BATCH = 768, 10, 8
 WARM_STEPS = 5  # the first ones allocate gradients and the optimizer's state

@@ -34,6 +34,7 @@ from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.tasks.task_check import metrics_of
 from raytrain_ddp.tools.predict.__main__ import main as predict
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.runtime.world import World
 
@@ -136,7 +137,9 @@ def own_evaluation(run: str, images: Path) -> float:
     metrics = metrics_of(model.task)
     threads = LoaderThreads(THREADS)
     config = TrainConfig(eval=EvalConfig(micro_batch=BATCH))
-    evaluate(config, model.task, model.model, data, world, threads, metrics)
+    build = Build(config, world, model.task)
+    build.model, build.eval_data = model.model, data
+    evaluate(build, threads, metrics)
     return time.perf_counter() - began
 
 

@@ -37,17 +37,17 @@ from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.driver.event_log import EventLog
+from raytrain_ddp.membership.roster import Member, beat_s
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tools.display.progress_display import Display
-from raytrain_ddp.training.membership.roster import Member, beat_s
+from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.metrics.metric_states import TreeMetrics
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.hang_diagnosis import RankStatus
 from raytrain_ddp.training.monitoring.phase_clock import EXCHANGING, PHASES
 from raytrain_ddp.training.monitoring.step_timing import Stragglers
 from raytrain_ddp.training.monitoring.watchdog import ask_s
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.step_decisions import Ballot
 

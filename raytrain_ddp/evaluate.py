@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from raytrain_ddp.checkpoint.store import Checkpoint
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.tasks.task import Task
-    from raytrain_ddp.tools.inference.loaded_model import LoadedModel
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.runtime.world import World
 
 
@@ -108,16 +107,17 @@ def main(argv: Sequence[str]) -> int:
 
     world = _world(args.device, config)
     try:
-        model, data = _opened(checkpoint, config, given, world)
+        build = _opened(checkpoint, config, given, world)
     except DataError as error:
         if args.data is not None:
             raise
         raise DataError(f"{error} To evaluate on other data: --data SOURCE.") from None
-    task, threads = model.task, LoaderThreads(world.threads)
-    if args.per_class and not hasattr(task, "per_class_metrics"):
+    task, data = build.task, build.eval_data
+    assert data is not None
+    if args.per_class and task.per_class_metrics is None:
         raise ConfigError(f"task = {config.task!r} has no per_class_metrics().")
     metrics = metrics_of(task, args.per_class)
-    values = evaluate(config, task, model.model, data, world, threads, metrics)
+    values = evaluate(build, LoaderThreads(world.threads), metrics)
     skipped = int(values.pop("skipped", 0))
     if skipped == data.rows:
         raise DataError(f"none of the {skipped} {task.unit} of the evaluation set can be read.")
@@ -133,28 +133,26 @@ def _follow(args: EvaluateArgs) -> int:
     if args != EvaluateArgs(args.run, device=args.device, follow=True):
         raise ConfigError("--follow evaluates as the run does: use it with --device only.")
     from raytrain_ddp.checkpoint import run_folder
+    from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
     from raytrain_ddp.checkpoint.lease import owner_of
     from raytrain_ddp.checkpoint.manifest import DamagedError
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.records import json_of, to_record
     from raytrain_ddp.training.metrics.evaluation import evaluation_of
-    from raytrain_ddp.training.state.async_checkpoint import with_backoff
     from raytrain_ddp.training.state.shared_checkpoint import load_model
 
     run = run_folder.open_run(args.run)
     store, done = run_folder.checkpoint_store(run), run_folder.read_followed(run)
     seen = {each.step for each in done}
-    parts: list[tuple[World, LoadedModel, Data]] = []
+    builds: list[Build] = []
 
     def evaluated(checkpoint: Checkpoint) -> Eval:
-        if not parts:
+        if not builds:
             config = run_folder.config_of(checkpoint)
-            world = _world(args.device, config)
-            parts.append((world, *_opened(checkpoint, config, {}, world)))
-        (world, model, data), began = parts[0], time.monotonic()
-        task, threads = model.task, LoaderThreads(world.threads)
-        load_model(model.model, checkpoint)
-        metrics, tables = evaluation_of(model.config, task, model.model, data, world, threads)
+            builds.append(_opened(checkpoint, config, {}, _world(args.device, config)))
+        build, task, began = builds[0], builds[0].task, time.monotonic()
+        load_model(build.model, checkpoint)
+        metrics, tables = evaluation_of(build, LoaderThreads(build.world.threads))
         sign, step, name = 1 if task.goal == "max" else -1, checkpoint.name.step, task.monitor
         others = [sign * each.metrics.get(name, math.nan) for each in done]
         best = not (math.isnan(metrics[name]) or any(v >= sign * metrics[name] for v in others))
@@ -225,7 +223,7 @@ def _given(args: EvaluateArgs, config: TrainConfig) -> dict[str, Any]:
 
 def _opened(
     checkpoint: Checkpoint, config: TrainConfig, given: Mapping[str, Any], world: World
-) -> tuple[LoadedModel, Data]:
+) -> Build:
     """The model, as the run evaluates it, and the data to evaluate on.
 
     Args:
@@ -236,7 +234,7 @@ def _opened(
     from raytrain_ddp.tasks.task_loading import BUILT_IN
     from raytrain_ddp.tools.inference.inputs import evaluation_of_run
     from raytrain_ddp.tools.inference.loaded_model import loaded
-    from raytrain_ddp.training.start.initial_model import placed
+    from raytrain_ddp.training.build import Build
 
     reads: set[str] = set()
     model = loaded(checkpoint, config, world.device, reads)
@@ -256,8 +254,9 @@ def _opened(
             raise ConfigError(f"{flag} {unused[name]}")
     if data is None:
         raise ConfigError("there is no evaluation set: give one with --data.")
-    placed(config, model.model, world.device)
-    return model, data
+    build = Build(config, world, model.task)
+    build.model, build.eval_data = build.placed(model.model), data
+    return build
 
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
@@ -286,7 +285,7 @@ def _print(
         if value.numel() == 1:
             print(f"  {name:<8} {value.item():.6f}")
     for name, value in values.items():
-        if name == "classes" and value.shape == (len(getattr(task, "class_names", ())), 5):
+        if name == "classes" and value.shape == (len(task.class_names), 5):
             _print_classes(task, value)
         elif value.numel() != 1:  # torch abbreviates large tensors
             print(f"  {name}, shape {tuple(value.shape)}")

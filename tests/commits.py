@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raytrain_ddp.checkpoint.manifest import Manifest
-from raytrain_ddp.training.session import Snapshot
+from raytrain_ddp.checkpoint.snapshot import Snapshot
 
 Record = Any
 THROTTLED = "AWS Error SLOW_DOWN during PutObject operation: Please reduce your request rate."

@@ -22,7 +22,7 @@ from raytrain_ddp import failpoints
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Checkpoint, Train
-from raytrain_ddp.training.membership.roster import Member, Roster, Seat
+from raytrain_ddp.membership.roster import Member, Roster, Seat
 
 W = 3
 _LIMIT_S = 120.0
@@ -51,20 +51,21 @@ def _work(
     gc.freeze()  # like workers: a generation starts with a garbage collection
     import torch
 
-    from raytrain_ddp.messages import Outcome
-    from raytrain_ddp.ray_backend.failure_causes import cause_of
-    from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.membership.generations import (
+    from raytrain_ddp.checkpoint.recorder import Best
+    from raytrain_ddp.membership.generations import (
         NewcomerWaits,
         Place,
         through_generations,
     )
-    from raytrain_ddp.training.prepare import prepare_alone
-    from raytrain_ddp.training.recording.local_session import LocalSession
-    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.messages import Outcome
+    from raytrain_ddp.ray_backend.failure_causes import cause_of
+    from raytrain_ddp.training.build import Build
+    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.runtime.world import World, broadcast
-    from raytrain_ddp.training.session import Kept, Requests
+    from raytrain_ddp.training.session import Requests
     from raytrain_ddp.training.state.live_state import LiveState
+    from raytrain_ddp.training.training_run import made_ahead
 
     torch.set_num_threads(1)
     failpoints.arm(points, folder)
@@ -105,35 +106,28 @@ def _work(
     events: list[Any] = []
     outcomes: list[Outcome] = []
     sizes: list[int] = []
-    tasks: list[TinyTask] = []
-    prepared: list[Kept] = []
 
     def device() -> torch.device:
-        if not on_gpus:
-            return torch.device("cpu")
-        return torch.device("cuda", rank % torch.cuda.device_count())
+        return torch.device(f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu")
 
-    def start(live: LiveState | None) -> LocalSession:
+    def make(is_begun: bool) -> Build:
+        alone = World(0, 1, 0, device(), 1, (rank,))
+        return Build(made, alone, TinyTask(made, **options), is_begun)
+
+    def start(_: Build, live: LiveState | None) -> LocalSession:
         sizes.append(place.seat.size)
         world = World(place.seat.rank, place.seat.size, rank, device(), 1)
         return Session(made, world, Best("loss", "min"), events.append, live)
 
-    def run(session: LocalSession) -> None:
-        if prepared:
-            session.kept = prepared.pop()
-        if session.kept is None:
-            tasks[:] = [TinyTask(made, **options)]
-        task = tasks[0]
-        task.session = session  # type: ignore[assignment]
-        outcomes.append(train(made, task, session))
+    def run(build: Build, session: LocalSession) -> None:
+        build.task.session = session  # type: ignore[attr-defined]
+        outcomes.append(train(build, session))
 
-    if least < W and roster.has_formed():
-        tasks.append(TinyTask(made, **options))
-        alone = World(0, 1, 0, device(), 1, (rank,))
-        prepared.append(prepare_alone(made, tasks[0], alone))
+    ahead = made_ahead(make(False)) if least < W and roster.has_formed() else None
     member = Member(rank, size, least, os.urandom(8).hex(), 0, "here", most=W)
     place = Place(member, "127.0.0.1", Registry(), backend)
-    through_generations(place, start, run, lambda error: cause_of(error) == "peer", most=3)
+    is_loss = lambda error: cause_of(error) == "peer"  # noqa: E731
+    through_generations(place, make, start, run, is_loss, most=3, build=ahead)
     plans = [e for e in events if type(e).__name__ == "Plan"]
     note = {
         "steps": [plan.start_step for plan in plans],
@@ -150,10 +144,9 @@ def _make_storage_fail(folder: Path, times: int) -> None:
     nothing if one has fired already."""
     if not times or failpoints.fired(folder):
         return
-    from raytrain_ddp.checkpoint import run_folder
+    from raytrain_ddp.checkpoint import async_checkpoint, run_folder
     from raytrain_ddp.checkpoint.store import CheckpointStore
     from raytrain_ddp.errors import UnreachableError
-    from raytrain_ddp.training.state import async_checkpoint
 
     names, opened = CheckpointStore.names, run_folder.open_storage
     left = [times]

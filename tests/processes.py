@@ -156,8 +156,8 @@ class Died:
 PRELOADED = [
     *("pytest", "hypothesis", "hypothesis.strategies", "torch", "torch.distributed.nn"),
     *("torch._dynamo", "torchmetrics.classification", "torchvision"),
-    *("raytrain_ddp.training.recording.local_session", "raytrain_ddp.training.loop"),
-    *("raytrain_ddp.training.membership.generations", "raytrain_ddp.ray_backend.failure_causes"),
+    *("raytrain_ddp.training.local_session", "raytrain_ddp.training.loop"),
+    *("raytrain_ddp.membership.generations", "raytrain_ddp.ray_backend.failure_causes"),
     # What Ray imports, without Ray: its random numbers would be equal in all processes.
     *(
         "google.protobuf.descriptor_pb2",
@@ -261,7 +261,7 @@ def _serve(pipe: Any, environment: Mapping[str, str]) -> None:
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  (its first import keeps the group that exists then)
 
-    from raytrain_ddp.training.runtime.connections import Connections
+    from raytrain_ddp.membership.connections import Connections
 
     warnings.simplefilter("error")
     while True:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.config.input_sections import DataConfig
@@ -31,9 +32,9 @@ from raytrain_ddp.events import Plan
 from raytrain_ddp.failpoints import arm
 from raytrain_ddp.messages import Event, Outcome
 from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import LocalSession
-from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 
@@ -238,7 +239,7 @@ def run_tiny(
         task.session = session
         if prepare_session is not None:
             prepare_session(session)
-        outcome = train(made, task, session)
+        outcome = train(Build(made, world, task), session)
     digest = hashlib.sha256()
     for tensor in task.made.state_dict().values():
         digest.update(tensor.double().cpu().contiguous().numpy().tobytes())

@@ -2,12 +2,13 @@
 
 structure, tensors = flatten_state(state)      references only
 copies = snapshot.take(tensors)                the only part that blocks training
-file = encode_tensors(copies)                  its bytes, in chunks, in the background
+files = encode(Snapshot(..., copies, ...))     their bytes, in chunks, in the background
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.run_folder import LOG_FILE
+from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.events import LogRecord
+from raytrain_ddp.records import to_record
 
 # The dtype names of the safetensors format, https://github.com/huggingface/safetensors#format
 _DTYPE_NAMES = {
@@ -37,7 +43,27 @@ _DTYPE_NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 _MUCH_BYTES, _PAGE_BYTES = 2**25, 4096
+_PIECE = 500  # log records per chunk
 RESERVED_NAME = "__metadata__"  # in a safetensors header
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of a checkpoint: host copies that later steps do not change.
+
+    Args:
+        manifest: without its files.
+        tensors: file stem -> name -> tensor.
+        documents: file name -> JSON-serializable value.
+        log: all records so far.
+        last: the run ends normally with it.
+    """
+
+    manifest: Manifest
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    documents: Mapping[str, Any]
+    log: Sequence[LogRecord] = ()
+    last: bool = False
 
 
 class HostSnapshot:
@@ -115,6 +141,36 @@ class TensorFile:
         for tensor in self.tensors:
             # A copy only if the layout differs (channels_last), one tensor at a time.
             yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def loss_of(metrics: Mapping[str, float]) -> float:
+    """The evaluation's metric "loss"; inf if there is none or it is nan."""
+    loss = metrics.get("loss", math.inf)
+    return math.inf if loss is None or math.isnan(loss) else loss
+
+
+def encode(snapshot: Snapshot) -> dict[str, Content]:
+    """The files of a checkpoint except its manifest. Tensors are views of the snapshot.
+
+    Each file can be written only once.
+    """
+    files: dict[str, Content] = {
+        f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
+    }
+    for name, value in snapshot.documents.items():
+        files[name] = json.dumps(value).encode()
+    files[LOG_FILE] = _encode_log(snapshot.log)
+    return files
+
+
+def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
+    """The bytes of `json.dumps`, in chunks: it holds the GIL until it returns, and the log grows
+    as long as the run."""
+    yield b"["
+    for start in range(0, len(log), _PIECE):
+        piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])
+        yield (", " if start else "").encode() + piece[1:-1].encode()
+    yield b"]"
 
 
 def unstorable(tensors: Mapping[str, Any]) -> dict[str, str]:

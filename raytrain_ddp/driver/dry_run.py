@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,7 @@ from raytrain_ddp.ray_backend.placement import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from raytrain_ddp.data.loading.sources import Data
-    from raytrain_ddp.data.order.epoch_order import Plan
-    from raytrain_ddp.tasks.task import Task
+    from raytrain_ddp.training.build import Build
 
 _SAMPLES = 8  # in the trial batch
 
@@ -66,37 +62,30 @@ def dry_run(
 
     from raytrain_ddp.data.loading.nested import bytes_of
     from raytrain_ddp.data.order.epoch_order import items_of_rank
-    from raytrain_ddp.tasks.task_check import eval_data_of, model_of, train_data_of
-    from raytrain_ddp.tasks.task_loading import load_task
-    from raytrain_ddp.training.optimizer.lr_schedule import LearningRates, steps_to_check
-    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-    from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of, replaced_fields
-    from raytrain_ddp.training.run_identity import RunIdentity
-    from raytrain_ddp.training.steps.device_feed import plan_for
-    from raytrain_ddp.training.steps.early_stop import require_evaluation
+    from raytrain_ddp.training.build import Build, plan_for
+    from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
+    from raytrain_ddp.training.runtime.world import World
 
-    reads: set[str] = set()
-    task = load_task(config, reads)
-    data, eval_data = train_data_of(task, config.seed), eval_data_of(task, config.seed)
-    require_evaluation(config, eval_data)
-    plan = plan_for(config, data, layout.most)
+    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
+    plain = replace(config, compute=replace(config.compute, compile=False))
+    build = Build(plain, world, is_begun=manifest is not None)
+    build.open_data()
+    task, data, eval_data = build.task, build.data, build.eval_data
+    build.plan = plan = plan_for(config, data, layout.most)
     per_epoch, repeats = plan.steps_per_epoch, config.augment.repeats
     steps = config.total_steps(per_epoch)
-    model = model_of(task, pretrained=manifest is None)
-    optimizer = optimizer_of(task, model, config)
-    due = turns_of(task, optimizer, steps_to_check(steps))
+    model, optimizer = build.model, build.optimizer
     notes = [
         *effect_notes(config),
         *step_notes(config, per_epoch),
         *filter(None, (layout.note, new_code_note(run))),
-        *_tried(config, task, model, data, eval_data, plan, due(0)),
-        *getattr(task, "notes", ()),
-        *unread_notes(config, reads, replaced_fields(task, optimizer, config)),
+        *_tried(build),
+        *task.notes,
+        *unread_notes(config, build.reads, replaced_fields(task, optimizer, config)),
     ]
-    identity = RunIdentity.of(config, data, eval_data, task)  # reads each field
     if checkpoint := newest_checkpoint(run.folder):
-        identity.require_same(checkpoint)
-    learning = LearningRates(task, optimizer, config, per_epoch)
+        build.identity.require_same(checkpoint)
+    learning = build.rates
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # creates the optimizer state, most of a checkpoint's bytes
@@ -109,8 +98,7 @@ def dry_run(
     }
     rows = data.rows // repeats if config.augment.spread_repeats else data.rows
     times = f" of {rows} x {repeats} {task.unit}" if repeats > 1 else ""
-    splits = getattr(task, "splits", None)
-    summary = splits.summary() if isinstance(splits, Splits) else None
+    summary = task.splits.summary() if isinstance(task.splits, Splits) else None
     data_lines = format_data(summary, task.unit) or [
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
@@ -160,36 +148,20 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
     return f"{state} ({run.note})" if run.note else state
 
 
-def _tried(
-    config: TrainConfig,
-    task: Task,
-    model: nn.Module,
-    data: Data,
-    eval_data: Data | None,
-    plan: Plan,
-    turns: Sequence[str],
-) -> list[str]:
-    """Passes a small batch through the loss of each turn, and one through the evaluation; returns
-    notes."""
-    import torch
+def _tried(build: Build) -> list[str]:
+    """Warms up each turn with small batches, and evaluates one; returns notes."""
+    from raytrain_ddp.training.metrics.evaluation import try_evaluation
+    from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+    from raytrain_ddp.training.optimizer.several_optimizers import turns_of
+    from raytrain_ddp.training.steps.warm_up import Forward, warm_up, warm_up_notes
 
-    from raytrain_ddp.tasks.model_parts import begin_training
-    from raytrain_ddp.training.gradients.buffer_sync import own_memory
-    from raytrain_ddp.training.runtime.world import World
-    from raytrain_ddp.training.start.sanity_check import try_evaluation, try_loss
-    from raytrain_ddp.training.steps.device_feed import train_loader
-
-    world = World(0, 1, 0, torch.device("cpu"), torch.get_num_threads())
-    begin_training(model)
-    own_memory(model)
-    batch = train_loader(config, data, plan, world).any_batch(min(_SAMPLES, config.micro_batch))
-    for name in turns:
-        try_loss(config, task, model, batch, world, name)
-    notes: list[str] = []
-    if eval_data is not None:
-        size = min(_SAMPLES, config.eval_micro_batch)
-        small = replace(config, eval=replace(config.eval, micro_batch=size))
-        told: list[Event] = []
-        try_evaluation(small, task, model, eval_data, world, told.append)
-        notes = [event.text for event in told if isinstance(event, Note)]
-    return notes
+    config, steps_per_epoch = build.config, build.plan.steps_per_epoch
+    steps = steps_to_check(config.total_steps(steps_per_epoch))
+    for name in turns_of(build.task, build.optimizer, steps)(0):
+        forward = Forward(build, build.model, name)
+        found = warm_up(forward, lambda _: None, build.loader, _SAMPLES)
+        build.warm_ups = {**build.warm_ups, name: found}
+    told: list[Event] = []
+    try_evaluation(build, told.append, min(_SAMPLES, config.eval_micro_batch))
+    notes = [event.text for event in told if isinstance(event, Note)]
+    return [*warm_up_notes(build.warm_ups), *notes]

@@ -90,7 +90,7 @@ def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
         CheckpointError: the newest checkpoint is damaged.
         OSError: the storage does not respond, or is not writable.
     """
-    from raytrain_ddp.training.recording.metrics_log import write_log  # imports torch
+    from raytrain_ddp.checkpoint.metrics_log import write_log  # imports torch
 
     store, newest = checkpoint_store(run), CheckpointName(manifest.step, manifest.attempt)
     if store.names()[:1] == [newest]:  # otherwise it is damaged, and must not be swept

@@ -38,7 +38,7 @@ from raytrain_ddp.process_state import process_as_found
 from raytrain_ddp.ray_backend.ray_output import ray_output_to_file
 
 if TYPE_CHECKING:
-    from raytrain_ddp.training.recording.local_session import LocalSession
+    from raytrain_ddp.training.local_session import LocalSession
 
 # New objects, 700 by default. The collector takes an eighth of the CPU of importing torch and Ray
 # Train; the driver of a run on Ray keeps neither tensors nor much else.
@@ -132,14 +132,15 @@ def _train_here(
 ) -> tuple[Outcome, _Starts]:
     config = run.config
     _note_idle(config, show)
-    from raytrain_ddp.tasks.task_loading import BUILT_IN, load_task
-    from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.recording.local_session import (
+    from raytrain_ddp.checkpoint.recorder import Best
+    from raytrain_ddp.tasks.task_loading import BUILT_IN
+    from raytrain_ddp.training.build import Build
+    from raytrain_ddp.training.local_session import (
         LocalSession,
         idle_gpus_note,
         join_world,
     )
-    from raytrain_ddp.training.recording.recorder import Best
+    from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.runtime.nccl_settings import nccl_settings
     from raytrain_ddp.training.runtime.world import from_all_ranks, has_bf16
 
@@ -147,8 +148,8 @@ def _train_here(
     world = join_world(config.scaling, config.exact, nccl_settings(config), tell)
     asked = config
     config = settled(config, all(from_all_ranks(has_bf16(world.device), world)))
-    reads: set[str] = set()
-    task = load_task(config, reads)
+    build = Build(config, world)
+    task = build.task
     if main:
         if config.task in BUILT_IN:
             try_model(config, is_new=run.manifest is None)
@@ -160,7 +161,7 @@ def _train_here(
     make = session_of or LocalSession
     with make(config, world, Best(task.monitor, task.goal), watch) as session:
         session.stop_on_signals()
-        outcome = train(config, task, session, reads)
+        outcome = train(build, session)
     return outcome, watch
 
 

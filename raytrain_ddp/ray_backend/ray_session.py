@@ -17,20 +17,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import nn
 
 from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RetriesExhausted
 from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
+from raytrain_ddp.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.membership.generations import NewcomerWaits, Place
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
-from raytrain_ddp.training.monitoring.rendezvous import Exchange
-from raytrain_ddp.training.recording.recorder import Best, Recorder
-from raytrain_ddp.training.recording.recording_session import RecordingSession
+from raytrain_ddp.training.monitoring.watchdog import Exchange
 from raytrain_ddp.training.runtime.world import World, broadcast
-from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.session import Requests, Session
 from raytrain_ddp.training.state.live_state import LiveState
 
 _PUSH_EVERY_S = 0.2
@@ -40,14 +39,14 @@ _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
-class RaySession(RecordingSession):
+class RaySession(Session):
     """Ray Train places the workers, and learns nothing of the checkpoints.
 
     Args:
         mailbox: handle of the Mailbox actor.
         look_every_s: how often to check for preemption notices; 0: never.
         start: an id shared by the workers of this start only; a generation has one.
-        live: see RecordingSession.
+        live: see Session.
         place: in the generations, if dead workers are replaced.
         before: this process's session in the generation before: its last events are sent by this.
 

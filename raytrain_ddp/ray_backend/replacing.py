@@ -2,7 +2,7 @@
 
 The others keep their state. Ray Train 2.60 does this for a `Backend` with `has_replica_groups`: the
 new worker gets the rank and the placement of the dead one. It makes no process group then; the
-workers do, by generation, see training/membership/generations.py.
+workers do, by generation, see membership/generations.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.membership.generations import Place
+from raytrain_ddp.membership.roster import Member, Seat
 from raytrain_ddp.ray_backend.mailbox import draining
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
 from raytrain_ddp.ray_backend.worker import WorkerSettings
-from raytrain_ddp.training.membership.generations import Place
-from raytrain_ddp.training.membership.roster import Member, Seat
 from raytrain_ddp.training.runtime.nccl_settings import set_missing
 
 

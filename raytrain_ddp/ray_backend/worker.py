@@ -32,10 +32,8 @@ from raytrain_ddp.user_code import UserCode
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
+    from raytrain_ddp.membership.generations import Place
     from raytrain_ddp.ray_backend.ray_session import RaySession
-    from raytrain_ddp.tasks.task import Task
-    from raytrain_ddp.training.membership.generations import Place
-    from raytrain_ddp.training.session import Kept
     from raytrain_ddp.training.state.live_state import LiveState
 
 
@@ -123,87 +121,63 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     Args:
         sessions: receives each session as soon as it is made.
     """
+    import ray
+
+    from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
+    from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.config.recipe import from_dict
+    from raytrain_ddp.membership.generations import through_generations
+    from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.ray_backend.ray_session import RaySession
     from raytrain_ddp.ray_backend.replacing import set_environment
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
-    from raytrain_ddp.training.membership.generations import through_generations
-    from raytrain_ddp.training.recording.recorder import Best
-    from raytrain_ddp.training.state.async_checkpoint import OUTAGE_S
+    from raytrain_ddp.training.training_run import made_ahead
 
     config = from_dict(given.config)
     require_folder(config, given.lease, OUTAGE_S if given.least else 0.0)
-    reads: set[str] = set()
-    loaded: list[tuple[TrainConfig, Task]] = []
-    ahead: list[Kept] = []  # made before the first start
 
-    def start(live: LiveState | None) -> RaySession:
+    def alone(is_begun: bool = False) -> Build:
+        """Of this process alone."""
+        made = config
+        if given.task is not None:  # the driver's own task object
+            made = dataclasses.replace(config, task=pickle.loads(given.task))
+        seat = Seat(0, size=1, ranks=(place.rank,)) if place else None
+        return Build(made, world_of_worker(given.threads, seat), is_begun=is_begun)
+
+    def start(build: Build, live: LiveState | None) -> RaySession:
         if place is not None:
             set_environment(place.seat)
         world = world_of_worker(given.threads, place.seat if place else None)
-        made_before = ahead.pop() if ahead else None
-        kept = live.kept if live else made_before
-        if kept is None:
-            reads.clear()
-            loaded[:] = [_load(given, config, reads)]
-        made, task = loaded[0]
-        best, before = Best(task.monitor, task.goal), next(iter(sessions), None)
-        look_s = given.look_every_s
+        best = Best(build.task.monitor, build.task.goal)
+        before, look_s = next(iter(sessions), None), given.look_every_s
         session = RaySession(
-            made, world, given.mailbox, best, look_s, _start(), live, place, before
+            build.config, world, given.mailbox, best, look_s, _start(), live, place, before
         )
-        session.kept = kept
         sessions[:] = [session]
         return session
 
-    def run(session: RaySession) -> None:
-        outcome = train(*loaded[0], session, reads)
+    def run(build: Build, session: RaySession) -> None:
+        outcome = train(build, session)
         if session.is_taken_away(outcome):
             outcome = dataclasses.replace(outcome, signal=session.hold())
         session.tell(outcome)
 
-    if place is not None:
-        most = max(1, config.scaling.max_failures)
-        with closing(place):
-            _before_joining(config, given.backend)
-            if prepared := _prepared(given, config, place.rank, reads):
-                made, task, kept = prepared
-                loaded[:], ahead[:] = [(made, task)], [kept]
-            through_generations(place, start, run, lambda e: cause_of(e) == "peer", most)
+    if place is None:
+        build = alone()
+        with start(build, None) as session:
+            run(build, session)
         return
-    with start(None) as session:
-        run(session)
-
-
-def _load(given: WorkerSettings, config: TrainConfig, reads: set[str]) -> tuple[TrainConfig, Task]:
-    """The config with the driver's own task object, if it has one, and the task.
-
-    Args:
-        reads: see `load_task`.
-    """
-    from raytrain_ddp.tasks.task_loading import load_task
-
-    if given.task is not None:
-        config = dataclasses.replace(config, task=pickle.loads(given.task))
-    return config, load_task(config, reads)
-
-
-def _prepared(
-    given: WorkerSettings, config: TrainConfig, rank: int, reads: set[str]
-) -> tuple[TrainConfig, Task, Kept] | None:
-    """What this process makes before it joins others that train without it; None if none do."""
-    import ray
-
-    from raytrain_ddp.ray_backend.replacing import set_environment
-    from raytrain_ddp.training.membership.roster import Seat
-    from raytrain_ddp.training.prepare import prepare_alone
-
-    if given.least == given.most or not ray.get(given.mailbox.has_formed.remote()):
-        return None
-    set_environment(Seat(0, rank=rank, size=given.most, local_size=1))
-    alone = world_of_worker(given.threads, Seat(0, size=1, ranks=(rank,)))
-    made, task = _load(given, config, reads)
-    return made, task, prepare_alone(made, task, alone)
+    most = max(1, config.scaling.max_failures)
+    with closing(place):
+        _before_joining(config, given.backend)
+        ahead = None
+        if given.least != given.most and ray.get(given.mailbox.has_formed.remote()):
+            # The others train without it meanwhile.
+            set_environment(Seat(0, rank=place.rank, size=given.most, local_size=1))
+            ahead = made_ahead(alone())
+        is_loss = lambda error: cause_of(error) == "peer"  # noqa: E731
+        through_generations(place, alone, start, run, is_loss, most, ahead)
 
 
 def _before_joining(config: TrainConfig, backend: str) -> None:
@@ -225,10 +199,10 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
     Args:
         outage_s: how long the storage may fail. Others, which keep their state, wait meanwhile.
     """
+    from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
     from raytrain_ddp.errors import PreflightError
-    from raytrain_ddp.training.state.async_checkpoint import with_backoff
     from raytrain_ddp.uri import without_secrets
 
     def look(_: int) -> bool:

@@ -23,7 +23,7 @@ from raytrain_ddp.errors import PreflightError
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_ddp.training.membership.roster import Seat
+    from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.training.runtime.world import World
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>

@@ -1,9 +1,9 @@
-"""The `Task` protocol: the extension point for your own model, data and loss."""
+"""The `Task` base class: the extension point for your own model, data and loss."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytrain_ddp.data.loading.sources import Batch, Data
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-class Task(Protocol):
+class Task:
     """A model, its data, its loss and its metrics. Subclass it; the constructor receives the config
     and `task_options` as keyword arguments.
 
@@ -20,20 +20,7 @@ class Task(Protocol):
     are seeded with the run's seed before the constructor, `model()`, `train_data()` and
     `eval_data()`.
 
-    It may also have these methods:
-
-    - ``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
-      groups for the configured one. A group's ``lr`` is its peak.
-      Or several by name, each for its own parameters (a GAN), which take turns in each step: each
-      makes ``loss(model, batch, name)`` smaller, while all other parameters are frozen.
-    - ``turns(step)`` returns the names of the optimizers that take a turn in `step` (from 0), in
-      order; all, if there is no such method.
-    - ``schedule(step)`` returns the factor of these learning rates in `step` (from 0), or one for
-      each parameter group, instead of ``--schedule.*``.
-    - ``predict(model, batch)`` returns what ``raytrain predict`` writes for a batch of the data: a
-      dict of tensors or lists by name, with an entry for each sample.
-    - ``after_step(model, step)`` follows each update that was applied, once for all slots, without
-      gradients; `step` is from 1. It may change weights and buffers, equally on all workers.
+    What is None here may be a method of that name.
     """
 
     monitor: str = "loss"
@@ -42,15 +29,31 @@ class Task(Protocol):
     """Whether a smaller ("min") or larger ("max") `monitor` is better."""
     unit: str = "samples"
     """What the display calls samples."""
+    class_names: Sequence[str] = ()
+    """Of the classes, if there are some; a checkpoint records them."""
+    pretrained: bool = True
+    """False when `model()` is called: its weights are replaced by those of a checkpoint."""
+    notes: Sequence[str] = ()
+    """Lines that are shown before the first step; read after `model()`."""
+    splits: Any = None
+    """The `Splits` that the data are of, if any: the display summarizes them."""
+
+    @property
+    def stored_image_size(self) -> int:
+        """Side of the training images as they are stored, in pixels; 0: unknown."""
+        return 0
 
     def model(self) -> nn.Module:
         """The model, on the CPU. Modules in evaluation mode stay in it."""
+        raise NotImplementedError
 
     def train_data(self) -> Data:
         """The training set."""
+        raise NotImplementedError
 
     def eval_data(self) -> Data | None:
         """The evaluation set; None: the run is not evaluated."""
+        raise NotImplementedError
 
     def loss(
         self, model: nn.Module, batch: Batch
@@ -63,9 +66,35 @@ class Task(Protocol):
         Draw random numbers only from torch's, numpy's or Python's global generators: they are
         seeded for each micro-batch, also in `evaluate`.
         """
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, Metric]:
         """New torchmetrics metrics by name, or a MetricCollection; `monitor` must be a number."""
+        raise NotImplementedError
 
     def evaluate(self, model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> None:
         """Updates each metric with one batch. Called without gradients, in evaluation mode."""
+        raise NotImplementedError
+
+    optimizer: Any = None
+    """``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
+    groups for the configured one. A group's ``lr`` is its peak.
+
+    Or several by name, each for its own parameters (a GAN), which take turns in each step: each
+    makes ``loss(model, batch, name)`` smaller, while all other parameters are frozen.
+    """
+    turns: Any = None
+    """``turns(step)`` returns the names of the optimizers that take a turn in `step` (from 0), in
+    order. None: all."""
+    schedule: Any = None
+    """``schedule(step)`` returns the factor of the learning rates in `step` (from 0), or one for
+    each parameter group, instead of ``--schedule.*``."""
+    after_step: Any = None
+    """``after_step(model, step)`` follows each update that was applied, once for all slots, without
+    gradients; `step` is from 1. It may change weights and buffers, equally on all workers."""
+    predict: Any = None
+    """``predict(model, batch)`` returns what ``raytrain predict`` writes for a batch of the data: a
+    dict of tensors or lists by name, with an entry for each sample."""
+    per_class_metrics: Any = None
+    """``per_class_metrics()`` returns metrics as `metrics`, for ``raytrain evaluate --per-class``.
+    """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,9 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
     """
     from torch import nn
 
-    if not pretrained and hasattr(task, "pretrained"):
-        task.pretrained = False
+    if not pretrained:
+        with suppress(AttributeError):  # of a frozen one
+            task.pretrained = False
     model = task.model()
     if not isinstance(model, nn.Module):
         hint = f" Return {model.__name__}()." if isinstance(model, type) else ""
@@ -132,7 +134,7 @@ def _data(function: Any, data: Any, empty: str) -> Data:
 
 def metrics_of(task: Task, per_class: bool = False) -> Mapping[str, Metric] | MetricCollection:
     """`task.metrics()`: at least one, each with the methods of a metric."""
-    function = task.per_class_metrics if per_class else task.metrics  # type: ignore[attr-defined]
+    function = task.per_class_metrics if per_class else task.metrics
     metrics: Any = function()
     wanted = "a dict of torchmetrics metrics by name, or a MetricCollection"
     if not isinstance(metrics, Mapping) and not hasattr(metrics, "items"):

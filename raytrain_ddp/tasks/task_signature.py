@@ -73,10 +73,11 @@ _NO_HOOKS = "there are no hooks; do it in loss() or evaluate()"
 
 
 def check_task(task: Any) -> None:
-    """Checks a class, or an object that need not be a subclass of `Task`.
+    """Checks a class or an object.
 
     Raises:
-        TaskError: it lacks a method, a method takes other arguments, or nothing calls a method.
+        TaskError: it is no `Task`, it lacks a method, a method takes other arguments, or nothing
+            calls a method.
     """
     kind = task if isinstance(task, type) else type(task)
     where = _place_of_class(kind)
@@ -93,7 +94,11 @@ def check_task(task: Any) -> None:
         raise TaskError(
             f"{where}: {kind.__qualname__} has no {parts}, which a task requires.{meant}"
         )
-    given = [name for name in _OPTIONAL if hasattr(task, name)]
+    if not issubclass(kind, Task):
+        raise TaskError(
+            f"{where}: {kind.__qualname__} is not a subclass of raytrain_ddp.Task: make it one."
+        )
+    given = [name for name in _OPTIONAL if getattr(task, name) is not None]
     for name in (*_ARGUMENTS, *given):
         arguments = {**_ARGUMENTS, **_OPTIONAL}[name]
         if name == "loss" and "optimizer" in given and _takes_one_more(task, kind):
@@ -181,12 +186,11 @@ def has_constructor(made_by: Any) -> bool:
     """Whether it takes the config: all but a class without a constructor of its own."""
     if not isinstance(made_by, type):
         return True
-    init = inspect.getattr_static(made_by, "__init__")  # a protocol's is typing's own
-    return init is not object.__init__ and getattr(init, "__module__", "") != typing.__name__
+    return inspect.getattr_static(made_by, "__init__") is not object.__init__
 
 
 def _own(kind: type, name: str) -> Any:
-    """The class's attribute of that name, unless it is the protocol's empty method."""
+    """The class's attribute of that name, unless it is the base class's."""
     found = inspect.getattr_static(kind, name, None)
     return None if found is vars(Task).get(name) else found
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import closing
 
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import Outcome
-from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.training.prepare import prepare
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.runtime.compilation import naming_compile_failures
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steps.step_decisions import StepDecisions
+from raytrain_ddp.training.training_run import Run
 
 
 @naming_compile_failures()
-def train(
-    config: TrainConfig, task: Task, session: Session, reads: Collection[str] | None = None
-) -> Outcome:
+def train(build: Build, session: Session) -> Outcome:
     """Trains to the end or until a stop is requested; resumes from the newest checkpoint, if any.
 
     All ranks call it, with the same config.
-
-    Args:
-        reads: the config fields that the task reads, if they are tracked; see `load_task`.
     """
-    run = prepare(config, task, session, reads)
+    run = Run(build, session)
     state, cadence = run.state, run.cadence
     steering = StepDecisions(cadence, session, run.time_is_up)
     stop = run.make_up()

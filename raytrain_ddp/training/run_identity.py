@@ -45,9 +45,9 @@ class RunIdentity:
             eval_data.source.fingerprint() if eval_data else "",
             data.rows,
             eval_data.rows if eval_data else 0,
-            _names(getattr(task, "class_names", None)),
+            _names(task.class_names),
             user_code.hashes(config.task, config.model.name),
-            getattr(task, "stored_image_size", 0),
+            task.stored_image_size,
         )
 
     def document(self) -> dict[str, Any]:

@@ -1,85 +1,36 @@
-"""The interface between the loop and what runs it: Ray, torchrun or a plain process."""
+"""What a run needs from its environment: other ranks, checkpoints and the log, and who watches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
+from raytrain_ddp.checkpoint.lease import Owner
+from raytrain_ddp.checkpoint.recorder import Best, Recorder
+from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.tensor_places import Existing
-from raytrain_ddp.data.loading.sources import Data
-from raytrain_ddp.events import LogRecord
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.gradients.buffer_sync import BufferLocation
-from raytrain_ddp.training.monitoring.phase_clock import Clock
-from raytrain_ddp.training.run_identity import RunIdentity
-from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
+from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
+from raytrain_ddp.training.monitoring.watchdog import WRITING, Exchange, Watchdog
+from raytrain_ddp.training.runtime.world import World, from_all_ranks
+from raytrain_ddp.training.state.live_state import LiveState, most_advanced
+from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of a checkpoint: host copies that later steps do not change.
-
-    Args:
-        manifest: without its files.
-        tensors: file stem -> name -> tensor.
-        documents: file name -> JSON-serializable value.
-        log: all records so far.
-        last: the run ends normally with it.
-    """
-
-    manifest: Manifest
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    documents: Mapping[str, Any]
-    log: Sequence[LogRecord] = ()
-    last: bool = False
-
-
-class WarmUp(NamedTuple):
-    """What the warm-up of a turn has found out about the model.
-
-    Args:
-        scalar_names: of the scalars that the task logs with the loss.
-        fewest: samples with which a slot passes in training mode.
-        changing: the bool buffers that a forward pass changes.
-        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
-        averaged: other buffers that it changes, but for statistics of normalization layers.
-        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
-            attributes.
-        collectives: those that the loss calls.
-    """
-
-    scalar_names: tuple[str, ...]
-    fewest: int
-    changing: list[BufferLocation]
-    flops: float
-    averaged: Sequence[str] = ()
-    unsaved: Sequence[str] = ()
-    collectives: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Parts that do not depend on other ranks: a process keeps them when it loses some, and builds
-    them before it joins others.
-
-    Args:
-        data: to train and to evaluate on.
-        identity: of the data.
-        model: its weights are arbitrary; None: it is made anew.
-        warm_up: of the turns of that model, by name; empty: it follows.
-        has_trained: whether the model has been trained, so that its initial weights are gone.
-    """
-
-    data: tuple[Data, Data | None]
-    identity: RunIdentity
-    model: nn.Module | None
-    warm_up: Mapping[str, WarmUp]
-    has_trained: bool
+S = TypeVar("S", bound="Session")
+T = TypeVar("T")
 
 
 class Requests(NamedTuple):
@@ -96,74 +47,97 @@ class Requests(NamedTuple):
     look: bool = False
 
 
-class Session(Protocol):
-    """What the loop needs from its environment. Implemented by RaySession and LocalSession.
+class Session:
+    """What a run in one process group needs from its environment; only rank 0 has a recorder.
+
+    `requests` and `look`, and how ranks are watched, depend on whether there is Ray: RaySession and
+    LocalSession.
+
+    Args:
+        show: receives each event on rank 0, also from the committing and watching threads.
+        live: the state that this process has, if it survived others.
 
     Attributes:
         hosts: of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
-        survived: whether this process has a state from an earlier generation.
-        kept: parts that this process already has; None: none.
+        is_continued: another generation follows.
+        suspended: the recorder that goes on in it, after `close`.
     """
 
-    world: World
-    hosts: list[str]
-    only_main_asks: bool
-    survived: bool
-    kept: Kept | None
+    only_main_asks = is_continued = False
+    suspended: Recorder | None = None
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        best: Best,
+        show: Callable[[Event], None],
+        live: LiveState | None = None,
+    ) -> None:
+        self.world, self.hosts = world, list[str]()
+        self._show, self._live = show, live
+        self._run, self._hang_s = run_storage(config), config.scaling.hang_s
+        self._checkpoints = checkpoint_store(self._run).storage
+        self._watchdog: Watchdog | None = None
+        self._clock: Clock | None = None
+        self._take_live: Callable[[], Snapshot | None] | None = None
+        self.recorder = Recorder(config, world.size, best, show) if world.is_main else None
+        self._closing = threading.Event()
+        self._records = self.recorder.log.records if self.recorder else list[LogRecord]()
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the other ranks
 
     def watch(self, clock: Clock) -> None:
         """Until `finish`, workers that make no progress are ended. All ranks take part."""
+        self._clock = clock
+        owners = from_all_ranks(Owner.here(), self.world)
+        self.hosts = [owner.host for owner in owners]
+        exchange = self.status_exchange(owners)
+        if self._hang_s and exchange is not None:
+            self._watchdog = Watchdog(
+                clock,
+                self._hang_s,
+                self.world.rank,
+                owners,
+                self._run,
+                exchange,
+                self.state,
+                self.report_hang,
+                self.world.of_run,
+                self.has_ended,
+            )
+
+    def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
+        """The exchange for ranks that make no progress; None: there is no watchdog."""
+        raise NotImplementedError
+
+    def state(self, owner: Owner) -> str:
+        """The state of a worker's process, as `Owner.state`; "" if unknown."""
+        return owner.state()
+
+    def report_hang(self, hang: Hang) -> None:
+        """Reports the hang, and ends this process, or its collectives."""
+        raise NotImplementedError
+
+    def has_ended(self) -> bool:
+        """Whether the other ranks have left this session, because a rank was lost."""
+        return False
 
     def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
         """The model in DistributedDataParallel with `options`; unchanged for a single worker."""
-
-    def latest(self, existing: Existing | None = None) -> Checkpoint | None:
-        """The newest good checkpoint. All ranks take part and get the same.
-
-        Args:
-            existing: may be read into; it is to be loaded from the result, or the run ends.
-        """
-
-    def begin(self, take_live: Callable[[], Snapshot | None], kept: Kept | None) -> None:
-        """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`, and continues with `kept`. If `take_live` returns None,
-        no rank could continue from that state."""
-
-    def restore_log(self, records: Sequence[LogRecord]) -> None:
-        """Restores the log of a checkpoint."""
-
-    def log(self, record: LogRecord) -> None:
-        """Adds a record to the run's log, the same on all ranks; rank 0 shows it. Cheap."""
-
-    def tell(self, event: Event) -> None:
-        """Shows an event that is not part of the log. Only rank 0 acts."""
-
-    def records(self) -> Sequence[LogRecord]:
-        """The log so far."""
-
-    def time_to_save(self) -> bool:
-        """Whether a checkpoint is due by time, and none is being committed. Only rank 0 knows.
-
-        Raises:
-            CheckpointError: too many commits in a row have failed.
-            RunLockedError: a later start of this run has taken over.
-        """
-
-    def drain(self) -> None:
-        """Waits until no snapshot is being written: its memory is free. Only rank 0 acts."""
-
-    def commit(self, snapshot: Snapshot | None) -> None:
-        """Commits a snapshot in the background. Only rank 0 acts, and only it has one."""
-
-    def is_committing(self) -> bool:
-        """Whether this rank is committing a snapshot, whose memory is in use."""
-
-    def saved(self, stall_s: float) -> None:
-        """Records how long a checkpoint blocked the training. Only rank 0 acts."""
-
-    def finish(self) -> None:
-        """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
+        device = self.world.device
+        model = model.to(device)
+        if self.world.size == 1:
+            return model
+        devices = [device] if device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **options)
 
     def require_ranks(self) -> None:
         """Called during a step; raises an error if another rank is gone, so that the step cannot
@@ -175,10 +149,12 @@ class Session(Protocol):
 
     def requests(self) -> Requests:
         """This rank's requests; called once per step, before its compute; cheap."""
+        raise NotImplementedError
 
     def requests_in_evaluation(self) -> Requests:
         """Like `requests`, but before a chunk of an evaluation, where nothing can be saved;
         cheap."""
+        raise NotImplementedError
 
     def look(self) -> None:
         """Checks what the ranks can see only together; all take part, after the same step.
@@ -186,8 +162,195 @@ class Session(Protocol):
         The consequences are among the next `requests`.
         """
 
+    # ------------------------------------------------------------------ states and checkpoints
+
+    def latest(self, existing: Existing | None = None) -> Checkpoint | None:
+        """The state of survivors, or the newest good checkpoint. All ranks take part and get the
+        same.
+
+        From the storage, not from Ray's register: that lags behind by one poll, and may list a
+        damaged checkpoint. A recorder that goes on from the generation before has claimed the run
+        already, and reads nothing.
+
+        Args:
+            existing: may be read into; it is to be loaded from the result, or the run ends.
+
+        Raises:
+            CheckpointError: there is none although there must be one, or the storage fails.
+            RunLockedError: another start is claiming the run.
+        """
+        world, relay = self.world, Relay(self.world, existing=existing)
+        # A state that survivors have must not be lost to an outage of the storage.
+        outage_s = OUTAGE_S * any(from_all_ranks(self._live is not None, world))
+        steps, begun = self._of_main(lambda r: (r.steps(outage_s), r.may_go_on()), relay)
+        live = most_advanced(self._live, steps, self._checkpoints, world, existing)
+        if live is not None and begun:
+            return replace(live, timer_runs=True)
+        stored, now = self._stored(relay, may_read=live is None)
+        if now != steps:  # a damaged one was set aside
+            before = live
+            live = most_advanced(self._live, now, self._checkpoints, world, existing)
+            if before is not None and live is None:
+                stored, _ = self._stored(relay, may_read=True)
+        return live or stored
+
+    def _stored(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
+        """The newest stored checkpoint, and the steps of all. Survivors that continue from their
+        own state do not read it."""
+
+        def begin(recorder: Recorder) -> tuple[Any, list[int]]:
+            newest = recorder.begin(relay.read_all if may_read else lambda _: None)
+            return newest and (newest.name, newest.manifest), recorder.steps()
+
+        found, steps = self._of_main(begin, relay)
+        if found is None:
+            return None, steps
+        name, manifest = found
+        place, again = self._checkpoints.join(str(name)), self._trying_again
+        return SharedCheckpoint(name, manifest, place, again, self.world, relay), steps
+
+    def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
+        """What rank 0's recorder answers, on all ranks; they receive what it reads."""
+        answer: Any = None
+        if self.recorder is not None:
+            try:
+                answer = ask(self.recorder)
+            except (RaytrainError, OSError) as error:
+                answer = error
+        answer = relay.agree(answer)
+        if isinstance(answer, RaytrainError):
+            raise answer
+        if isinstance(answer, OSError):
+            raise failing(self._checkpoints, answer) from answer
+        return cast(T, answer)
+
+    def _trying_again(self, wait_s: float, error: OSError) -> bool:
+        said = f"{self._checkpoints} does not respond ({error})"
+        self.tell(Note(f"{said}: retrying in {wait_s:.1f} s."))
+        return not self._closing.wait(wait_s)
+
+    def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
+        """The training begins: from now on, a rank that loses a peer takes the state after the
+        last complete step with `take_live`. If that returns None, no rank could continue from it.
+        """
+        self._live, self._take_live = None, take_live
+
+    def live_state(self) -> LiveState | None:
+        """The state that this process has; None if others could not continue from it."""
+        take, self._take_live = self._take_live, None  # the run is free then
+        if take is None:
+            return self._live
+        taken = take()
+        return None if taken is None else LiveState.of(taken)
+
+    def time_to_save(self) -> bool:
+        """Whether a checkpoint is due by time, and none is being committed. Only rank 0 knows.
+
+        Raises:
+            CheckpointError: too many commits in a row have failed.
+            RunLockedError: a later start of this run has taken over.
+        """
+        return self.recorder is not None and self.recorder.time_to_save()
+
+    def drain(self) -> None:
+        """Waits until no snapshot is being written: its memory is free. Only rank 0 acts."""
+        if self.recorder is not None:
+            with self._doing("checkpoint"):
+                self.recorder.drain()
+
+    def commit(self, snapshot: Snapshot | None) -> None:
+        """Commits a snapshot in the background. Only rank 0 acts, and only it has one."""
+        if self.recorder is not None and snapshot is not None:
+            self.recorder.committer.submit(snapshot)
+
+    def is_committing(self) -> bool:
+        """Whether this rank is committing a snapshot, whose memory is in use."""
+        return self.recorder is not None and self.recorder.committer.is_busy()
+
+    def saved(self, stall_s: float) -> None:
+        """Records how long a checkpoint blocked the training. Only rank 0 acts."""
+        if self.recorder is not None:
+            self.recorder.timer.saved(stall_s)
+
+    # ------------------------------------------------------------------ what is shown and logged
+
+    def restore_log(self, records: Sequence[LogRecord]) -> None:
+        """Restores the log of a checkpoint."""
+        if self.recorder is not None:
+            self.recorder.log.restore(records)
+        else:
+            self._records[:] = records
+
+    def log(self, record: LogRecord) -> None:
+        """Adds a record to the run's log, the same on all ranks; rank 0 shows it. Cheap."""
+        if self.recorder is None:
+            self._records.append(record)
+            return
+        with self._doing(WRITING):
+            self.recorder.log.add(record)
+        self.tell(record)
+
+    def records(self) -> Sequence[LogRecord]:
+        """The log so far."""
+        return self._records
+
+    def tell(self, event: Event) -> None:
+        """Shows an event that is not part of the log. Only rank 0 acts."""
+        if self._watchdog is not None and isinstance(event, Plan):
+            self._watchdog.begin(event.start_step)
+        if self.world.is_main:
+            with self._doing(WRITING):
+                self._show(event)
+
     def keep(self, name: str, document: Mapping[str, Any]) -> None:
         """Writes a JSON file into the run's folder; a note says where. Only rank 0 acts.
 
         A storage failure is reported in a note as well, and raises nothing.
         """
+        if self.recorder is not None:
+            with self._doing(WRITING):
+                self.recorder.keep(name, document)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Tells the watchdog what rank 0 does while the others wait for it."""
+        if self._clock is None or self._clock.doing in ("checkpoint", "evaluation", STARTING):
+            yield
+            return
+        before, self._clock.doing = self._clock.doing, what
+        try:
+            yield
+        finally:
+            self._clock.doing = before
+
+    # ------------------------------------------------------------------ its end
+
+    def finish(self) -> None:
+        """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
+        self._watch_no_more()
+        if self.recorder is not None:
+            self.recorder.finish()
+
+    def close(self) -> None:
+        """Waits for the current commit, unless it goes on in the next generation."""
+        self._closing.set()
+        with self._doing("checkpoint"):
+            if self.recorder is not None:
+                if self.is_continued and self.recorder.may_go_on():
+                    self.suspended = self.recorder
+                else:
+                    self.recorder.close()
+        self._watch_no_more()
+
+    def take_over(self, recorder: Recorder | None) -> None:
+        """Continues with the recorder of the generation before, which this process has; or closes
+        it, if another process is rank 0 now and has claimed nothing yet."""
+        if recorder is not None and self.recorder is not None:
+            recorder.resume(self.world.size, self._show)
+            self.recorder, self._records = recorder, recorder.log.records
+        elif recorder is not None:
+            recorder.close()
+
+    def _watch_no_more(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()

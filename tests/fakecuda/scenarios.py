@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from tiny import ScriptedSession, decode_tensors, plain, run_tiny, tiny_config
 
+from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import LogConfig, ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError
 from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.local_session import LocalSession, join_world
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import LocalSession, join_world
-from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World, choose_device
 from raytrain_ddp.training.session import Requests
 
@@ -68,7 +69,7 @@ def fits(
     task, events = load_task(config), []
     world, best = World(rank, size, rank, place, 1), Best(task.monitor, task.goal)
     with _Counting(config, world, best, events.append) as session:
-        outcome = train(config, task, session)
+        outcome = train(Build(config, world, task), session)
     losses = [event.loss for event in events if hasattr(event, "loss")]
     weights = _weights_of(folder / name) if rank == 0 else {}
     return {"step": outcome.step, "losses": losses, **weights}

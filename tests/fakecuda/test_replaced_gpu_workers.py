@@ -10,7 +10,7 @@ from pathlib import Path
 import building
 import pytest
 
-TESTS = building.HERE.parent / "training" / "membership" / "test_generations_on_gpu.py"
+TESTS = building.HERE.parent / "membership" / "test_generations_on_gpu.py"
 FEW = "nccl and ((plain and loss) or not_finite or not_wait)"
 
 

@@ -20,7 +20,7 @@ from raytrain_ddp import ArraySource, Data, Task, TrainConfig, fit_locally
 from raytrain_ddp.driver.dry_run import dry_run
 from raytrain_ddp.errors import ConfigError, RaytrainError, TaskError
 from raytrain_ddp.tasks.task_loading import load_task, task_of
-from raytrain_ddp.training import prepare as preparing
+from raytrain_ddp.training import training_run
 
 
 def own(**methods: Any) -> type[TinyTask]:
@@ -135,12 +135,12 @@ class Drawing(TinyTask):
         super().evaluate(model, batch, metrics)
 
 
-def checking(session: Any, check: Any = preparing.try_evaluation) -> None:
-    preparing.try_evaluation = check
+def checking(session: Any, check: Any = training_run.try_evaluation) -> None:
+    training_run.try_evaluation = check
 
 
 def unchecked(session: Any) -> None:
-    preparing.try_evaluation = lambda *_: None
+    training_run.try_evaluation = lambda *_: None
 
 
 def test_the_first_check_does_not_change_the_bits_and_a_resumed_run_is_checked(

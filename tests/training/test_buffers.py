@@ -19,6 +19,7 @@ from raytrain_ddp.config.sections import EmaConfig, EvalConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.data.order.epoch_order import items_of_rank
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SlotBuffers
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.metrics.metric_states import scalars
@@ -175,14 +176,13 @@ def evaluate_tiny(rank: int, size: int, eval_rows: int, batch_size: int) -> dict
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = TrainConfig(eval=EvalConfig(micro_batch=batch_size))
     task = RealMetrics(config, eval_rows=eval_rows)
-    data = task.eval_data()
-    assert data is not None
     metrics = {"loss": MeanMetric(), "top1": MulticlassAccuracy(5, average="micro")}
     metrics["auroc"] = MulticlassAUROC(5)  # its states are lists of all predictions
-    world = World(rank, size, rank, torch.device("cpu"), threads=1)
+    build = Build(config, World(rank, size, rank, torch.device("cpu"), threads=1), task)
+    build.model = model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchmetrics on classes without a sample
-        values = evaluate(config, task, model, data, world, LoaderThreads(2), metrics)
+        values = evaluate(build, LoaderThreads(2), metrics)
     assert model.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     return {name: value.hex() for name, value in scalars(values).items()}

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import TrainConfig
+from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import dumps
 from raytrain_ddp.config.sections import CheckpointConfig, ComputeConfig, LogConfig, ScalingConfig
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.torch_compat import all_gather
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import LocalSession
-from raytrain_ddp.training.recording.recorder import Best
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World, broadcast, broadcast_tensor
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +52,7 @@ def trained(made: TrainConfig, device: str = "cuda:0") -> list[float]:
     task, events = load_task(made), list[Any]()
     world = World(0, 1, 0, torch.device(device), threads=1)
     with LocalSession(made, world, Best(task.monitor, task.goal), events.append) as session:
-        train(made, task, session)
+        train(Build(made, world, task), session)
     return [event.loss for event in events if type(event).__name__ == "Train"]
 
 

@@ -191,7 +191,7 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
 
     from raytrain_ddp.config.automatic import settled
     from raytrain_ddp.driver.fit_driver import write_config
-    from raytrain_ddp.tasks.task_loading import load_task
+    from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.runtime.world import World
 
@@ -199,10 +199,8 @@ def ran(rank: int, size: int, given: Mapping[str, Any], stop_at: int, die_at: in
     config = settled(from_dict(given), has_bf16=False)
     if world.is_main:
         write_config(config, run_storage(config))
-    reads: set[str] = set()
-    task = load_task(config, reads)
     with ScriptedSession(config, world, stop_at, die_at) as session:
-        return train(config, task, session, reads).step
+        return train(Build(config, world), session).step
 
 
 def tensors(config: TrainConfig) -> dict[str, str]:

@@ -12,12 +12,12 @@ import torch
 from tiny import TinyNet
 
 from raytrain_ddp.checkpoint.manifest import Manifest
+from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName, CheckpointStore
 from raytrain_ddp.config.sections import OptimConfig, ScheduleConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.training.optimizer.lr_schedule import build_optimizer, learning_rate
-from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.state.train_state import TrainState
 
 

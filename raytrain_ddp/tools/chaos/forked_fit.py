@@ -8,10 +8,6 @@ import sys
 
 import matplotlib.pyplot  # noqa: F401
 
-import raytrain_ddp.driver.fit_driver
-import raytrain_ddp.tasks.image_classification
-import raytrain_ddp.training.loop
-import raytrain_ddp.training.recording.local_session  # noqa: F401
 from raytrain_ddp import failpoints
 
 if __name__ == "__main__":

@@ -68,15 +68,17 @@ class NodeActor:
         Returns:
             train, eval: [rows, fingerprint] (eval None: there is no evaluation set).
         """
+        import torch
+
         from raytrain_ddp.config.recipe import from_dict
         from raytrain_ddp.ray_backend.worker_process import enter_folder
-        from raytrain_ddp.tasks.task_check import eval_data_of, train_data_of
-        from raytrain_ddp.tasks.task_loading import load_task
+        from raytrain_ddp.training.build import Build
+        from raytrain_ddp.training.runtime.world import World
 
         enter_folder(folder, import_paths)
         parsed = from_dict(dict(config))
-        task = load_task(parsed)
-        both = train_data_of(task, parsed.seed), eval_data_of(task, parsed.seed)
+        build = Build(parsed, World(0, 1, 0, torch.device("cpu"), threads=1))
+        both = build.data, build.eval_data
         train, evaluation = (data and [data.rows, data.source.fingerprint()] for data in both)
         return {"train": train, "eval": evaluation}
 

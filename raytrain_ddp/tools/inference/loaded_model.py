@@ -59,7 +59,7 @@ class LoadedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.task, self.model, self.config, self.checkpoint = task, model, config, checkpoint
-        self.class_names = [str(name) for name in getattr(task, "class_names", ())]
+        self.class_names = [str(name) for name in task.class_names]
         self.eval()
 
     @property

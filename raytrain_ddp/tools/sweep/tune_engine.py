@@ -37,7 +37,7 @@ from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folde
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.tools.sweep.space import parse_space, tidy
 from raytrain_ddp.tools.sweep.trials import OVER, Sweep, trial_config
-from raytrain_ddp.training.recording.local_session import LocalSession
+from raytrain_ddp.training.local_session import LocalSession
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.sweep.__main__ import SweepArgs

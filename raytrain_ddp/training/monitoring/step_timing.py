@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
+from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.monitoring.phase_clock import PHASES
 from raytrain_ddp.training.runtime.determinism import Tracker
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.runtime.world import World
 
 # Dense peak FLOP/s in fp16 and bf16 with fp32 accumulation, from NVIDIA's data sheets. The first

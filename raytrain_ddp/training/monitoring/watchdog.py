@@ -41,10 +41,11 @@ from raytrain_ddp.training.monitoring.hang_diagnosis import (
     stacks,
 )
 from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
-from raytrain_ddp.training.monitoring.rendezvous import Exchange, start_folder
 
 State = Callable[[Owner], str]
 """Returns the state of a process, as `Owner.state`; may raise anything."""
+Exchange = Callable[[RankStatus | None], Mapping[int, RankStatus]]
+"""Publishes this rank's status, or removes it (None), and returns the status of all ranks."""
 
 _AUTO_S = 30.0
 _MEDIANS = 10  # steps
@@ -313,3 +314,26 @@ class Watchdog:
 def ask_s(least_s: float, size: int) -> float:
     """The time between two exchanges of a rank's status while there is no progress."""
     return min(2.0, least_s / 5) + _ASK_OF_MANY_S * size
+
+
+def start_folder(owners: Sequence[Owner]) -> str:
+    """The folder name that the ranks of one start share, and no other start uses."""
+    first = owners[0]
+    return f"{''.join(c for c in first.since if c.isdigit())}-{first.token[:4]}"
+
+
+def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
+    """An exchange by files in the run's folder; nothing is written before a hang."""
+    folder = run.join(HANGS).join(start_folder(owners))
+
+    def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
+        if status is None:
+            folder.delete_file(f"rank-{rank}.json")
+            return {}
+        folder.mkdir()
+        folder.write_atomic(f"rank-{rank}.json", json.dumps(asdict(status)).encode())
+        names = [(r, f"rank-{r}.json") for r in range(len(owners))]
+        found = [(r, folder.read(name)) for r, name in names if folder.exists(name)]
+        return {r: RankStatus(**json.loads(data)) for r, data in found}
+
+    return exchange

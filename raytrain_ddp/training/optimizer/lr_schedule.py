@@ -106,7 +106,7 @@ class LearningRates:
         self._config, self._steps_per_epoch = config, steps_per_epoch
         self._peaks = [float(g["lr"]) * g.get("lr_scale", 1.0) for g in optimizer.param_groups]
         self._factors_of: Callable[[int], list[float]] | None = None
-        schedule = getattr(task, "schedule", None)
+        schedule = task.schedule
         if schedule is not None:
             read = partial(self._factors, schedule)
             self._factors_of = unchanging(schedule, read, steps_to_check(total_steps))

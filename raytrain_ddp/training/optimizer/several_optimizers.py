@@ -79,7 +79,7 @@ def turns_of(
     Raises:
         TaskError: the task's `turns`, or its `loss`, does not fit its optimizers.
     """
-    turns = getattr(task, "turns", None)
+    turns = task.turns
     if not isinstance(optimizer, Optimizers):
         if turns is not None:
             problem = "has no effect: optimizer() must return a dict of optimizers by name"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raytrain_ddp.checkpoint.manifest import package_version
 from raytrain_ddp.config.sections import ComputeConfig
 from raytrain_ddp.errors import ConfigError, PreflightError
 
@@ -139,3 +141,29 @@ def software_versions() -> dict[str, str]:
 
 
 _installed = functools.cache(metadata.version)  # reads and parses files: 3 ms each
+
+
+def versions_here() -> dict[str, str]:
+    """The versions of the software that affects the result, by name."""
+    return {"raytrain_ddp": package_version(), **software_versions()}
+
+
+def require_same_software(world: World) -> None:
+    """Compares the versions of all ranks; all ranks take part.
+
+    Ray compares its own version and Python's. A node that joins later may have another torch: the
+    run would continue, but its result could not be reproduced.
+
+    Raises:
+        PreflightError: a version on this rank differs from that on rank 0.
+    """
+    mine, here = versions_here(), socket.gethostname()
+    first, there = broadcast((mine, here), world)
+    for name, own in mine.items():
+        other = first.get(name, own)  # what one node lacks is not used
+        if own != other:
+            raise PreflightError(
+                f"rank {world.of_run(world.rank)} (host {here}) has {name} {own}, rank "
+                f"{world.of_run(0)} (host {there}) has {other}: install the same version on all "
+                "nodes (raytrain doctor compares them)."
+            )

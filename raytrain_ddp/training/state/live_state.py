@@ -16,18 +16,17 @@ from torch import Tensor
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import STATE_FILE
+from raytrain_ddp.checkpoint.snapshot import Snapshot, encode
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import BytesLike, joined
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.session import Kept, Snapshot
 from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
-from raytrain_ddp.training.state.train_state import encode
 
 OWED_FILE = "owed.json"
-"""What was due after the step and is not done; see `PreparedRun.make_up`."""
+"""What was due after the step and is not done; see `Run.make_up`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class LiveState:
     Args:
         files: file name -> content, in pieces, most of which are the snapshot's memory.
         tensors: those in the files.
-        kept: parts that this process keeps besides its state; None: none.
         records: of the log so far: of ranks at the same step, the one with more is ahead.
         best_step: the step of the best evaluation so far, whose checkpoint must exist to continue;
             0: none.
@@ -48,10 +46,9 @@ class LiveState:
     tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
     records: int
     best_step: int
-    kept: Kept | None = field(repr=False)
 
     @staticmethod
-    def of(snapshot: Snapshot, kept: Kept | None = None) -> LiveState:
+    def of(snapshot: Snapshot) -> LiveState:
         contents = encode(snapshot).items()
         files = {n: [c] if isinstance(c, bytes) else [*c] for n, c in contents}
         tensors = {f"{stem}.safetensors": t for stem, t in snapshot.tensors.items()}
@@ -61,7 +58,6 @@ class LiveState:
             tensors=tensors,
             records=len(snapshot.log),
             best_step=snapshot.documents.get(STATE_FILE, {}).get("best_step", 0),
-            kept=kept,
         )
 
     def progress(self) -> _Progress:

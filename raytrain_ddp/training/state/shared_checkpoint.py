@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from raytrain_ddp.checkpoint.async_checkpoint import Pause, with_backoff
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
@@ -18,7 +19,6 @@ from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_t
 from raytrain_ddp.errors import CheckpointError, ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.runtime.world import World, broadcast
-from raytrain_ddp.training.state.async_checkpoint import Pause, with_backoff
 
 T = TypeVar("T")
 

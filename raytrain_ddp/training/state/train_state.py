@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -15,21 +15,19 @@ from raytrain_ddp.checkpoint.manifest import BRANCHED_AT, RENEWED, Manifest
 from raytrain_ddp.checkpoint.run_folder import LOG_FILE, STATE_FILE
 from raytrain_ddp.checkpoint.snapshot import (
     HostSnapshot,
-    encode_tensors,
+    Snapshot,
     flatten_state,
+    loss_of,
     unflatten_state,
 )
 from raytrain_ddp.checkpoint.store import Checkpoint
-from raytrain_ddp.checkpoint.streams import Content
 from raytrain_ddp.checkpoint.tensor_places import Existing
 from raytrain_ddp.events import Eval, LogRecord
-from raytrain_ddp.records import log_records, to_record
+from raytrain_ddp.records import log_records
 from raytrain_ddp.training.optimizer.optimizer_state import kept_options, load_optimizer, options_of
 from raytrain_ddp.training.optimizer.weight_average import Average
-from raytrain_ddp.training.session import Snapshot
 from raytrain_ddp.training.state.shared_checkpoint import fill, load_model
 
-_PIECE = 500  # log records per chunk
 # The fields that a checkpoint has under their names.
 _STORED = [
     *("step", "best", "best_step", "evaluated_step", "skipped", "nonfinite"),
@@ -151,36 +149,6 @@ class TrainState:
         if better:
             self.best, self.best_step, self.best_loss = value, step, loss
         return better
-
-
-def loss_of(metrics: Mapping[str, float]) -> float:
-    """The evaluation's metric "loss"; inf if there is none or it is nan."""
-    loss = metrics.get("loss", math.inf)
-    return math.inf if loss is None or math.isnan(loss) else loss
-
-
-def encode(snapshot: Snapshot) -> dict[str, Content]:
-    """The files of a checkpoint except its manifest. Tensors are views of the snapshot.
-
-    Each file can be written only once.
-    """
-    files: dict[str, Content] = {
-        f"{stem}.safetensors": encode_tensors(t) for stem, t in snapshot.tensors.items()
-    }
-    for name, value in snapshot.documents.items():
-        files[name] = json.dumps(value).encode()
-    files[LOG_FILE] = _encode_log(snapshot.log)
-    return files
-
-
-def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
-    """The bytes of `json.dumps`, in chunks: it holds the GIL until it returns, and the log grows
-    as long as the run."""
-    yield b"["
-    for start in range(0, len(log), _PIECE):
-        piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])
-        yield (", " if start else "").encode() + piece[1:-1].encode()
-    yield b"]"
 
 
 def _below(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,14 +13,11 @@ import torch.distributed as dist
 
 from raytrain_ddp import events
 from raytrain_ddp.checkpoint.run_folder import run_storage
-from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import Slot, TrainLoader, shuffle_for, window_for
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.nested import tensors_of, to_device
-from raytrain_ddp.data.loading.sources import Batch, Data
-from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.data.loading.sources import Batch
+from raytrain_ddp.errors import DataError
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
@@ -121,71 +118,17 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
         )
 
 
-def plan_of(config: TrainConfig, data: Data) -> Plan:
-    """How an epoch of the training data is divided."""
-    limit = config.overfit_batches or config.limit_train_batches
-    repeats, spread = config.augment.repeats, config.augment.spread_repeats
-    return Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
-
-
-def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
-    """As `plan_of`; raises ConfigError if a slot is empty that ddp.sync_batchnorm needs."""
-    plan = plan_of(config, data)
-    last, synced = plan.steps_per_epoch - 1, config.ddp.sync_batchnorm and workers > 1
-    if synced and plan.has_empty_slots:
-        raise ConfigError(
-            f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
-            f"epoch, which has {plan.samples(last)}: change batch_size or the data."
-        )
-    return plan
-
-
-def train_loader(config: TrainConfig, data: Data, plan: Plan, world: World) -> TrainLoader:
-    """This worker's loader."""
-    return TrainLoader(
-        data=data,
-        plan=plan,
-        shuffle=shuffle_for(data, config.data.shuffle),
-        window=window_for(data, config.data.shuffle_window),
-        seed=config.seed,
-        world_size=world.size,
-        rank=world.rank,
-        threads=loader_threads(config.data, world.threads),
-        skip=config.data.may_skip,
-        pin=world.device.type == "cuda",
-        digests=config.log.audit,
-        same_order=config.overfit_batches > 0,
-    )
-
-
-def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
-    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
-    most, first = (cpus, 1) if config.workers == "auto" else (config.workers, None)
-    return LoaderThreads(most, first, config.prefetch, config.prefetch_mib * 2**20)
-
-
 class Feed:
-    """Turns the loader's steps into slots on the device, with their global sample count.
+    """Turns the loader's steps into slots on the device, with their global sample count."""
 
-    Args:
-        eval_data: closed after the last step.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        loader: TrainLoader,
-        eval_data: Data | None,
-        state: TrainState,
-        session: Session,
-        clock: Clock,
-    ) -> None:
-        self.loader, self._eval_data, self._session = loader, eval_data, session
-        self._plan, self._audits, world = loader.plan, config.log.audit, session.world
+    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
+        self._loader, self._eval_data, self._session = build.loader, build.eval_data, session
+        config, world, self._plan = build.config, build.world, build.plan
+        self._audits = config.log.audit
         self._move, self._count = on_device(world.device, clock), self._planned
         if config.data.may_skip:
-            most = config.data.max_bad
-            self._count = AgreedCount(state, self._plan.steps_per_epoch, most, world, clock)
+            most, per_epoch = config.data.max_bad, self._plan.steps_per_epoch
+            self._count = AgreedCount(build.state, per_epoch, most, world, clock)
         self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
@@ -193,7 +136,7 @@ class Feed:
 
         All ranks take part in each step. Close it to end the loader's threads and processes.
         """
-        with closing(self.loader.steps(start, stop)) as steps, self._profile as profile:
+        with closing(self._loader.steps(start, stop)) as steps, self._profile as profile:
             try:
                 for slots in steps:
                     profile.begin_step(slots[0].step + 1)

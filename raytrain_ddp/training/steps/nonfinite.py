@@ -24,16 +24,15 @@ from torch import Tensor
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
 from raytrain_ddp.config.recipe import publishable
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import require_used
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
-Fetch = Callable[[Tensor], Callable[[], bool]]
 _MOST_NAMES = 10
 REMEDY = "lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm"
 
@@ -68,16 +67,16 @@ class NonfiniteGuard:
     """Decides in each step whether its update may be applied.
 
     Args:
-        on_refused: called for each refused step, in order, on all ranks; it may end the run.
-        fetch: starts the copy of a flag, shape (), to the host; the returned function waits for it.
-        lag: how many steps later to wait for it. On a GPU 1, so that the host is a step ahead and
-            the GPU is never idle.
+        on_refused: called for each refused step, in order, on all ranks; it may end the run. On a
+            GPU it is called a step later, so that the host is a step ahead and the GPU never idle.
     """
 
     def __init__(
-        self, state: TrainState, on_refused: Callable[[StepTrace], None], fetch: Fetch, lag: int
+        self, state: TrainState, on_refused: Callable[[StepTrace], None], device: torch.device
     ) -> None:
-        self._state, self._on_refused, self._fetch, self._lag = state, on_refused, fetch, lag
+        self._state, self._on_refused = state, on_refused
+        self._fetch = through_pinned_memory if device.type == "cuda" else _at_once
+        self._lag = 1 if device.type == "cuda" else 0
         named = state.model.named_parameters()
         self._trained = [(name, p) for name, p in named if p.requires_grad]
         # The smallest non-empty one; if several, the last: nearest to the loss. (In a step
@@ -157,13 +156,8 @@ class NonfiniteGuard:
             self._open.popleft()
 
 
-def make_guard(
-    state: TrainState, on_refused: Callable[[StepTrace], None], device: torch.device
-) -> NonfiniteGuard:
-    """The guard for a device."""
-    if device.type == "cuda":
-        return NonfiniteGuard(state, on_refused, through_pinned_memory, lag=1)
-    return NonfiniteGuard(state, on_refused, lambda flag: lambda: bool(flag), lag=0)
+def _at_once(flag: Tensor) -> Callable[[], bool]:
+    return lambda: bool(flag)
 
 
 def through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
@@ -186,9 +180,7 @@ class _SlotLoss(NamedTuple):
     loss: float
 
 
-def handle_nonfinite(
-    config: TrainConfig, state: TrainState, session: Session, loader: TrainLoader, trace: StepTrace
-) -> None:
+def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
@@ -196,10 +188,11 @@ def handle_nonfinite(
         DivergedError: no such step, or no further one, is allowed. It names step, slots and
             ranks, and the file in the run's folder with the details.
     """
-    require_used(trace.unused, session.world, trace.step)
-    losses = _all_losses(trace, session.world)
+    require_used(trace.unused, build.world, trace.step)
+    losses = _all_losses(trace, build.world)
     names = _names(trace, losses)
     what = _description(trace, losses, names)
+    config, state = build.config, build.state
     state.nonfinite += 1
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
@@ -207,9 +200,9 @@ def handle_nonfinite(
         session.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
-    if session.world.is_main:
-        session.keep(file, _repro_document(config, session, loader, trace, losses, names))
-    broadcast(None, session.world)  # the first rank to raise may cause the others to be killed
+    if build.world.is_main:
+        session.keep(file, _repro_document(build, session, trace, losses, names))
+    broadcast(None, build.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
     remedy = (
@@ -250,18 +243,17 @@ def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) ->
 
 
 def _repro_document(
-    config: TrainConfig,
+    build: Build,
     session: Session,
-    loader: TrainLoader,
     trace: StepTrace,
     losses: list[_SlotLoss],
     names: list[str],
 ) -> dict[str, Any]:
     """Everything that a step is a function of, besides the config: JSON, with nan and inf as
     text."""
-    plan, step = loader.plan, trace.step - 1
+    config, plan, step = build.config, build.plan, trace.step - 1
     epoch, step_of_epoch = divmod(step, plan.steps_per_epoch)
-    order = loader.order(epoch)
+    order = build.loader.order(epoch)
     place = f"{publishable(config).storage}/{config.name}"
     again = f"python -m raytrain_ddp.fit {shlex.quote(f'{place}/{CONFIG_FILE}')}"
     return {
@@ -269,7 +261,7 @@ def _repro_document(
         "epoch": epoch,
         "learning_rate": trace.lr,
         "seed": config.seed,
-        "world_size": session.world.size,
+        "world_size": build.world.size,
         "gradient_norm": _number(trace.norm.item()),
         "parameters": names[:_MOST_NAMES],
         "slots": [

@@ -15,9 +15,9 @@ from torch import Tensor
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
-from raytrain_ddp.training.runtime.torch_compat import all_gather
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 

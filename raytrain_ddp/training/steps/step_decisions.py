@@ -1,14 +1,18 @@
-"""Decides what follows a step: due actions, and a vote of the ranks while the step computes."""
+"""Decides what follows a step: due actions, a vote of the ranks while the step computes, and an
+end of the run before its last step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.training.session import Session
 
@@ -42,6 +46,34 @@ class Cadence:
         checkpoint = self._config.checkpoint
         every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
         return step == self.total_steps or any(n and step % n == 0 for n in every)
+
+
+class Patience:
+    """Counts evaluations without improvement; the same after a restart, which sees the log again.
+
+    Args:
+        goal: "min" or "max", of the metric `monitor`.
+    """
+
+    def __init__(self, config: StopConfig, monitor: str, goal: str) -> None:
+        self._config, self._monitor = config, monitor
+        self._sign = 1 if goal == "max" else -1
+        self._best = -math.inf
+        self.count = 0
+
+    def replay(self, log: Iterable[LogRecord]) -> bool:
+        """Sees the evaluations of a log; whether the run is to end after the last one."""
+        ends = [self.see(record.metrics) for record in log if isinstance(record, Eval)]
+        return bool(ends) and ends[-1]
+
+    def see(self, metrics: Mapping[str, float]) -> bool:
+        """Sees an evaluation; whether the run is to end after it."""
+        value = self._sign * metrics.get(self._monitor, math.nan)
+        if value > self._best + self._config.min_delta:
+            self._best, self.count = value, 0
+        else:
+            self.count += 1
+        return 0 < self._config.patience <= self.count
 
 
 class Ballot:

@@ -1,57 +1,77 @@
-"""The forward pass of a turn, and its warm-up."""
+"""The forward pass of a turn, and its warm-up, which shows what a pass changes."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.nested import to_device
+from raytrain_ddp.config.field_types import Section
+from raytrain_ddp.data.loading.loader import TrainLoader
+from raytrain_ddp.data.loading.nested import PLAIN, leaves_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
-from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.runtime.world import World, autocast
-from raytrain_ddp.training.session import WarmUp
-from raytrain_ddp.training.steps.hidden_state import (
-    attributes_of,
-    changed,
-    require_repeatable,
-)
+from raytrain_ddp.training.runtime.world import autocast
 
 T = TypeVar("T")
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
+Attributes = dict[str, list[Any]]
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
+_MAX_LEAVES = 1000  # of an attribute
+_MAX_COPIED = 2**16  # elements
 
 
-@dataclass(frozen=True)
+class WarmUp(NamedTuple):
+    """What the warm-up of a turn has found out about the model.
+
+    Args:
+        scalar_names: of the scalars that the task logs with the loss.
+        fewest: samples with which a slot passes in training mode.
+        changing: the bool buffers that a forward pass changes.
+        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
+        averaged: other buffers that it changes, but for statistics of normalization layers.
+        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
+            attributes.
+        collectives: those that the loss calls.
+    """
+
+    scalar_names: tuple[str, ...]
+    fewest: int
+    changing: list[BufferLocation]
+    flops: float
+    averaged: Sequence[str] = ()
+    unsaved: Sequence[str] = ()
+    collectives: Sequence[str] = ()
+
+
 class Forward:
     """The task's loss of a batch, in the config's precision.
 
     Args:
-        net: `model`, possibly wrapped in DDP.
+        net: the model, possibly wrapped in DDP.
         name: of the optimizer whose loss it is, if there are several.
     """
 
-    config: TrainConfig
-    task: Task
-    model: nn.Module
-    net: nn.Module
-    world: World
-    name: str = ""
+    def __init__(self, build: Build, net: nn.Module, name: str = "") -> None:
+        self.config, self.task, self.world = build.config, build.task, build.world
+        self.model, self.net, self.name = build.model, net, name
 
     def __call__(self, batch: Batch, is_wrapped: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss, shape (), and the scalars with it.
@@ -68,22 +88,20 @@ class Forward:
 
 def warm_up(
     run: Forward,
-    require_gradients: Callable[[], None],
-    batch: Batch,
-    samples: int,
-    smallest: Batch,
-    single: Batch | None,
+    require_gradients: Callable[[nn.Module], None],
+    loader: TrainLoader,
+    most: int | None = None,
 ) -> WarmUp:
     """Makes a pass without side effects, and a second one for static graphs; all ranks take part if
     the model is wrapped.
 
-    Also finds what cannot work: kernels, or a `smallest` micro-batch too small for batch norm.
+    Also finds what cannot work: kernels, or a smallest micro-batch too small for batch norm. If bad
+    records may leave a slot a single sample, which batch norm refuses, such a slot passes in
+    evaluation mode, for any number of workers.
 
     Args:
-        require_gradients: called after the backward pass.
-        samples: number of samples in `batch`.
-        single: one sample, if bad records may leave a slot only one. If batch norm refuses
-            it, such a slot passes in evaluation mode, for any number of workers.
+        require_gradients: called with the model after the backward pass.
+        most: samples of a batch; None: as many as a slot has.
 
     DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
     the second backward pass), which changes the order of its sums. As the first step follows
@@ -92,22 +110,37 @@ def warm_up(
     Raises:
         ConfigError, TaskError: the model or the loss could not be trained.
     """
+    epoch = run.config.data.grow_epochs  # one with the largest images
+    sizes = [
+        min(each, most or each) for each in (loader.plan.micro_batch, loader.plan.smallest_slot)
+    ]
+    batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
+    samples = loader.data.samples_of(batch)
+    single = loader.any_batch(1, epoch) if loader.skip else None
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
-    repeated = Repeated(run)
+    states = [attributes_of(run.task, run.model)]
+    compute, unsaved = run.config.compute, list[str]()
+    # Other kernels, and compiled code after its first pass, may have other bits.
+    compares = not compute.compile and (run.world.device.type == "cpu" or compute.deterministic)
     try:
         with (
-            counting_flops(run.config.compute.compile) as counter,
+            counting_flops(compute.compile) as counter,
             naming_nondeterministic(run.model),
         ):
             collectives = _Collectives()
             made = partial(_pass, run, require_gradients=require_gradients, watching=collectives)
-            names, others, loss = repeated.first(made, batch)
+            names, others, loss = _seeded(run, made, batch)
+            states.append(attributes_of(run.task, run.model))
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
         flipped = flags.changed()
         buffers.restore()
         flags.begin()
-        unsaved = repeated.second(batch, loss)
+        if compares:  # a second pass from the same buffers
+            again, _ = _seeded(run, partial(run, is_wrapped=False), batch)
+            states.append(attributes_of(run.task, run.model))
+            require_repeatable(run.task, loss, again, changed(*states[:2]))
+            unsaved = changed(*states[1:])
         again, _ = run(smallest, is_wrapped=False)
         require_own(run.task, others, others_of(run.model, again))
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
@@ -127,44 +160,14 @@ def warm_up(
     return found
 
 
-class Repeated:
-    """Makes two passes over the same batch, from the same buffers and seeds."""
-
-    def __init__(self, run: Forward) -> None:
-        self._run, compute = run, run.config.compute
-        # Other kernels, and compiled code after its first pass, may have other bits.
-        is_on_cpu = run.world.device.type == "cpu"
-        self._compares = not compute.compile and (is_on_cpu or compute.deterministic)
-        self._states = [attributes_of(run.task, run.model)]
-
-    def first(self, make: Callable[[Batch], T], batch: Batch) -> T:
-        """Makes the first pass, over a copy of the batch, which the loss may change."""
-        made = self._seeded(make, batch)
-        self._states.append(attributes_of(self._run.task, self._run.model))
-        return made
-
-    def second(self, batch: Batch, loss: Tensor) -> list[str]:
-        """Makes the second pass; returns the attributes that it changed again.
-
-        Raises:
-            TaskError: the loss differs from that of the first pass.
-        """
-        run = self._run
-        if not self._compares:
-            return []
-        again, _ = self._seeded(partial(run, is_wrapped=False), batch)
-        self._states.append(attributes_of(run.task, run.model))
-        names = changed(*self._states[:2])
-        require_repeatable(run.task, loss, again, names)
-        return changed(*self._states[1:])
-
-    def _seeded(self, make: Callable[[Batch], T], batch: Batch) -> T:
-        device = self._run.world.device
-        with suppress(Exception):  # a batch that cannot be copied is used itself
-            batch = deepcopy(batch)
-        with keeping_generators(device):
-            seed_slot(device, self._run.config.seed, 0, 0)
-            return make(batch)
+def _seeded(run: Forward, make: Callable[[Batch], T], batch: Batch) -> T:
+    """Makes a pass with the same seeds over a copy of the batch, which the loss may change."""
+    device = run.world.device
+    with suppress(Exception):  # a batch that cannot be copied is used itself
+        batch = deepcopy(batch)
+    with keeping_generators(device):
+        seed_slot(device, run.config.seed, 0, 0)
+        return make(batch)
 
 
 def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
@@ -194,7 +197,7 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 def _pass(
     run: Forward,
     batch: Batch,
-    require_gradients: Callable[[], None],
+    require_gradients: Callable[[nn.Module], None],
     watching: AbstractContextManager[object],
 ) -> tuple[tuple[str, ...], dict[int, nn.Parameter], Tensor]:
     """Returns the names of the scalars with the loss, which is computed in the context;
@@ -218,7 +221,7 @@ def _pass(
         wanted = "a loss that depends on the model's parameters"
         raise refused(run.task.loss, loss, wanted)
     if not run.config.ddp.find_unused_parameters:
-        require_gradients()
+        require_gradients(run.model)
     run.model.zero_grad()
     return (*scalars,), others, loss.detach()
 
@@ -246,13 +249,11 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def require_equal_calls(
-    task: Task, found: Mapping[str, WarmUp], config: TrainConfig, size: int
-) -> None:
-    """Raises ConfigError if a loss calls collectives, but some of `size` ranks could call them more
-    often than others, or in another order relative to those of exact sums."""
-    names = dict.fromkeys(name for each in found.values() for name in each.collectives)
-    why = ""
+def require_equal_calls(build: Build) -> None:
+    """Raises ConfigError if a loss calls collectives, but some ranks could call them more often
+    than others, or in another order relative to those of exact sums."""
+    names = dict.fromkeys(name for each in build.warm_ups.values() for name in each.collectives)
+    config, size, why = build.config, build.world.size, ""
     if config.exact:
         why, remedy = "--exact sums gradients in between", "Use --no-exact."
     elif config.slots != size:
@@ -260,7 +261,7 @@ def require_equal_calls(
         remedy = "Set --micro-batch to --batch-size divided by the number of workers."
     if names and why and size > 1:
         raise ConfigError(
-            f"{place_of(task.loss)}: calls collectives ({', '.join(names)}), but {why}: some "
+            f"{place_of(build.task.loss)}: calls collectives ({', '.join(names)}), but {why}: some "
             f"workers would wait forever. {remedy}"
         )
 
@@ -314,3 +315,76 @@ def _remedy_of(text: str) -> str | None:
             "does not wrap the model."
         )
     return None
+
+
+def attributes_of(task: Task, model: nn.Module) -> Attributes:
+    """Returns the plain values and tensors in attributes of the task and the modules, by attribute,
+    including those in lists, tuples, dicts and dataclasses.
+
+    A large tensor is kept as its memory and version, others as a copy.
+    """
+    owners: dict[str, object] = {"task": task, "model": model}
+    owners |= {f"model.{name}": each for name, each in model.named_modules() if name}
+    found: Attributes = {}
+    for owner, each in owners.items():
+        for key, value in [*getattr(each, "__dict__", {}).items()]:
+            # A config cannot change; to look at its fields would count as reading them.
+            if key not in _OF_MODULES and not isinstance(value, Section):
+                nest = [*value] if isinstance(value, deque | set) else value
+                leaves = (leaf for _, leaf in islice(leaves_of(nest), _MAX_LEAVES))
+                found[f"{owner}.{key}"] = [_kept(leaf) for leaf in leaves]
+    return found
+
+
+def changed(before: Attributes, after: Attributes) -> list[str]:
+    """Returns the attributes that differ."""
+    none: list[Any] = []
+    names = dict.fromkeys([*before, *after])
+    return [name for name in names if not _alike(before.get(name, none), after.get(name, none))]
+
+
+def require_repeatable(task: Task, first: Tensor, second: Tensor, names: list[str]) -> None:
+    """Raises TaskError if two losses of one batch differ, which were computed from the same
+    weights, buffers and seeds.
+
+    Args:
+        names: attributes that the first pass has changed.
+    """
+    if _alike([_kept(first)], [_kept(second)]):
+        return
+    where = first_names(names) if names else "a global variable, an object or a generator"
+    raise TaskError(
+        f"{place_of(task.loss)}: the same batch has a different loss in a second pass, because of "
+        f"what the first one kept in {where}. Checkpoints do not contain this state, and each "
+        "worker has its own: keep it in a buffer of the model (register_buffer), and draw random "
+        "numbers from torch's, numpy's or Python's global generators."
+    )
+
+
+def _kept(leaf: Any) -> Any:
+    """Returns what to compare two states of a leaf by; None for an object that is not a value."""
+    if isinstance(leaf, PLAIN):
+        return repr(leaf)
+    is_usual = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    if not is_usual or leaf.is_meta or leaf.is_inference():
+        return None
+    if leaf.numel() <= _MAX_COPIED:
+        return leaf.detach().clone(), 0
+    return leaf.detach(), leaf._version
+
+
+def _alike(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(_same, before, after))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, tuple) or not isinstance(other, tuple):
+        return bool(one == other)
+    (first, version), (second, later) = one, other
+    if (first.shape, first.dtype, first.device) != (second.shape, second.dtype, second.device):
+        return False
+    if first.data_ptr() == second.data_ptr() and first.numel():
+        return bool(version == later)
+    if first.is_floating_point() or first.is_complex():
+        first, second = first.nan_to_num(), second.nan_to_num()
+    return torch.equal(first, second)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raytrain_ddp.config.sections import DdpConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.gradients.gradient_compression import compress
+from raytrain_ddp.training.gradients.reduction import compress
 from raytrain_ddp.training.runtime.world import World
 
 

@@ -23,6 +23,7 @@ from raytrain_ddp.data.order.epoch_order import items_of_rank
 from raytrain_ddp.evaluate import main as evaluate_main
 from raytrain_ddp.events import Eval
 from raytrain_ddp.records import json_of, to_record
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import evaluate
 from raytrain_ddp.training.metrics.metric_states import MOST_NUMBERS, TreeMetrics, tables
 from raytrain_ddp.training.runtime.world import World
@@ -121,10 +122,9 @@ def evaluate_form(rank: int, size: int, form: str) -> dict[str, Any]:
     torch.manual_seed(3)
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     config = TrainConfig(eval=EvalConfig(micro_batch=7))
-    task, model = Collected(config, form, eval_rows=53), TinyNet()
-    data = task.eval_data()
-    assert data is not None
-    values = evaluate(config, task, model, data, world, LoaderThreads(0))
+    build = Build(config, world, Collected(config, form, eval_rows=53))
+    build.model = TinyNet()
+    values = evaluate(build, LoaderThreads(0))
     return {name: value.tolist() for name, value in values.items()}
 
 

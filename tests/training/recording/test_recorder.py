@@ -32,20 +32,20 @@ from tiny import (
     tiny_config,
 )
 
+from raytrain_ddp.checkpoint import async_checkpoint
+from raytrain_ddp.checkpoint import recorder as recorder_module
+from raytrain_ddp.checkpoint.async_checkpoint import TRIES
+from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
-from raytrain_ddp.training.recording import recorder as recorder_module
-from raytrain_ddp.training.recording import recording_session
-from raytrain_ddp.training.recording.local_session import LocalSession
-from raytrain_ddp.training.recording.recorder import Best, Recorder
+from raytrain_ddp.training import session as session_module
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.state import async_checkpoint
-from raytrain_ddp.training.state.async_checkpoint import TRIES
 
 ALONE = World(0, 1, 0, torch.device("cpu"), threads=1)
 
@@ -59,7 +59,7 @@ def reported() -> list[Record]:
 
 
 def recorder(config: TrainConfig, reported: list[Record]) -> Recorder:
-    return Recorder(config, ALONE, Best("loss", "min"), to(reported))
+    return Recorder(config, 1, Best("loss", "min"), to(reported))
 
 
 class FaultyStore(Faults):
@@ -137,7 +137,7 @@ def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
         return CheckpointStore(Storage(fs, run.join("checkpoints").path, is_local=False))
 
     monkeypatch.setattr(recorder_module, "checkpoint_store", store)
-    monkeypatch.setattr(recording_session, "checkpoint_store", store)
+    monkeypatch.setattr(session_module, "checkpoint_store", store)
     return made
 
 

@@ -11,11 +11,11 @@ import pytest
 from event_records import event, to
 from processes import wait_until
 
+from raytrain_ddp.checkpoint.metrics_log import MetricsLog
 from raytrain_ddp.checkpoint.storage import open_storage
+from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.training.recording.metrics_log import MetricsLog
-from raytrain_ddp.training.recording.trackers import openers
 
 Record = Any
 

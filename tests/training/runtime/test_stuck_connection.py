@@ -13,7 +13,7 @@ from typing import Any
 
 from processes import PRELOADED
 
-from raytrain_ddp.training.runtime.connections import Connections, write_to_all
+from raytrain_ddp.membership.connections import Connections, write_to_all
 
 _TIME_LIMIT_S = 20.0  # gloo's own time limit is 60 s here
 _MANY_ELEMENTS = 100_000_000  # more than the buffers of sockets hold

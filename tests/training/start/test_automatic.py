@@ -23,8 +23,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.driver.run_naming import find_run
 from raytrain_ddp.errors import ConfigError
+from raytrain_ddp.training.fitting_batch import largest_that_fits
 from raytrain_ddp.training.runtime.world import World, set_up
-from raytrain_ddp.training.start.fitting_batch import largest_that_fits
 
 CPU = World(0, 1, 0, torch.device("cpu"), threads=1)
 GPU = replace(CPU, device=torch.device("cuda", 0))

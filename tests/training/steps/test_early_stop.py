@@ -7,15 +7,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from logs import log_of
 from processes import Died, Group
 from tiny import (
     EVAL_ROWS,
     ScriptedSession,
+    TinyTask,
     WorkerResult,
     bits,
     newest,
@@ -30,10 +31,12 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.preflight import is_complete
 from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.events import Eval, Train
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import chunks_of
 from raytrain_ddp.training.monitoring import phase_clock
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
-from raytrain_ddp.training.steps.early_stop import Patience, require_evaluation
+from raytrain_ddp.training.runtime.world import World
+from raytrain_ddp.training.steps.step_decisions import Patience
 
 NEVER = CheckpointConfig(every_epochs=0, every_s=0.0)
 
@@ -94,13 +97,16 @@ def test_a_stopped_or_killed_run_stops_early_at_the_same_step_and_is_finished(
     assert end(workers(3, run_tiny, plain(patient), options)) == (60, 60, 0)
 
 
-def test_patience_without_an_evaluation_set_is_refused():
+def test_patience_without_an_evaluation_set_is_refused(tmp_path: Path):
+    alone = World(0, 1, 0, torch.device("cpu"), threads=1)
     fields = ("stop", StopConfig(patience=2)), ("limit_eval_batches", 3)
     for field, value in (*fields, ("data", DataConfig(eval_crop=0.9))):
-        config = dataclasses.replace(TrainConfig(), **{field: value})
-        require_evaluation(config, SimpleNamespace())  # type: ignore[arg-type]
+        config = tiny_config(tmp_path, "run", **{field: value})
+        task = TinyTask(config)
+        Build(config, alone, task).open_data()
+        task.eval_data = lambda: None  # type: ignore[method-assign]
         with pytest.raises(ConfigError, match=field):
-            require_evaluation(config, None)
+            Build(config, alone, task).open_data()
 
 
 # ------------------------------------------------------------------ steps and time

@@ -27,16 +27,17 @@ from tiny import (
     tiny_config,
 )
 
+from raytrain_ddp.checkpoint import checkpoint_interval
+from raytrain_ddp.checkpoint.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.config.recipe import from_dict
 from raytrain_ddp.config.sections import CheckpointConfig, EvalConfig, LogConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.signals import STOP_SIGNALS
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.recording.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
-from raytrain_ddp.training.state import checkpoint_interval
-from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.training.steps.step_decisions import Cadence
 
 # ------------------------------------------------------------------ by the number of steps
@@ -167,7 +168,7 @@ def run_signalled(
     world = World(rank, size, rank, torch.device("cpu"), threads=1)
     with Signalled(made, world, 7, signals) as session:
         session.stop_on_signals()
-        outcome = train(made, TinyTask(made), session)
+        outcome = train(Build(made, world, TinyTask(made)), session)
     restored = [signal.getsignal(number) for number in STOP_SIGNALS] == before
     return outcome.step, outcome.signal, restored
 

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import TypeVar
 
+from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.errors import CheckpointError, is_passing
 from raytrain_ddp.events import CheckpointFailed, Note
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.session import Snapshot
 
 T = TypeVar("T")
 Pause = Callable[[float, OSError], bool]

@@ -20,15 +20,16 @@ from processes import Group
 from tiny import TOTAL_STEPS, TinyTask, bits, plain, run_tiny, tiny_config
 from torch import nn
 
+from raytrain_ddp.checkpoint.recorder import Best
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import EmaConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.events import Plan
+from raytrain_ddp.membership.generations import RankLost, through_generations
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.loop import train
-from raytrain_ddp.training.membership.generations import RankLost, through_generations
-from raytrain_ddp.training.recording.local_session import LocalSession
-from raytrain_ddp.training.recording.recorder import Best
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.session import Requests
 from raytrain_ddp.training.state.live_state import LiveState
@@ -242,15 +243,14 @@ class LosesPeers(LocalSession):
 ALONE = World(0, 1, 0, torch.device("cpu"), 1)
 
 
-def trained_alone(
-    config: TrainConfig, task: TinyTask, live: LiveState | None, step: int, late: bool = False
-) -> Any:
+def trained_alone(build: Build, live: LiveState | None, step: int, late: bool = False) -> Any:
     """Returns the step that the training began with and the live state after it."""
     plans: list[Any] = []
+    config = build.config
     session = LosesPeers(config, ALONE, Best("loss", "min"), plans.append, live)
     session.step, session.late = step, late
     with session, suppress(RankLost):
-        train(config, task, session)
+        train(build, session)
     return next(each.start_step for each in plans if isinstance(each, Plan)), session.live_state()
 
 
@@ -259,9 +259,12 @@ def test_with_exact_a_survivor_keeps_its_data_and_model(
 ) -> None:
     config = tiny_config(tmp_path, "run", **EXACT)
     task = CountingTask(config)
+    build: Build | None = Build(config, ALONE, task)
     live = None
     for begins in (0, 6, 12, 18):
-        began, live = trained_alone(config, task, live, 7 if begins < 18 else 0)
+        assert build is not None
+        began, live = trained_alone(build, live, 7 if begins < 18 else 0)
+        build = build.remains()
         assert (began, task.calls) == (begins, {"model": 1, "data": 1})
     assert_same(config, exact_alone)
 
@@ -273,14 +276,16 @@ def test_a_kept_model_does_not_keep_a_nonfinite_loss(tmp_path: Path) -> None:
         "optim": OptimConfig(lr=0.05, nonfinite="skip", max_nonfinite=9),
     }
     whole = tiny_config(tmp_path, "whole", epochs=1, **changes)
-    trained_alone(whole, SometimesNan(whole), None, 0)
+    trained_alone(Build(whole, ALONE, SometimesNan(whole)), None, 0)
     logged = [(record["step"], record.get("nonfinite") or 0) for record in log_of(whole)]
     first = min(step for step, refused in logged if refused)
     for step in sorted({max(1, first - 1), first, first + 1}):
         config = tiny_config(tmp_path, f"run-{step}", epochs=1, **changes)
-        task = SometimesNan(config)
-        _, live = trained_alone(config, task, None, step, late=True)
-        assert trained_alone(config, task, live, 0)[0] == step - 1
+        build = Build(config, ALONE, SometimesNan(config))
+        _, live = trained_alone(build, None, step, late=True)
+        left = build.remains()
+        assert left is not None
+        assert trained_alone(left, live, 0)[0] == step - 1
         assert_same(config, whole)
 
 
@@ -295,13 +300,14 @@ def test_losses_in_a_row_without_a_step_end_the_run() -> None:
         def live_state(self) -> Any:
             return SimpleNamespace(manifest=SimpleNamespace(step=5))
 
-    def run(session: Any) -> None:
+    def run(build: Any, session: Any) -> None:
         begun.append(session)
         assert len(begun) < 9
         raise RankLost
 
     place: Any = SimpleNamespace(join=lambda: True, leave=lambda: None, is_broken=False)
-    start: Any = lambda live: Session()  # noqa: E731
+    make: Any = lambda is_begun: SimpleNamespace(is_begun=is_begun, remains=lambda: None)  # noqa: E731
+    start: Any = lambda build, live: Session()  # noqa: E731
     with pytest.raises(RankLost):
-        through_generations(place, start, run, lambda error: False, most=3)
+        through_generations(place, make, start, run, lambda error: False, most=3)
     assert len(begun) == 4

@@ -14,18 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_ddp import events
+from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer, with_backoff
+from raytrain_ddp.checkpoint.checkpoint_interval import Life, SaveTimer
+from raytrain_ddp.checkpoint.metrics_log import MetricsLog
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
+from raytrain_ddp.checkpoint.snapshot import Snapshot, encode, loss_of
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName, CheckpointStore, Verify
+from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import Event
-from raytrain_ddp.training.recording.metrics_log import MetricsLog
-from raytrain_ddp.training.recording.trackers import openers
-from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Snapshot
-from raytrain_ddp.training.state.async_checkpoint import AsyncCheckpointer, with_backoff
-from raytrain_ddp.training.state.checkpoint_interval import Life, SaveTimer
-from raytrain_ddp.training.state.train_state import encode, loss_of
 
 _LIFE = "life.json"
 
@@ -42,9 +40,9 @@ class Recorder:
     """
 
     def __init__(
-        self, config: TrainConfig, world: World, best: Best, tell: Callable[[Event], None]
+        self, config: TrainConfig, workers: int, best: Best, tell: Callable[[Event], None]
     ) -> None:
-        self._config, self._world, self._best = config, world, best
+        self._config, self._workers, self._best = config, workers, best
         self._listener = tell
         self._run = run_storage(config)
         self.store = checkpoint_store(self._run)
@@ -81,7 +79,7 @@ class Recorder:
             OSError: the storage does not respond or is full.
         """
         self.committer.wait()  # one of the generation before
-        host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._world.size}
+        host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._workers}
 
         def found(_: int) -> Checkpoint | None:
             self._run.mkdir()
@@ -126,9 +124,9 @@ class Recorder:
         follow then."""
         return self.attempt > 0
 
-    def resume(self, world: World, tell: Callable[[Event], None]) -> None:
+    def resume(self, workers: int, tell: Callable[[Event], None]) -> None:
         """Continues in the next generation; from now on, `tell` receives the events."""
-        self._world, self._listener = world, tell
+        self._workers, self._listener = workers, tell
 
     def close(self) -> None:
         """Waits for the current commit; it is not retried if it fails."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytrain_ddp.training.membership.roster import OVER, CallClock, Member, Roster, Seat
+from raytrain_ddp.membership.roster import OVER, CallClock, Member, Roster, Seat
 
 W = 3
 ALL = 5  # of which the last two join later

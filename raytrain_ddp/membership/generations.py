@@ -16,21 +16,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from raytrain_ddp.errors import RaytrainError, RetriesExhausted, first_line
-from raytrain_ddp.training.membership.generation_store import open_store
-from raytrain_ddp.training.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
-from raytrain_ddp.training.runtime.connections import Connections, let_go, write_to_all
-
-if TYPE_CHECKING:
-    from raytrain_ddp.training.recording.recorder import Recorder
-    from raytrain_ddp.training.recording.recording_session import RecordingSession
-    from raytrain_ddp.training.state.live_state import LiveState
-
-S = TypeVar("S", bound="RecordingSession")
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.membership.connections import Connections, let_go, write_to_all
+from raytrain_ddp.membership.roster import OVER, Member, Registry, Seat, beat_s, poll_s
+from raytrain_ddp.uri import answer_within
 
 _CONNECT_S = 60.0
+_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
+_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
 _TRIES = 5
 _STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
@@ -48,6 +44,36 @@ class NoStateLeft(Exception):
 class NewcomerWaits(Exception):
     """Raised on all ranks between two steps: a process waits to join, so the next generation begins
     here."""
+
+
+class Parts(Protocol):
+    """What a run is made of: a `Build`."""
+
+    is_begun: bool
+
+    def remains(self) -> Any:
+        """The parts that can join another generation; None: none."""
+
+
+class Session(Protocol):
+    """A run in one generation, as `training.session.Session`."""
+
+    is_continued: bool
+    suspended: Any
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def take_over(self, recorder: Any) -> None:
+        """Continues with the recorder of the generation before, or closes it."""
+
+    def live_state(self) -> Any:
+        """The state that this process has; None: others could not continue from it."""
+
+
+P = TypeVar("P", bound=Parts)
+S = TypeVar("S", bound=Session)
 
 
 class Place:
@@ -115,7 +141,7 @@ class Place:
     def _connect(self, offered: Any) -> None:
         import torch.distributed as dist
 
-        from raytrain_ddp.training.runtime.torch_compat import set_timeout
+        from raytrain_ddp.torch_compat import set_timeout
 
         limit = timedelta(seconds=_CONNECT_S)
         member = replace(self._member, last=self.seat.number)
@@ -220,7 +246,7 @@ class Place:
         """Ends this process's part in its process group: the other ranks' collectives fail."""
         import torch.distributed as dist
 
-        from raytrain_ddp.training.runtime.torch_compat import end_group
+        from raytrain_ddp.torch_compat import end_group
 
         with self._leaving:
             seat, self._connected = self._connected, Seat(0)
@@ -246,21 +272,25 @@ def _end(why: str) -> None:
 
 def through_generations(
     place: Place,
-    start: Callable[[LiveState | None], S],
-    run: Callable[[S], None],
+    make: Callable[[bool], P],
+    start: Callable[[P, Any], S],
+    run: Callable[[P, S], None],
     is_loss: Callable[[BaseException], bool],
     most: int,
+    build: P | None = None,
 ) -> None:
     """Trains, and continues in the next generation whenever another rank is lost.
 
     Args:
-        most: losses in a row without a further step; one more is an error.
+        make: what the run is made of, from nothing; given whether this process has a state.
         start: the session of a generation, given the state that this process has.
         run: trains in it.
         is_loss: whether an error only says that another rank is gone.
+        most: losses in a row without a further step; one more is an error.
+        build: what this process has made ahead.
     """
-    live: LiveState | None = None
-    recorder: Recorder | None = None
+    live: Any = None
+    recorder: Any = None
     reached, losses = -1, 0
 
     def continues(error: BaseException) -> bool:
@@ -270,13 +300,15 @@ def through_generations(
 
     try:
         while place.join():
-            session, live = start(live), None
+            if build is None or (build.is_begun and live is None):  # others could not go on
+                build = make(live is not None)
+            session, live = start(build, live), None
             session.take_over(recorder)
             recorder = None
             try:
                 with session:
                     try:
-                        run(session)
+                        run(build, session)
                     except BaseException as error:
                         place.leave()  # first of all, so that the others notice
                         session.is_continued = isinstance(error, Exception) and continues(error)
@@ -296,7 +328,48 @@ def through_generations(
                 reached, losses = max(reached, step), losses + (not is_planned)
                 if losses > most:
                     raise
+                build = build.remains()
             del session
     finally:
         if recorder is not None:
             recorder.close()
+
+
+def open_store(seat: Seat, offered: Any, rank: int, is_over: Callable[[], bool]) -> Any:
+    """Waits until all ranks of a generation have reached its store, and returns it.
+
+    A rank that has died in the meantime is missed here, not while the others connect to it. That
+    may be the one that serves the store: torch's client waits for it much longer than the roster
+    needs to notice, and without a limit if its machine does not answer.
+
+    Args:
+        seat: in the generation.
+        offered: the store, if this process serves it.
+        rank: of the run.
+        is_over: whether the generation is.
+
+    Raises:
+        RuntimeError: a rank was lost, or does not come.
+    """
+    given_up = threading.Event()
+
+    def reach_all() -> Any:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        host, _, port = seat.address.rpartition(":")
+        limit = timedelta(seconds=_THERE_S)
+        own = offered or TCPStore(host, int(port), is_master=False, timeout=limit)
+        store = PrefixStore(seat.key, own)
+        failpoint("start.met", rank)
+        store.add("there", 1)
+        while not given_up.is_set() and store.add("there", 0) < seat.size:
+            time.sleep(_POLL_S + _POLL_OF_MANY_S * seat.size)
+        return store
+
+    answer = answer_within(_THERE_S, reach_all, is_over)
+    given_up.set()
+    if isinstance(answer, TimeoutError):
+        raise RuntimeError("a rank was lost before the generation was connected")
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

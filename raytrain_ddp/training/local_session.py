@@ -18,15 +18,14 @@ from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.signals import handling, heeded
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
-from raytrain_ddp.training.monitoring.rendezvous import Exchange, through_folder
-from raytrain_ddp.training.recording.recording_session import RecordingSession
+from raytrain_ddp.training.monitoring.watchdog import Exchange, through_folder
 from raytrain_ddp.training.runtime.launched import join_launched
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
 from raytrain_ddp.training.runtime.world import World
-from raytrain_ddp.training.session import Requests
+from raytrain_ddp.training.session import Requests, Session
 
 
-class LocalSession(RecordingSession):
+class LocalSession(Session):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
     _signal = 0  # that requests a stop

@@ -7,7 +7,7 @@ import torch
 from processes import Group, Raised
 
 from raytrain_ddp.errors import PreflightError
-from raytrain_ddp.training.membership import same_nodes
+from raytrain_ddp.training.runtime import world as worlds
 from raytrain_ddp.training.runtime.world import World
 
 
@@ -16,8 +16,8 @@ def compare_nodes(rank: int, size: int, others: dict[int, dict[str, str]]) -> No
     world = World(rank, size, rank, torch.device("cpu"), 1, tuple(range(5, 5 + size)))
     with pytest.MonkeyPatch.context() as patch:
         if rank in others:
-            patch.setattr(same_nodes, "versions_here", lambda: others[rank])
-        same_nodes.require_same_nodes(world)
+            patch.setattr(worlds, "versions_here", lambda: others[rank])
+        worlds.require_same_software(world)
 
 
 def test_different_software_is_refused(workers: Group) -> None:

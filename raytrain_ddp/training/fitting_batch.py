@@ -12,16 +12,11 @@ from torch import nn
 
 from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, PreflightError
-from raytrain_ddp.tasks.task_check import train_data_of
-from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.optimizer.several_optimizers import turns_of
-from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
 from raytrain_ddp.training.runtime.world import World, device_name, has_bf16, set_up
-from raytrain_ddp.training.start.initial_model import initial_model
-from raytrain_ddp.training.steps.device_feed import plan_of, train_loader
 from raytrain_ddp.training.steps.warm_up import Forward
 
 _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
@@ -60,24 +55,21 @@ def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -
     """
     if not sizes:
         return 0
-    tried = replace(config, compute=replace(config.compute, compile=False))
+    plain = replace(config.compute, compile=False)
+    alone_here = replace(config.data, workers=0)
+    tried = replace(config, micro_batch=sizes[0], compute=plain, data=alone_here)
     set_up(world, tried.compute)
-    alone = replace(world, rank=0, size=1)
-    task = load_task(replace(tried, micro_batch=sizes[0]))
-    data = train_data_of(task, tried.seed)
-    with closing(data):
-        model = initial_model(tried, task, alone)
-        optimizer = optimizer_of(task, model, tried)
-        names = turns_of(task, optimizer, range(1))(0)
-        loader = train_loader(tried, data, plan_of(tried, data), alone)
-        loader = replace(loader, threads=LoaderThreads(0), pin=False)
+    build = Build(tried, replace(world, rank=0, size=1))
+    with closing(build.data):
+        model, optimizer = build.model, build.optimizer
+        names = turns_of(build.task, optimizer, range(1))(0)
 
         def passes(size: int) -> None:
-            batch = loader.any_batch(size, tried.data.grow_epochs)
+            batch = build.loader.any_batch(size, tried.data.grow_epochs)
             kept = _kept(tried, model, world, size)
             for _ in range(2):  # the second has the state of the optimizer
                 for name in names:
-                    Forward(tried, task, model, model, world, name)(batch)[0].backward()
+                    Forward(build, model, name)(batch)[0].backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             del kept

@@ -1,0 +1,283 @@
+"""The parts of a run that follow from its config, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.checkpoint.run_folder import newest_manifest, run_storage
+from raytrain_ddp.checkpoint.snapshot import unstorable
+from raytrain_ddp.config.field_types import value_of
+from raytrain_ddp.config.input_sections import DataConfig
+from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.config.validation import require
+from raytrain_ddp.data.loading.loader import (
+    TrainLoader,
+    shuffle_for,
+    start_processes,
+    window_for,
+)
+from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.order.epoch_order import Plan
+from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.tasks.model_parts import begin_training
+from raytrain_ddp.tasks.task import Task
+from raytrain_ddp.tasks.task_check import (
+    eval_data_of,
+    model_of,
+    require_dense,
+    train_data_of,
+)
+from raytrain_ddp.tasks.task_loading import load_task
+from raytrain_ddp.training.gradients.buffer_sync import own_memory
+from raytrain_ddp.training.gradients.reduction import broadcast_model, require_same_model
+from raytrain_ddp.training.optimizer.lr_schedule import LearningRates
+from raytrain_ddp.training.optimizer.task_optimizer import optimizer_of
+from raytrain_ddp.training.optimizer.weight_average import average_of
+from raytrain_ddp.training.run_identity import RunIdentity
+from raytrain_ddp.training.runtime.seeding import seed_all
+from raytrain_ddp.training.runtime.world import World, set_up
+from raytrain_ddp.training.state.train_state import TrainState
+
+if TYPE_CHECKING:
+    from raytrain_ddp.training.steps.warm_up import WarmUp
+
+_KEPT = ("reads", "task", "data", "eval_data", "identity", "model", "warm_ups", "is_begun")
+_OF_EVALUATION = (
+    *("stop.patience", "eval.every_steps", "eval.micro_batch"),
+    *("limit_eval_batches", "data.eval_size", "data.eval_crop"),
+)
+
+
+class Build:
+    """The parts of a run: task, data, plan, model, optimizer, state.
+
+    A worker, a dry run, an evaluation and a search for the micro-batch that fits take from it what
+    they need. What a process keeps when it loses a peer is its Build, without what depends on the
+    ranks.
+
+    Args:
+        world: of this process now.
+        task: instead of the one that the config names.
+        is_begun: the run has other weights than those of a new model: they follow, or the model has
+            been trained.
+
+    Attributes:
+        reads: the config fields that the task has read; None: unknown.
+        warm_ups: what the warm-ups of the model have found, by optimizer; empty: they follow.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        task: Task | None = None,
+        is_begun: bool = False,
+    ) -> None:
+        self.config, self.world, self.is_begun = config, world, is_begun
+        self.reads: set[str] | None = set()
+        self.warm_ups: Mapping[str, WarmUp] = {}
+        if task is not None:
+            self.task, self.reads = task, None
+
+    def join(self, world: World) -> None:
+        """Enters a process group; model and state, if it is not of this process alone, follow.
+
+        Raises:
+            ConfigError: its size does not fit the config.
+        """
+        self.world, config = world, self.config
+        for name in ("plan", "loader"):  # of a warm-up in this process alone
+            vars(self).pop(name, None)
+        set_up(world, config.compute)
+        config.require_slots(world.size)
+        config.require_synced(world.size, world.size, world.device.type == "cuda")
+
+    def remains(self) -> Build | None:
+        """The parts that can join another process group, when this one has ended.
+
+        All or none, as the task, its data and its model may refer to each other: None if anything
+        else refers to the model, as DDP does, or if the data are read by processes: they may hold
+        open files by now, which cannot be copied.
+        """
+        made = vars(self)
+        if "model" in made and not self.keeps_model:
+            return None
+        if "state" in made and not all(each.shared for each in self._opened):
+            return None
+        left = Build(self.config, self.world)
+        for name in _KEPT:
+            if name in made:
+                setattr(left, name, made[name])
+        return left
+
+    @property
+    def keeps_model(self) -> bool:
+        """Whether nothing that depends on the ranks refers to the model."""
+        return self.config.exact and self.task.optimizer is None
+
+    @cached_property
+    def task(self) -> Task:
+        return load_task(self.config, self.reads)
+
+    # ------------------------------------------------------------------ data
+
+    @cached_property
+    def data(self) -> Data:
+        """The training set."""
+        return train_data_of(self.task, self.config.seed)
+
+    @cached_property
+    def eval_data(self) -> Data | None:
+        """The evaluation set; None: there is none."""
+        return eval_data_of(self.task, self.config.seed)
+
+    @property
+    def _opened(self) -> list[Data]:
+        return [each for each in (self.data, self.eval_data) if each is not None]
+
+    def open_data(self) -> None:
+        """Opens both sets, and starts the processes that read them, if any.
+
+        Raises:
+            ConfigError, DataError: one cannot be used, or a field needs an evaluation set.
+        """
+        config, opened = self.config, self._opened
+        for name in _OF_EVALUATION if self.eval_data is None else ():
+            rule = "has no effect, as there is no evaluation set: remove it, or provide one"
+            value = value_of(config, name)
+            require(value == value_of(TrainConfig(), name), name, value, rule)
+        if self.data.source.blocks.min() < 1:
+            raise DataError("the training set has a block of 0 rows: remove it from Source.blocks.")
+        for each in opened:
+            start_processes(each, loader_threads(config.data, self.world.threads))
+
+    @cached_property
+    def identity(self) -> RunIdentity:
+        return RunIdentity.of(self.config, self.data, self.eval_data, self.task)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How an epoch of the training set is divided; see `plan_for`."""
+        return plan_for(self.config, self.data, self.world.size)
+
+    @cached_property
+    def loader(self) -> TrainLoader:
+        """Loads this worker's slots."""
+        config, world = self.config, self.world
+        return TrainLoader(
+            data=self.data,
+            plan=self.plan,
+            shuffle=shuffle_for(self.data, config.data.shuffle),
+            window=window_for(self.data, config.data.shuffle_window),
+            seed=config.seed,
+            world_size=world.size,
+            rank=world.rank,
+            threads=loader_threads(config.data, world.threads),
+            skip=config.data.may_skip,
+            pin=world.device.type == "cuda",
+            digests=config.log.audit,
+            same_order=config.overfit_batches > 0,
+        )
+
+    # ------------------------------------------------------------------ model and state
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """A new model on this worker's device, not wrapped; all ranks take part.
+
+        For a task's own optimizer, which may keep something of them, all have rank 0's weights.
+
+        Raises:
+            ConfigError: it differs from rank 0's, or cannot be stored.
+        """
+        config, world = self.config, self.world
+        own_optimizer = self.task.optimizer is not None
+        seed_all(config.seed)
+        # A resumed run needs no pretrained weights: its own follow.
+        is_new = not self.is_begun and newest_manifest(run_storage(config)) is None
+        model = model_of(self.task, is_new)
+        if not config.exact and not own_optimizer:
+            require_dense(self.task, model)  # else they are dense, or the optimizer takes others
+        begin_training(model)
+        own_memory(model)
+        if config.ddp.sync_batchnorm and world.size > 1:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = self.placed(model)
+        require_same_model(model, world)
+        if own_optimizer:
+            broadcast_model(model, world, is_loaded=False)
+        for name, kind in unstorable(model.state_dict()).items():
+            raise ConfigError(  # before hours of training, not at the first checkpoint
+                f"the model's {name} ({kind}) cannot be stored in a checkpoint: use a dtype that "
+                "safetensors supports (get_extra_state() may return such a tensor), "
+                "torch.view_as_real for complex numbers, or persistent=False for a buffer that a "
+                "resumed run does not need."
+            )
+        return model
+
+    def agree_on_model(self) -> None:
+        """Uses the kept model in this process group, or makes one; all ranks take part.
+
+        Raises:
+            ConfigError: it differs from rank 0's.
+        """
+        if "model" in vars(self):
+            self.model.zero_grad()  # frees the old gradients
+            require_same_model(self.model, self.world)
+        _ = self.model
+
+    def placed(self, model: nn.Module) -> nn.Module:
+        """The model on the device, in the layout and the form of the config."""
+        if self.config.compute.channels_last is True:
+            model = model.to(memory_format=torch.channels_last)
+        model = model.to(self.world.device)
+        if self.config.compute.compile:
+            model.compile()
+        return model
+
+    @cached_property
+    def optimizer(self) -> Optimizer:
+        return optimizer_of(self.task, self.model, self.config)
+
+    @cached_property
+    def rates(self) -> LearningRates:
+        return LearningRates(self.task, self.optimizer, self.config, self.plan.steps_per_epoch)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The state before the first step."""
+        config, precision = self.config, self.config.compute.precision
+        scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
+        average = average_of(self.model, self.optimizer, config.ema)
+        return TrainState(self.model, self.optimizer, scaler, average)
+
+
+def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
+    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
+    most, first = (cpus, 1) if config.workers == "auto" else (config.workers, None)
+    return LoaderThreads(most, first, config.prefetch, config.prefetch_mib * 2**20)
+
+
+def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
+    """How an epoch of the training data is divided.
+
+    Raises:
+        ConfigError: a slot is empty that ddp.sync_batchnorm needs with several workers.
+    """
+    limit = config.overfit_batches or config.limit_train_batches
+    repeats, spread = config.augment.repeats, config.augment.spread_repeats
+    plan = Plan(data.rows, config.slots, config.micro_batch, repeats, limit, spread)
+    if config.ddp.sync_batchnorm and workers > 1 and plan.has_empty_slots:
+        raise ConfigError(
+            f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
+            f"epoch, which has {plan.samples(plan.steps_per_epoch - 1)}: change batch_size or the "
+            "data."
+        )
+    return plan

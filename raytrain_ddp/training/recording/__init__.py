@@ -1,1 +1,0 @@
-"""The log of a run and the sessions that write it, on rank 0."""

@@ -1,1 +1,0 @@
-"""What happens once before the first step."""

@@ -1,0 +1,370 @@
+"""One step: forward, backward and update over this worker's slots, and what follows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from raytrain_ddp.data.loading.loader import Slot
+from raytrain_ddp.errors import TaskError
+from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.tasks.model_parts import evaluating
+from raytrain_ddp.tasks.task_check import place_of, refused
+from raytrain_ddp.torch_compat import all_gather
+from raytrain_ddp.training.build import Build
+from raytrain_ddp.training.gradients.buffer_sync import SlotBuffers
+from raytrain_ddp.training.gradients.reduction import (
+    DdpReduction,
+    ExactReduction,
+    compress,
+    ddp_options,
+    model_tensors,
+)
+from raytrain_ddp.training.monitoring.phase_clock import Clock
+from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
+from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
+from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
+from raytrain_ddp.training.runtime.seeding import seed_slot
+from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
+from raytrain_ddp.training.steps.replica_check import ReplicaCheck
+from raytrain_ddp.training.steps.step_decisions import Cadence
+from raytrain_ddp.training.steps.warm_up import Forward, WarmUp, warm_up
+
+_FIRST = 100  # steps whose turns are counted for the operations of a step
+
+
+class Stepper:
+    """Takes steps: one turn, or those of several optimizers one after another.
+
+    All ranks make one, as the model may be wrapped in DDP.
+
+    Attributes:
+        shares: the result of the last step; see `__call__`.
+        flops: operations of a sample, forward and backward: the mean over the first steps; known
+            after `warm_up`.
+    """
+
+    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
+        config, self._state, optimizer = build.config, build.state, build.optimizer
+        per_epoch = build.plan.steps_per_epoch
+        self._build, self._clock = build, clock
+        self._due = turns_of(build.task, optimizer, steps_to_check(config.total_steps(per_epoch)))
+        self._is_one = not isinstance(optimizer, Optimizers)
+        named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
+        self._turns = {
+            name: _Turn(build, session, clock, name, each) for name, each in named.items()
+        }
+        self._logs = Cadence(config, per_epoch).logs
+        self.replica_check = ReplicaCheck(config.scaling, self._state, session)
+        self.shares: Tensor | None = None
+        self.flops = 0.0
+        self._is_changing = False
+        self._after_step = build.task.after_step
+        self._fixed: list[tuple[str, nn.Parameter, bool]] = []
+
+    def warm_up(self) -> None:
+        """Warms up the model, unless that was done before; all ranks take part. See `warm_up`."""
+        build, found = self._build, dict(self._build.warm_ups)
+        for name, turn in self._turns.items() if not found else ():
+            with turn.alone():
+                found[name] = warm_up(turn.forward, turn.reduction.require_all, build.loader)
+        build.warm_ups = found
+        # The scaler is initialized by its first use, and a rank without samples never uses it.
+        self._state.scaler.scale(torch.zeros((), device=build.world.device))
+        for name, turn in self._turns.items():
+            turn.adopt(found[name])
+        # The gradients of parameters that are trained at the start are summed over all workers.
+        sums = build.world.size > 1 or build.config.exact
+        named = build.model.named_parameters() if self._is_one else ()
+        flags = ((name, parameter, parameter.requires_grad) for name, parameter in named)
+        self._fixed = [each for each in flags if sums or not each[2]]
+        first = [name for step in range(_FIRST) for name in self._due(step)]
+        self.flops = sum(found[name].flops for name in first) / _FIRST
+
+    def __call__(self, slots: list[Slot], samples: int, rates: Sequence[float]) -> Tensor:
+        """Takes one step; all ranks take part. A non-finite turn counts but changes nothing.
+
+        Args:
+            rates: the learning rate of each parameter group of all optimizers.
+
+        Returns the workers' shares of the means over the step's `samples`, of the loss and of the
+        scalars with it, shape (ranks, 1 + scalars), on the device: a row per rank if the step is
+        logged, else this worker's. The shares of all workers add up. With several optimizers, the
+        loss is the sum of their losses.
+
+        Raises:
+            DivergedError: this step, or on a GPU the previous one, was not finite (see
+                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+        """
+        state, names = self._state, self._due(self._state.step)
+        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        gathers = self._logs(state.step + 1)
+        shares: dict[str, Tensor] = {}
+        refusals: list[Tensor] = []
+        for number, name in enumerate(names):
+            if number:
+                self._clock.mark("optimizer")
+            with self._turns[name].alone():
+                shares[name], this = self._turns[name](slots, samples, number, gathers)
+            self._is_changing = True
+            refusals.append(this)
+        self._follow(refusals[0] if self._is_one else torch.stack(refusals).all())
+        self._clock.mark("optimizer")
+        self.shares = self._side_by_side(shares)
+        state.step += 1
+        self._is_changing = False
+        for turn in self._turns.values():
+            turn.guard.follow()
+        self.replica_check.follow()
+        return self.shares
+
+    def roll_back(self) -> bool:
+        """Restores the state after the last complete step; returns whether it could: not after
+        one of several updates, or an error in what follows an update."""
+        return not self._is_changing and all(turn.roll_back() for turn in self._turns.values())
+
+    def settle(self) -> None:
+        """Waits until it is known whether the last step was finite; all ranks take part.
+
+        Raises:
+            DivergedError: it was not, and the config says to stop.
+        """
+        for turn in self._turns.values():
+            turn.guard.settle()
+
+    @property
+    def scalar_names(self) -> tuple[str, ...]:
+        """Of the scalars that are logged with the loss; known after `warm_up`. With several
+        optimizers: the loss of each, and its scalars."""
+        if self._is_one:
+            return next(iter(self._turns.values())).scalar_names
+        return tuple(
+            each
+            for name, turn in self._turns.items()
+            for each in (name, *(f"{name}/{scalar}" for scalar in turn.scalar_names))
+        )
+
+    def _side_by_side(self, shares: Mapping[str, Tensor]) -> Tensor:
+        """Shares in the order of `scalar_names`; nan for an optimizer that had no turn."""
+        if self._is_one:
+            (share,) = shares.values()
+            return share
+        total = torch.stack([share[:, :1] for share in shares.values()]).sum(0)
+        columns = [
+            shares.get(name, total.new_full((len(total), 1 + len(turn.scalar_names)), math.nan))
+            for name, turn in self._turns.items()
+        ]
+        return torch.cat([total, *columns], dim=1)
+
+    def _follow(self, refused: Tensor) -> None:
+        """What follows an update, unless all turns were refused."""
+        state = self._state
+        if self._after_step is not None and not refused:
+            before, rates = model_tensors(state.model).keys(), self._rates()
+            with torch.no_grad():
+                self._after_step(state.model, state.step + 1)
+            added = before ^ model_tensors(state.model).keys()
+            if len(rates) == len(now := self._rates()) and rates != now:
+                raise TaskError(
+                    f"{place_of(self._after_step)}: sets a learning rate, but each step "
+                    "overwrites it: define schedule(step) in the task instead."
+                )
+            if added:
+                raise TaskError(
+                    f"{place_of(self._after_step)}: adds or removes {min(added)} of the model, "
+                    "which a resumed run would lack: make all parameters and buffers in model()."
+                )
+        for name, parameter, was_trained in self._fixed:
+            if parameter.requires_grad != was_trained:
+                remedy = "from then on" if was_trained else "until then"
+                raise TaskError(
+                    f"the task {'freezes' if was_trained else 'unfreezes'} {name} in step "
+                    f"{state.step + 1}, but the set of trained parameters is fixed when training "
+                    "begins. Keep it trainable in all steps, and let the task's schedule(step) "
+                    f"return 0 for its group {remedy}."
+                )
+        if state.average is not None:
+            state.average.follow(refused, state.step + 1)
+
+    def _rates(self) -> list[object]:
+        return [group["lr"] for group in self._state.optimizer.param_groups]
+
+
+class _Turn:
+    """What one optimizer does in a step; the only one, unless a task returns several.
+
+    The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
+    last step are exact.
+
+    Args:
+        name: of the optimizer, for the task's loss; "" if it is the only one.
+        optimizer: steps over its own parameters; those of others are frozen meanwhile.
+
+    Attributes:
+        scalar_names: of the scalars that the task logs with the loss; set by `adopt`.
+    """
+
+    def __init__(
+        self, build: Build, session: Session, clock: Clock, name: str, optimizer: Optimizer
+    ) -> None:
+        self._config, self._task, self._state = build.config, build.task, build.state
+        self._world, self._clock, self._optimizer = build.world, clock, optimizer
+        self._confirm, self._require_ranks = session.confirm, session.require_ranks
+        config, world, model = build.config, build.world, build.model
+        self._others: list[nn.Parameter] = []
+        if name:
+            own = {*map(id, parameters_of(optimizer))}
+            trained = (each for each in model.parameters() if each.requires_grad)
+            self._others = [each for each in trained if id(each) not in own]
+        is_scaled = self._state.scaler.is_enabled()  # `compress` depends on it, too
+        self.reduction: DdpReduction | ExactReduction
+        with self.alone():
+            net = model
+            if config.exact:  # sums gradients itself and needs no DDP
+                bucket_mib = config.ddp.bucket_cap_mb
+                self.reduction = ExactReduction(model, config.slots, world, bucket_mib, clock)
+            else:
+                net = session.wrap(model, ddp_options(config))
+                compress(net, config, self._state.scaler, world)
+                scale = 1.0 if is_scaled else float(world.size)
+                self.reduction = DdpReduction(net, scale, world)
+            refuse = partial(handle_nonfinite, build, session)
+            self.guard = NonfiniteGuard(self._state, refuse, world.device)
+        self._net, self.forward = net, Forward(build, net, name)
+        exact_slots = config.slots if config.exact else 0
+        self._make_buffers = partial(SlotBuffers, model, world, is_scaled, exact_slots)
+        # The host waits for it anyway.
+        followed = build.task.after_step is not None
+        self._on_device = skips_on_device(optimizer) and not followed
+        self._is_updating = False
+
+    def adopt(self, found: WarmUp) -> None:
+        """Applies what a warm-up has found, also one of another turn over the same model."""
+        self.scalar_names, self._fewest = found.scalar_names, found.fewest
+        self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The parameters of the other optimizers are frozen; afterward, they are trained."""
+        for parameter in self._others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self._others:
+                parameter.requires_grad_(True)
+
+    def __call__(
+        self, slots: list[Slot], samples: int, number: int, gathers: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Takes the turn; all ranks take part. One that is not finite changes nothing.
+
+        The end of the last collective is its commit point: before it, a rank that loses a peer has
+        changed nothing that `roll_back` does not restore; after it, the update needs no other rank.
+
+        Args:
+            number: of the turn in its step, from 0; random numbers depend on it.
+            gathers: all ranks get the shares of all.
+
+        Returns the workers' shares of this turn, see `Stepper.__call__`; and whether it was
+        refused, shape ().
+        """
+        state, device = self._state, self._world.device
+        place = self._world.rank, state.step + 1
+        first = number * (self._config.slots + 1)
+        state.optimizer.zero_grad(set_to_none=True)
+        self.reduction.begin()
+        self._buffers.begin()
+        working = self.reduction.working(slots)
+        for slot in working:
+            self._require_ranks()
+            weight = slot.samples / max(1, samples)  # 0 if all were bad records
+            seed_slot(device, self._config.seed, slot.step, first + slot.index)
+            self._buffers.rewind()
+            is_last = slot is working[-1]
+            counts = slot.samples >= self._fewest
+            with self.reduction.passing(slot, is_last), self._training(counts):
+                loss, scalars = self.forward(slot.batch)
+                beside = self._beside(scalars, slot.samples > 0)
+                spoilt = failpoint("train.loss", *place)  # 1 except in tests
+                shown = loss.detach() * spoilt
+                if is_last and self._world.size > 1:
+                    self._clock.after_backward(loss)
+                weighted = loss * (spoilt * weight * self.reduction.scale)
+                with self.guard.watching(slot.index, shown):
+                    state.scaler.scale(weighted).backward()
+            if self.reduction.unused:
+                shown = shown * math.nan  # all ranks agree on it, also with fp16
+            losses = torch.stack([shown, *beside]) if beside else shown
+            self._buffers.add(slot.index, weight, losses)
+        failpoint("train.after_backward", *place)
+        self.reduction.finish()
+        share, agreed = self._buffers.agree()
+        shares = share.unsqueeze(0)
+        if gathers and self._world.size > 1:
+            shares = share.new_empty(self._world.size, len(share))
+            all_gather(shares, share)
+        self._confirm()
+        self._clock.mark("communication" if self._world.size > 1 else "compute")
+        self._is_updating = True
+        refused = self._update(agreed, first + self._config.slots)
+        self._is_updating = False
+        return shares, refused
+
+    def roll_back(self) -> bool:
+        """Restores what a turn that did not end has changed; returns False if it cannot: during an
+        update, or if one was refused and not all ranks know of it."""
+        if self._is_updating or not self.guard.all_applied():
+            return False
+        self._buffers.roll_back()
+        return True
+
+    def _update(self, agreed: Tensor, number: int) -> Tensor:
+        """Applies the gradients unless something is not finite; returns whether that was so.
+
+        A fused optimizer skips a refused step on the device. For another one, the host waits for
+        the device and decides.
+
+        Args:
+            agreed: see `SlotBuffers.agree`.
+            number: after those of the slots, which the random numbers of the optimizer and of
+                `after_step` depend on; they are equal on all ranks.
+        """
+        state, optimizer, config = self._state, self._optimizer, self._config
+        lr = float(optimizer.param_groups[0]["lr"])
+        norm, refused = self.guard.examine(lr, agreed, self.reduction.unused)
+        self._buffers.finish(refused)
+        if config.optim.clip_norm:
+            parameters = state.model.parameters()
+            nn.utils.clip_grads_with_norm_(parameters, config.optim.clip_norm, norm)
+        if self._on_device:
+            optimizer.found_inf = refused.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        else:
+            seed_slot(self._world.device, config.seed, state.step, number)
+            if not refused:
+                optimizer.step()
+        state.scaler.update()
+        return refused
+
+    def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
+        """The scalars in the order of their names; 0 for a slot without samples."""
+        if (*scalars,) != self.scalar_names:
+            names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
+            hint = f" Now: {names[0]}; before: {names[1]}."
+            raise refused(self._task.loss, scalars, "scalars of the same names in each step", hint)
+        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
+        return [value.to(zero) if counts else zero for value in scalars.values()]
+
+    def _training(self, counts: bool) -> AbstractContextManager[None]:
+        """A slot without samples, or with too few for batch norm, runs in evaluation mode, so that
+        it does not change the statistics."""
+        return nullcontext() if counts else evaluating(self._net)
