@@ -103,7 +103,8 @@ def test_a_permanent_start_error_is_not_retried(ray: Any) -> None:
         ray.calls, ray.to_raise = [], [error] * 9
         with pytest.raises(PreflightError, match="this machine"):
             join()
-        assert len(ray.calls) == 1
+        again = isinstance(error, ValueError)  # once more, without the quick start
+        assert len(ray.calls) == 1 + again
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
