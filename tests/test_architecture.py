@@ -31,6 +31,7 @@ RANKS = [
         "torch_compat",
         "library_imports",
         "process_state",
+        "retries",
         "signals",
         "uri",
         "user_code",

@@ -20,12 +20,12 @@ from types import FrameType
 from raytrain_ddp.errors import PreflightError, is_passing
 from raytrain_ddp.ray_backend.foreign_texts import is_slow_start_of_ray
 from raytrain_ddp.ray_backend.ray_private import newest_address
+from raytrain_ddp.retries import with_backoff
 
 RAY_START_S = 300.0
 """The time limit for starting Ray, over all tries, unless `wait_s` is longer."""
 
 _AFTER_FORK_S = 0.05
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 
 
 def start_with_retries(
@@ -46,31 +46,40 @@ def start_with_retries(
     Raises:
         PreflightError: the time limit has passed, or retrying cannot help.
     """
-    began = time.monotonic()
-    for number in range(10**6):
-        before = _children()
+    began, tries = time.monotonic(), 0
+
+    def start(number: int) -> None:
+        nonlocal tries
+        before, tries = _children(), number + 1
         try:
             with interruptible(), _no_hangups():
                 init()
-            return
         except Exception as error:
             message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
             _end_processes(_children() - before)
             of_system = getattr(error, "errno", None) and is_passing(error)
-            if not of_system and not is_slow_start_of_ray(error):
-                raise PreflightError(f"no Ray at {where}: {message}") from error
-            pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
-            spent_s = time.monotonic() - began
-            if spent_s + pause_s > within_s:
-                raise PreflightError(
-                    f"Ray did not start at {where} within {within_s:g} s ({number + 1} tries): "
-                    f"{message} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
-                    "busy machine, allow more time with --scaling.wait-s (fit) or --wait-s (run)."
-                ) from error
-        tell(f"Ray did not start in {spent_s:.0f} s ({message}); trying again")
-        time.sleep(pause_s)
+            if of_system or is_slow_start_of_ray(error):
+                raise ConnectionError(message) from error
+            raise PreflightError(f"no Ray at {where}: {message}") from error
+
+    def pause(wait_s: float, error: OSError) -> bool:
+        spent_s = time.monotonic() - began
+        if spent_s + wait_s > within_s:
+            return False
+        tell(f"Ray did not start in {spent_s:.0f} s ({error}); trying again")
+        time.sleep(wait_s)
+        return True
+
+    try:
+        with_backoff(start, pause, within_s)
+    except ConnectionError as error:
+        raise PreflightError(
+            f"Ray did not start at {where} within {within_s:g} s ({tries} tries): {error} Its logs "
+            "are in /tmp/ray/session_latest/logs. On a slow disk or a busy machine, allow more "
+            "time with --scaling.wait-s (fit) or --wait-s (run)."
+        ) from error
 
 
 @contextmanager

@@ -123,12 +123,12 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     """
     import ray
 
-    from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
     from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.config.recipe import from_dict
     from raytrain_ddp.membership.generations import through_generations
     from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.ray_backend.ray_session import RaySession
+    from raytrain_ddp.retries import OUTAGE_S
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.training_run import made_ahead
@@ -198,10 +198,10 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
     Args:
         outage_s: how long the storage may fail. Others, which keep their state, wait meanwhile.
     """
-    from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
     from raytrain_ddp.errors import PreflightError
+    from raytrain_ddp.retries import with_backoff
     from raytrain_ddp.uri import without_secrets
 
     def look(_: int) -> bool:
