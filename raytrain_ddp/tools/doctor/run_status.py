@@ -42,8 +42,8 @@ def examine_run(storage: Storage) -> Report:
     run = read_run(storage)
     config_s = storage.changed_s(CONFIG_FILE) or 0.0
     others_s = max(storage.changed_s(name) or 0.0 for name in (METRICS_FILE, EVENTS_FILE))
-    quiet_s = max(0.0, time.time() - max(config_s, others_s))
-    quiet = Quiet(quiet_s, config_s > others_s or not storage.is_local)
+    may_be_long = config_s > others_s or not storage.is_local
+    quiet = Quiet(max(0.0, time.time() - max(config_s, others_s)), may_be_long)
     rows = [*_driver(run), _progress(run, quiet), *_pace(run), _failures(run), _checkpoint(run)]
     state = "the run has ended" if _end(run) else "the run makes progress"
     return Report(rows, {"run": str(storage)}, state, "the run makes no progress")
@@ -60,8 +60,8 @@ def how_to_stop(owner: Owner) -> str:
 def _recent(run: Run) -> list[StoredEvent]:
     """The events since the newest start began to train."""
     events = [event for event, _, _ in run.events]
-    starts = [number for number, event in enumerate(events) if isinstance(event, Plan)]
-    return events[starts[-1] + 1 :] if starts else events
+    starts = (number for number, event in enumerate(events) if isinstance(event, Plan))
+    return events[max(starts, default=-1) + 1 :]
 
 
 def _end(run: Run) -> End | None:
