@@ -41,7 +41,7 @@ class NodeActor:
         """
         resolves = None
         with suppress(OSError):
-            resolves, *_ = socket.getaddrinfo(socket.gethostname(), None)[0][4]
+            resolves = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
         return {
             "versions": versions(),
             "devices": len([*Path("/dev").glob("nvidia[0-9]*")]),
