@@ -69,11 +69,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trials", type=int, default=12, help="an even number")
+    parser.add_argument("--trials", type=int, default=12, help="an even number, at least 4")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--only", default=",".join(CONTENDERS), help="some of the contenders")
     parser.add_argument("--out", type=Path, nargs="+", default=[], help="*.json: every run")
     args = parser.parse_args()
+    if args.trials < 2 * PARALLEL:  # the time between two starts is that of later ones
+        parser.error(f"--trials {args.trials}: at least {2 * PARALLEL}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, as Ctrl-C does
     series: Series[Run] = Series(describe_machine())
     warn_of_bytecode(series.machine)

@@ -261,13 +261,13 @@ def _opened(
 
 def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str, Tensor]) -> None:
     """Writes JSON: numbers and nested lists of numbers; non-finite values as NaN or Infinity."""
-    content = {"checkpoint": str(checkpoint), "samples": samples}
     figures = {
         name: value.item() if value.numel() == 1 else value.tolist()
         for name, value in values.items()
     }
+    content = {"checkpoint": str(checkpoint), "samples": samples, "metrics": figures}
     try:
-        path.write_text(json.dumps({**content, "metrics": figures}) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written ({error.strerror}).") from None
 
@@ -275,12 +275,9 @@ def _write(path: Path, checkpoint: Checkpoint, samples: int, values: Mapping[str
 def _print(
     checkpoint: Checkpoint, rows: int, skipped: int, task: Task, values: Mapping[str, Tensor]
 ) -> None:
-    print(f"{checkpoint}")
-    if skipped:
-        skipped_note = f"{skipped} bad records left out"
-        print(f"{rows - skipped} of {rows} {task.unit}, each exactly once; {skipped_note}")
-    else:
-        print(f"{rows} {task.unit}, each exactly once")
+    some = f"{rows - skipped} of {rows}" if skipped else f"{rows}"
+    left_out = f"; {skipped} bad records left out" if skipped else ""
+    print(f"{checkpoint}\n{some} {task.unit}, each exactly once{left_out}")
     for name, value in values.items():
         if value.numel() == 1:
             print(f"  {name:<8} {value.item():.6f}")

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytrain_ddp.errors import ConfigError, did_you_mean
+from raytrain_ddp.errors import ConfigError
 
 VARIABLE = "RAYTRAIN_DDP_FAILPOINTS"
 FOLDER_VARIABLE = "RAYTRAIN_DDP_FAILPOINTS_DIR"
@@ -61,8 +61,10 @@ ACTIONS = frozenset(
     }
 )
 
-_ENTRY = re.compile(r"([\w.]+):(\w+)(?:\((\d+\.?\d*|\.\d+)\))?(?:@([\w=,]+))?")
-_CONDITIONS = ("rank", "step", "from", "hit", "after")
+_KEYS = "rank|step|from|hit|after"
+_ENTRY = re.compile(
+    rf"([\w.]+):(\w+)(?:\((\d+\.?\d*|\.\d+)\))?(?:@((?:(?:{_KEYS})=\d+,?)+))?", re.ASCII
+)
 
 
 @dataclass
@@ -154,26 +156,12 @@ def arm_from_environment() -> None:
 
 def _parse(entry: str, marker: Path) -> Failpoint:
     match = _ENTRY.fullmatch(entry)
-    if match is None:
-        raise ConfigError(
-            f"{VARIABLE}: {entry!r} is not SITE:ACTION or SITE:ACTION(NUMBER)@KEY=N,KEY=N."
-        )
-    site, action, argument, conditions = match.groups()
-    if site not in SITES:
-        raise ConfigError(f"{VARIABLE}: there is no site {site!r}.{did_you_mean(site, SITES)}")
-    if action not in ACTIONS:
-        raise ConfigError(
-            f"{VARIABLE}: there is no action {action!r}.{did_you_mean(action, ACTIONS)}"
-        )
-    where = {}
-    for condition in filter(None, (conditions or "").split(",")):
-        key, _, value = condition.partition("=")
-        if key not in _CONDITIONS or not value.isdecimal():
-            raise ConfigError(
-                f"{VARIABLE}: {condition!r} in {entry!r}: use {', '.join(_CONDITIONS)} = a number."
-            )
-        where[key] = int(value)
-    return Failpoint(site, action, float(argument or 0), where, marker)
+    site, action, argument, conditions = match.groups() if match else ("", "", "", "")
+    if site not in SITES or action not in ACTIONS:
+        known = f"SITE is one of {', '.join(sorted(SITES))}; ACTION of {', '.join(sorted(ACTIONS))}"
+        raise ConfigError(f"{VARIABLE}: {entry!r} is not SITE:ACTION(NUMBER)@KEY=N. {known}.")
+    pairs = [each.split("=") for each in (conditions or "").split(",") if each]
+    return Failpoint(site, action, float(argument or 0), {k: int(n) for k, n in pairs}, marker)
 
 
 arm_from_environment()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
     from raytrain_ddp.driver.listener import Listener
     from raytrain_ddp.driver.result import FitResult
-
-_PROFILE_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,6 @@ class FitArgs(RecipeArgs):
     emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
     """Print a Slurm, KubeRay, or `ray up` file, and exit. The file starts this run on a cluster.
     command: print the command line of this run."""
-    audit: bool = False
-    """Log a hash of the sample ids and pixels of each step, to compare runs. See --log.audit."""
-    profile: bool = False
-    """Trace five steps with torch.profiler on rank 0. Same as --log.profile-steps 5; see also
-    --log.profile-ranks."""
     resume_from: str | None = field(default=None, metadata={"metavar": "RUN"})
     """Start a new run from the last state of another run, or from a checkpoint. A note lists how
     their configs differ."""
@@ -96,12 +89,6 @@ def parse_fit(argv: Sequence[str]) -> FitArgs:
     others = [word for word in argv if word[:2] == "--" and word.partition("=")[0] != "--describe"]
     if args.describe and others:
         raise ConfigError(f"{others[0]} has no effect with --describe: remove it.")
-    log = args.config.log
-    if args.audit:
-        log = replace(log, audit=True)
-    if args.profile and not log.profile_steps:
-        log = replace(log, profile_steps=_PROFILE_STEPS)
-    args = replace(args, config=replace(args.config, log=log))
     require_effect(given_flags(argv), args.config, on_ray=not (args.local or under_torchrun()))
     return args
 

@@ -244,10 +244,9 @@ class LogConfig(Section, name="log", free=True):
     project: str = setting("raytrain_ddp", needs="log.wandb or log.mlflow")
     """Project in Weights & Biases, experiment in MLflow."""
     audit: bool = False
-    """Log a hash of the sample ids and pixels of each step, to compare runs. Same as --audit."""
+    """Log a hash of the sample ids and pixels of each step, to compare runs."""
     profile_steps: int = setting(0, least=0)
-    """Trace this many steps of each start with torch.profiler, after the first ten. See
-    --profile."""
+    """Trace this many steps of each start with torch.profiler, after the first ten."""
     profile_ranks: tuple[int, ...] = setting((0,), needs="log.profile_steps above 0")
     """Ranks to trace."""
 

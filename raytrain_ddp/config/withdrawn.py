@@ -8,6 +8,7 @@ from typing import Any
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
 _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: not a field
     "allow_change": (..., "remove it; a note lists the differences"),
+    "audit": (..., "use --log.audit"),
     "char-lm": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "data.cache": (None, "use data.source filecache::s3://...: fsspec keeps local copies"),
     "data.cache_gib": (100.0, "remove it; see data.cache"),
@@ -20,6 +21,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "format=torchscript": (..., "use torch-export, onnx or safetensors"),
     "micro_batch=auto": (..., "use the number that --find-micro-batch prints"),
     "model.unfreeze_epoch": (0, "use two runs, the second with --model.weights FIRST"),
+    "profile": (..., "use --log.profile-steps 5"),
     "per_trial": (..., "use --scaling.cpus-per-worker and --scaling.gpus-per-worker"),
     "print_completion": (..., "use shtab, as docs/reference/commands.md says"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),

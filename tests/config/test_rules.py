@@ -65,7 +65,7 @@ ACCEPTED = """
 --optim.name adamw --optim.betas 0.8 0.9
 --schedule.name step --schedule.gamma 0.5
 --local --scaling.cpus-per-worker 2
---profile --log.profile-ranks 1
+--log.profile-steps 5 --log.profile-ranks 1
 --data.source torchvision:MNIST --data.root elsewhere
 --augment.policy randaugment --augment.magnitude 5
 --scaling.num-workers 1:2 --scaling.resize-s 10

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raytrain_ddp.config.command_line import Command, given_flags
-from raytrain_ddp.config.field_types import value_of
 from raytrain_ddp.config.process import run_command
 from raytrain_ddp.config.rules import require_effect
 from raytrain_ddp.config.validation import require, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.formatting import plural
 
 _DECIDED = {"name", "scaling.num_workers", "checkpoint.every_s"}  # and all of the log
@@ -29,8 +29,8 @@ class ChaosArgs(RecipeArgs):
 
     kills: int | None = None
     """Number of times that a worker is killed (SIGKILL). Default: 3, with --local 50."""
-    drivers: int | None = None
-    """Number of times that the driver's process on Ray is killed. Default: 1, with --local 0."""
+    drivers: int = 1
+    """Number of times that the driver's process is killed. With --local there is none."""
     workers: int = 3
     """Number of workers. Fewer than three prove less, as two can sum in one order only."""
     resize: bool = False
@@ -40,6 +40,12 @@ class ChaosArgs(RecipeArgs):
     """Without Ray, on Linux: Gloo workers on this machine, which restart in a fraction of a
     second."""
 
+    @property
+    def faults(self) -> tuple[int, int]:
+        """The number of killed workers and of killed drivers."""
+        kills = (50 if self.local else 3) if self.kills is None else self.kills
+        return kills, 0 if self.local else self.drivers
+
 
 COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
 
@@ -47,9 +53,6 @@ COMMAND = Command("chaos", ChaosArgs, "[RECIPE] [--FLAG VALUE ...]")
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if the runs are equal, else 1."""
     args = parse(argv)
-    kills, drivers = (50, 0) if args.local else (3, 1)
-    kills = kills if args.kills is None else args.kills
-    args = replace(args, kills=kills, drivers=drivers if args.drivers is None else args.drivers)
     from raytrain_ddp.tools.chaos.experiment import chaos
 
     outcome = chaos(args)
@@ -69,19 +72,19 @@ def parse(argv: Sequence[str]) -> ChaosArgs:
     """Raises ConfigError for a recipe, a flag or a value that is wrong."""
     args = parse_with_recipe(argv, COMMAND)
     require_least(args, kills=0, drivers=0, workers=1)
-    exact = args.config.exact
-    require(exact or not args.resize, "--resize", True, "needs --exact: otherwise the bits differ")
-    require(args.local or not args.resize, "--resize", True, "needs --local")
+    may_resize = args.config.exact and args.local
+    require(may_resize or not args.resize, "--resize", True, "needs --local and --exact")
     require(not args.local or sys.platform == "linux", "--local", True, "needs Linux")
-    require(not (args.local and args.drivers), "--drivers", args.drivers, "--local has no driver")
     args.config.require_slots(args.workers)
     given = given_flags(argv)
-    for name in sorted(name for name in given if name in _DECIDED or name.startswith("log.")):
-        flag = f"--{name.replace('_', '-')}"
-        require(False, flag, value_of(args.config, name), "chaos sets this itself")
+    has_driver = not (args.local and "drivers" in given)
+    require(has_driver, "--drivers", args.drivers, "--local has no driver")
+    for name in sorted(given):
+        if name in _DECIDED or name.startswith("log."):
+            raise ConfigError(f"--{name}: chaos sets this itself: remove it.")
     use_gpu = args.config.scaling.use_gpu
     require(not args.local or use_gpu is not True, "--scaling.use-gpu", True, "--local is on CPUs")
-    require_effect(given_flags(argv), args.config, on_ray=not args.local)
+    require_effect(given, args.config, on_ray=not args.local)
     return args
 
 

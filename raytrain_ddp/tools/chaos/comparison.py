@@ -31,7 +31,7 @@ def compare(undisturbed: Storage, disturbed: Storage) -> list[Row]:
         CheckpointError: a newest checkpoint is damaged, or there is none.
     """
     ours, theirs = results_of(undisturbed), results_of(disturbed)
-    return [Row(what, value, theirs.get(what, "")) for what, value in ours.items()]
+    return [Row(what, value, theirs[what]) for what, value in ours.items()]
 
 
 def results_of(run: Storage) -> dict[str, str]:

@@ -82,7 +82,7 @@ def _both(args: ChaosArgs, folder: Path) -> ChaosOutcome:
         sizes, ranks = [size], size
         if args.resize:  # each differs from the one before
             sizes, ranks = Random(config.seed).sample(range(1, args.workers + 1), args.workers), 0
-        plan = draw_faults(config.seed, steps, ranks, every, args.kills or 0, args.drivers or 0)
+        plan = draw_faults(config.seed, steps, ranks, every, *args.faults)
         print(f"disturbed: {len(plan)} faults in {steps} steps", flush=True)
         second = KilledRun(wild, launch, environment, plan, cycle(sizes))
         try:
@@ -91,7 +91,7 @@ def _both(args: ChaosArgs, folder: Path) -> ChaosOutcome:
         except RaytrainError as error:  # also a damaged checkpoint
             rows = [Row("ends well", "yes", str(error))]
     if not args.local:  # on Ray, the run itself must survive the end of a worker
-        most = 1 + (args.drivers or 0)
+        most = 1 + args.faults[1]
         rows.append(Row("most starts", str(most), str(max(len(second.sizes), most))))
     return ChaosOutcome(rows, second, folder)
 
@@ -111,7 +111,7 @@ def _new_folder(storage: str) -> Path:
 def _resolved_config(args: ChaosArgs, folder: Path) -> TrainConfig:
     """The config, with all free choices set as the comparison needs them."""
     config, checkpoint = args.config, args.config.checkpoint
-    most = config.scaling.max_failures + (args.kills or 0)
+    most = config.scaling.max_failures + args.faults[0]
     scaling = replace(config.scaling, num_workers=args.workers, max_failures=most)
     if args.local:
         scaling = replace(scaling, use_gpu=False)

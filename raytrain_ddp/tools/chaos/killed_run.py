@@ -93,4 +93,4 @@ def _end(processes: Sequence[Process]) -> None:
     for process in processes:
         process.kill()
     while any(process.poll() is None for process in processes):
-        time.sleep(_POLL_S / 10)
+        time.sleep(_POLL_S)

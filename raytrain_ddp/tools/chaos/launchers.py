@@ -27,10 +27,9 @@ Launch = Callable[[Path, Mapping[str, str], int], Sequence[Process]]
 
 def on_ray(recipe: Path, environment: Mapping[str, str], _: int) -> Sequence[Process]:
     """Starts the driver, with a Ray of its own, which replaces workers that die."""
-    command = [sys.executable, "-m", "raytrain_ddp.fit", str(recipe)]
     with recipe.with_suffix(".log").open("ab") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "raytrain_ddp.fit", str(recipe)],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -48,8 +47,8 @@ def without_ray(environment: Mapping[str, str]) -> Iterator[Launch]:
     Args:
         environment: of that process, which is ended afterward.
     """
-    own, address = {**environment, **_ONE_THREAD}, f"raytrain-fork-chaos-{uuid.uuid4().hex}"
-    server = start_server(address, os.getpid(), 1, own, ["raytrain_ddp.tools.chaos.forked_fit"])
+    address, modules = f"raytrain-fork-chaos-{uuid.uuid4().hex}", [f"{__package__}.forked_fit"]
+    server = start_server(address, os.getpid(), 1, {**environment, **_ONE_THREAD}, modules)
 
     def launch(recipe: Path, given: Mapping[str, str], workers: int) -> Sequence[Process]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}

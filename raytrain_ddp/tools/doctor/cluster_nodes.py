@@ -14,7 +14,6 @@ from raytrain_ddp.tools.doctor import node_actor
 
 _ANSWER_S = 150.0  # importing torch from a cold disk takes a while
 _MEASURED_S = 90.0
-_MAX_RANKS = 8  # on one node
 
 Answer = dict[str, Any]  # only "error", in one line, if there is none
 
@@ -48,7 +47,7 @@ def nodes_with_actors(gpus_per_rank: float) -> Iterator[dict[str, Node]]:
             name = f"{host}-{number}" if host in nodes else host
             ranks = 1 if nodes else 2
             if gpus_per_rank:
-                ranks = min(_MAX_RANKS, int(resources.get("GPU", 0) / gpus_per_rank))
+                ranks = int(resources.get("GPU", 0) / gpus_per_rank)
             with by_value(node_actor):
                 actor = ray.remote(node_actor.NodeActor).options(
                     num_cpus=0,

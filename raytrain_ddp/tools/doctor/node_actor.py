@@ -41,8 +41,7 @@ class NodeActor:
         """
         resolves = None
         with suppress(OSError):
-            found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-            resolves = found[0][4][0]
+            resolves = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
         return {
             "versions": versions(),
             "devices": len([*Path("/dev").glob("nvidia[0-9]*")]),
@@ -76,8 +75,7 @@ class NodeActor:
         from raytrain_ddp.training.runtime.world import World
 
         enter_folder(folder, import_paths)
-        parsed = from_dict(dict(config))
-        build = Build(parsed, World(0, 1, 0, torch.device("cpu"), threads=1))
+        build = Build(from_dict(dict(config)), World(0, 1, 0, torch.device("cpu"), threads=1))
         both = build.data, build.eval_data
         train, evaluation = (data and [data.rows, data.source.fingerprint()] for data in both)
         return {"train": train, "eval": evaluation}

@@ -11,9 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.checkpoint.manifest import Manifest
@@ -33,27 +31,18 @@ Answer = dict[str, Any]  # only "error", in one line and without secrets, if it 
 
 
 def exercise_storage(uri: str, ask: Callable[[str], Mapping[str, Answer]]) -> dict[str, Answer]:
-    """Of each place, the driver last: commit_s of a checkpoint. Leaves nothing behind.
+    """Of each place, the driver last: commit_s of a checkpoint. Leaves nothing in the storage.
 
     Args:
         ask: calls `commit_beside_driver` on the nodes with a folder; returns the answers by place.
     """
-    folder, made, answers = f"doctor-{uuid.uuid4().hex[:8]}", list[Path](), dict[str, Answer]()
-
-    def commit() -> Answer:
-        root = open_storage(uri)
-        above = [Path(root.path), *Path(root.path).parents] if root.is_local else []
-        made.extend(path for path in above if not path.exists())
-        return _commit(uri, folder, DRIVER)
+    folder, answers = f"doctor-{uuid.uuid4().hex[:8]}", dict[str, Answer]()
 
     def clean_up() -> Answer:
         open_storage(uri).delete_dir(folder)
-        with suppress(OSError):  # it is in use by now
-            for path in made:
-                path.rmdir()
         return {}
 
-    mine = _answered(uri, commit)
+    mine = _answered(uri, partial(_commit, uri, folder, DRIVER))
     try:
         if "error" not in mine:
             for place, answer in ask(folder).items():

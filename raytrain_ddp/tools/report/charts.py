@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -95,7 +94,6 @@ def drawn(chart: Chart) -> Drawn:
         share = axes.transData + figure.transFigure.inverted()
         texts = [(share.transform((x, 1))[0].round(4), each) for x, each in _texts(chart)]
     svg = out.getvalue().partition("<svg ")[2]
-    svg = re.sub(r'\b[dxy]="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), svg)
     script = json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")
     keys = [(line.label, line.color, line.run) for line in chart.named]
     return Drawn(chart.title, keys if len(keys) > 1 else [], f"<svg {svg}", script)

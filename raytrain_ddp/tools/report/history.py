@@ -77,10 +77,9 @@ def state_of(run: Run) -> State:
         )
         return State(name, f"{_interrupted(end, run)} at {at}.")
     cause = error_summary(end.message) or f"exit status {end.status}"
-    if end.rank is not None and f"rank {end.rank}" not in cause:
-        on = [f"rank {end.rank}", f"node {end.node}" if end.node else "", f"step {end.step or '?'}"]
-        cause += f" ({', '.join(filter(None, on))})"
-    return State("failed", f"Failed {'after ' + at if step else 'before its first step'}.", cause)
+    first = "" if end.rank is None else f", first on rank {end.rank} of node {end.node or '?'}"
+    after = f"after {at}" if step else "before its first step"
+    return State("failed", f"Failed {after}{first}.", cause)
 
 
 def _left_s(run: Run) -> float:

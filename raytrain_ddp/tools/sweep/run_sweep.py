@@ -139,7 +139,7 @@ def _conclusion(sweep: Sweep, best: Sequence[str]) -> Iterator[tuple[str, str]]:
     for name in best[:1]:
         yield "best", sweep.shown(name)
         runs = [sweep.over[each] for each in best]
-        if len(runs) > 1:
+        if len(runs) > 1 and sweep.settings["seeds"] > 1:  # optuna may repeat a point
             mean = fmean(run.value for run in runs)
             yield "", f"{format_metric(runs[0].monitor, mean)} (mean of {len(runs)} seeds)"
         config = replace(with_point(sweep.base, sweep.points[name]), name=None)

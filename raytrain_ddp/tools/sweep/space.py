@@ -23,8 +23,8 @@ _TABLES = ("task_options", "model.args")  # their values are texts
 
 
 class Dimension(NamedTuple):
-    """A field that varies, as one of Ray Tune's kinds: "choice" has all values, "uniform" and
-    "loguniform" the lowest and the highest."""
+    """A field that varies, as one of Ray Tune's kinds, with its arguments: "choice" has a list,
+    "uniform" and "loguniform" the lowest and the highest value."""
 
     field: str
     kind: str
@@ -33,7 +33,7 @@ class Dimension(NamedTuple):
     def draw(self, numbers: random.Random) -> Any:
         """A value, uniform in the list, the range, or its logarithm."""
         if self.kind == "choice":
-            return numbers.choice(self.values)
+            return numbers.choice(*self.values)
         if self.kind == "uniform":
             return tidy(numbers.uniform(*self.values))
         return tidy(math.exp(numbers.uniform(*map(math.log, self.values))))
@@ -70,7 +70,7 @@ def _dimension(word: str) -> Dimension:
     values = [None if part == "None" else scalar(part) for part in text.split(",")]
     if len({*map(repr, values)}) < max(2, len(values)):
         raise ConfigError(f"--space {word}: write FIELD=VALUES, where VALUES is {_FORMS}.")
-    return Dimension(field, "choice", values)
+    return Dimension(field, "choice", (values,))
 
 
 def random_points(space: Sequence[Dimension], seed: int, count: int) -> list[Point]:

@@ -28,7 +28,13 @@ from raytrain_ddp.checkpoint.lease import holder
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import answered
-from raytrain_ddp.errors import DataError, DivergedError, RunLockedError
+from raytrain_ddp.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    RunLockedError,
+    first_line,
+)
 from raytrain_ddp.events import Eval, LogRecord, SweepStop
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
@@ -74,7 +80,7 @@ def run_trials(
         os.environ.update(_SETTINGS)
         _training[:] = [threading.current_thread()]
         require_folder(base, lease)
-        return train_trial(trial_config(base, **config["trial"]), tune.report)
+        return train_trial(lambda: trial_config(base, **config["trial"]), tune.report)
 
     class TrialRun(wrap_function(train)):  # type: ignore[misc]
         def cleanup(self) -> None:
@@ -115,16 +121,16 @@ class Follower(tune.Callback):  # type: ignore[misc]
         return tune.Callback, ()  # Tune wants to pickle it, for a restoration
 
     def on_trial_complete(self, trial: Any, **_: Any) -> None:
-        self._end(trial, "stopped")
+        self._end(trial, trial.last_result.get("cause", ""))
 
     def on_trial_error(self, trial: Any, **_: Any) -> None:
-        self._end(trial, "failed")
+        self._end(trial, str(trial.get_error()).strip().rpartition("\n")[2])
 
-    def _end(self, trial: Any, otherwise: str) -> None:
+    def _end(self, trial: Any, cause: str) -> None:
         name, sweep = trial.config["trial"]["name"], self._sweep
         sweep.over[name], state = sweep.read(name)
-        cause = state.cause or str(trial.get_error() or "").strip().rpartition("\n")[2]
-        shown = state.name if state.name in OVER else otherwise
+        ended = state.name if state.name in OVER else "stopped"  # it may be about to end
+        shown, cause = "failed" if cause else ended, state.cause or cause
         over = f"({len(sweep.over)} of {sweep.total})"
         self._tell(f"{shown}  {sweep.shown(name)}  {over}  {cause}".rstrip())
 
@@ -178,14 +184,14 @@ def _optuna(args: SweepArgs, sweep: Sweep, goal: str) -> Any:
     return search
 
 
-def train_trial(config: TrainConfig, report: Callable[[Result], None]) -> Result:
+def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], None]) -> Result:
     """Trains the run of a trial to its end; resumes it if it exists.
 
     Args:
         report: takes what each evaluation has `reached`; raises SystemExit to stop the run.
 
     Returns:
-        The best "value"; nothing after an error that would come again, which is in the run.
+        The best "value", or the "cause" of a failure that would come again.
 
     Raises:
         SystemExit: it was stopped, and has a checkpoint. Others: errors that may not come again.
@@ -193,10 +199,10 @@ def train_trial(config: TrainConfig, report: Callable[[Result], None]) -> Result
     until_s = time.monotonic() + _LOCKED_S
     while True:
         try:
-            end = fit_locally(config, session=partial(TrialSession, report))
+            end = fit_locally(config(), session=partial(TrialSession, report))
             break
-        except (DataError, DivergedError):
-            return {}
+        except (ConfigError, DataError, DivergedError) as error:
+            return {"cause": first_line(error)}
         except RunLockedError:
             if time.monotonic() > until_s:
                 raise

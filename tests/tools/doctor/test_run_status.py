@@ -22,6 +22,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.tools.doctor.rows import Report, Row
 from raytrain_ddp.tools.doctor.run_status import examine_run, how_to_stop
 
+TIME = {"time": "2026-11-20T18:05:31Z"}
 PLAN = {"kind": "plan", "start_step": 0, "total_steps": 100, "world_size": 3, "device": "cpu"}
 FAILED = {"kind": "failed", "step": 12, "message": "rank 1 (b) crashed; resuming from step 10"}
 SAVED = {"kind": "checkpoint", "step": 20}
@@ -51,7 +52,7 @@ def written(
     run.mkdir(parents=True)
     (run / CONFIG_FILE).write_text(dumps(TrainConfig(name="r")))
     for name, lines in ((EVENTS_FILE, events), (METRICS_FILE, records)):
-        (run / name).write_text("".join(json.dumps(each) + "\n" for each in lines))
+        (run / name).write_text("".join(json.dumps({**TIME, **each}) + "\n" for each in lines))
     for name in (CONFIG_FILE, EVENTS_FILE, METRICS_FILE):
         os.utime(run / name, (time.time() - quiet_s,) * 2)
     if owner is not None:
@@ -118,7 +119,7 @@ def test_a_run_with_a_dead_or_no_driver_is_reported(tmp_path: Path):
         assert report.count("fail") == 1
         (run / LEASE_FILE).unlink(missing_ok=True)
     with (run / EVENTS_FILE).open("a") as file:
-        file.write(json.dumps({"kind": "end", "status": 0}) + "\n")
+        file.write(json.dumps({**TIME, "kind": "end", "status": 0}) + "\n")
     report, row = rows(run)
     assert row["driver"].found == "ended with status 0"
     assert {row.verdict for row in report.rows} == {"ok"}
@@ -163,8 +164,7 @@ def test_the_command_takes_a_name_avoids_torch_and_tolerates_records_without_num
     assert "- samples/s, - a step" in answer.out
     assert "1 failure, 0 warnings: the run makes no progress." in answer.out
     answer = run_cli("doctor", "--run", "r", "--json", cwd=tmp_path)
-    newest = json.loads(answer.out, parse_constant=pytest.fail)["findings"]["newest"]
-    assert newest["samples_per_s"] is None
+    assert json.loads(answer.out, parse_constant=pytest.fail)["status"] == 3
 
 
 def test_the_process_host_and_slurm_job_to_signal_are_named(monkeypatch: pytest.MonkeyPatch):

@@ -242,7 +242,10 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path):
     cause = {"rank": 2, "node": "n1", "step": None, "error": "ValueError"}
     run = write(tmp_path / "r", [], [end("2026-11-20T20:00:00Z", 1, message=message, **cause)])
     state = state_at(run)
-    assert (state.name, state.summary) == ("failed", "Failed before its first step.")
+    assert (state.name, state.summary) == (
+        "failed",
+        "Failed before its first step, first on rank 2 of node n1.",
+    )
     assert state.cause.endswith("on n1, rank 2: ValueError: no <data>")
     assert "ValueError: no &lt;data&gt;" in page_of(run)
 

@@ -19,9 +19,9 @@ def test_each_form_of_values_becomes_a_dimension_of_its_field():
     assert [*map(tuple, parse_space([*WORDS, *words]))] == [
         ("optim.lr", "loguniform", (1e-3, 1.0)),
         ("model.dropout", "uniform", (0.0, 0.5)),
-        ("augment.policy", "choice", ["none", "trivial"]),
-        ("optim.nesterov", "choice", [True, False]),
-        ("micro_batch", "choice", [8, 16, "auto"]),
+        ("augment.policy", "choice", (["none", "trivial"],)),
+        ("optim.nesterov", "choice", ([True, False],)),
+        ("micro_batch", "choice", ([8, 16, "auto"],)),
         ("model.args.x", "uniform", (0.0, 1.5)),
     ]
 

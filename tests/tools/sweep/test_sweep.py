@@ -181,7 +181,7 @@ def train(config: TrainConfig, stops_at: int = 0) -> dict[str, Any]:
         if result["epochs"] == stops_at > 0:
             raise SystemExit(0)
 
-    return train_trial(config, report)
+    return train_trial(lambda: config, report)
 
 
 def test_a_stopped_and_continued_trial_has_the_same_bits_as_a_run(tmp_path: Path):
@@ -205,12 +205,14 @@ def test_a_stopped_and_continued_trial_has_the_same_bits_as_a_run(tmp_path: Path
 def test_an_error_that_would_come_again_fails_a_trial_and_others_are_raised(tmp_path: Path):
     base = tiny_config(tmp_path, "diverges", task=TASK)
     diverges = replace(base, optim=replace(base.optim, lr=1e30))
-    assert train(diverges) == {}
+    assert "step 2" in train(diverges)["cause"]
     state = state_of(read_run(run_storage(diverges)))
     assert state.name == "failed"
     assert "step 2" in state.cause
     with pytest.raises(ZeroDivisionError):
-        train_trial(replace(base, name="raises"), lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+        train_trial(lambda: replace(base, name="raises"), lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    refused = {"task_options": {"no-such-option": "1"}}
+    assert "no-such-option" in train_trial(lambda: replace(base, **refused), print)["cause"]
 
 
 # ------------------------------------------------------------------ with a real Ray
