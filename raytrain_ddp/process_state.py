@@ -1,4 +1,4 @@
-"""Restores the state of the caller's process: what this package, Ray, or a task may well change."""
+"""Restores the state of the caller's process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-_HOOKS = ("excepthook", "unraisablehook", "dont_write_bytecode")
-_CUDNN = ("benchmark", "deterministic", "allow_tf32")
+_HOOKS = ("excepthook", "unraisablehook", "displayhook", "breakpointhook", "dont_write_bytecode")
+_CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic", "allow_tf32")
+_MATMUL = (
+    "allow_tf32",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+)
 
 Fact = tuple[Callable[[], Any], Callable[[Any], object]]
 """Functions that get and set a part of the state."""
@@ -67,6 +72,7 @@ def _facts_of_python() -> Iterator[Fact]:
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):
             yield partial(_settings_of, logger), partial(vars(logger).update)
+    yield logging.getLogRecordFactory, logging.setLogRecordFactory
     yield lambda: logging.root.manager.disable, logging.disable
     yield gc.get_threshold, lambda counts: gc.set_threshold(*counts)
     yield gc.isenabled, lambda on: (gc.enable if on else gc.disable)()
@@ -84,10 +90,18 @@ def _facts_of_torch() -> Iterator[Fact]:
     yield torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     yield _attribute(torch.utils.deterministic, "fill_uninitialized_memory")
     yield torch.get_default_dtype, torch.set_default_dtype
+    yield lambda: f"{torch.get_default_device()}", torch.set_default_device
     yield torch.get_num_threads, torch.set_num_threads
     yield torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    yield from (_attribute(torch.backends.cudnn, name) for name in _CUDNN)
+    backends = torch.backends
+    for owner, names in ((backends.cudnn, _CUDNN), (backends.cuda.matmul, _MATMUL)):
+        yield from (_attribute(owner, name) for name in names if hasattr(owner, name))
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        enable = getattr(backends.cuda, f"enable_{name}_sdp")
+        yield getattr(backends.cuda, f"{name}_sdp_enabled"), enable
     yield torch.is_grad_enabled, torch.set_grad_enabled
+    yield torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly
+    yield torch.is_warn_always_enabled, torch.set_warn_always
     yield _pickled(torch.get_rng_state, torch.set_rng_state)
     gpus = torch.cuda
     if gpus.is_initialized():
