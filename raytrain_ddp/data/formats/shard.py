@@ -18,8 +18,7 @@ import pyarrow as pa
 from pyarrow import fs as pafs
 
 from raytrain_ddp.data.formats.image_folder import NO_FILE, read_on_disk
-from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
-from raytrain_ddp.data.formats.targets import kind_of_targets
+from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of, kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
     DataError,

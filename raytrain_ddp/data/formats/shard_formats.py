@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_ddp.data.formats.image_folder import NO_FILE
-from raytrain_ddp.data.formats.parquet_shard import open_parquet
 from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, opened_at, with_retries
-from raytrain_ddp.data.formats.table_shard import open_arrow, open_list
+from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
 from raytrain_ddp.data.formats.tar_shard import open_tar
 from raytrain_ddp.errors import DataError, RaytrainError, first_names
 from raytrain_ddp.uri import attempt, reason_of, without_secrets

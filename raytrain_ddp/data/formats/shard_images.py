@@ -15,12 +15,11 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import sizes_of
-from raytrain_ddp.data.formats.labels import Labels, how_mapped
+from raytrain_ddp.data.formats.labels import Labels, Targets, how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
 from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
 from raytrain_ddp.data.formats.shard_formats import open_shards
 from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
-from raytrain_ddp.data.formats.targets import Targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError, first_names, in_one_line

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.discovery.file_listing import counted, list_on_disk
-from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.discovery.file_listing import counted, list_in_store, list_on_disk
 from raytrain_ddp.data.formats.image_folder import (
     LEFT_OUT,
     FolderImages,
