@@ -14,13 +14,11 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 
 Image = bytes | BadRecord
-RowMask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

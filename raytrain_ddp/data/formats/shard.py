@@ -139,6 +139,11 @@ class Shard(ABC):
         """Whether the file, and the images that it names, are on this machine."""
         return all(isinstance(fs, pafs.LocalFileSystem) for fs in (self.at.fs, self.at.image_fs))
 
+    @property
+    def left_out(self) -> list[str]:
+        """The names of members of an archive that belong to no sample."""
+        return []
+
     def read(self, group: int, columns: Sequence[str]) -> Any:
         """Columns of a row group as an Arrow table, verified as far as the format allows.
 

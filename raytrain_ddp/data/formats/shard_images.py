@@ -16,12 +16,12 @@ import numpy as np
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import sizes_of
 from raytrain_ddp.data.formats.labels import Labels, Targets, how_mapped
-from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
+from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
 from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
 from raytrain_ddp.data.formats.shard_formats import open_shards
 from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
-from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 from raytrain_ddp.errors import DataError, first_names, in_one_line
 from raytrain_ddp.uri import uri_beside
 
@@ -32,7 +32,7 @@ _TRIED = 16  # images of a list
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
-class ShardImages:
+class ShardImages(ImageSource):
     """Rows of (encoded image, label) from files of any of the `FORMATS`.
 
     A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
@@ -69,7 +69,8 @@ class ShardImages:
         self._shards = open_shards(paths, self._columns)
         if named is not None:
             self._shards = [with_names(shard, named) for shard in self._shards]
-        self.named = named
+        self.uses_root = any(map(self._has_paths_only, self._shards))
+        self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
@@ -102,11 +103,6 @@ class ShardImages:
             self._require_every_image()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
-        """The same rows with a separate cache, for a reader that uses only some of them.
-
-        Args:
-            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
-        """
         twin = copy.copy(self)
         ends = self._starts + self.blocks
         twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
@@ -133,12 +129,7 @@ class ShardImages:
         return records
 
     def labels(self) -> Rows:
-        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
-        Reads only the label columns.
-
-        Raises:
-            DataError: a label is null or not a class; names the row.
-        """
+        """Reads only the label columns; see `ImageSource.labels`."""
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
         numbers: list[Any] = []
@@ -148,8 +139,7 @@ class ShardImages:
         return np.array(numbers, np.float32 if self._columns.targets else np.int64)
 
     def ahead(self, rows: Rows) -> None:
-        """Starts reading the row groups of these rows, which must not have been read. Returns at
-        once."""
+        """Starts reading their row groups, which must not have been read."""
         self._groups.ahead(self._blocks_of(rows).tolist())
 
     def close(self) -> None:
@@ -177,28 +167,16 @@ class ShardImages:
         return digest.hexdigest()
 
     @property
-    def left_out(self) -> list[str]:
-        """The names of members of tar files that belong to no sample."""
-        return [name for shard in self._shards for name in getattr(shard, "left_out", ())]
-
-    @property
-    def uses_root(self) -> bool:
-        """Whether some of the files are lists of images."""
-        return any(map(self._has_paths_only, self._shards))
-
-    @property
     def image_root(self) -> str:
         """The folder that the paths of images start from."""
         return str(self._shards[0].at.image_root)
 
     @cached_property
     def files(self) -> list[tuple[str, int]] | None:
-        """(path, label) of each row, if all images are files of their own on this machine."""
         paths = () if self._remote else self.paths()
         return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
 
     def paths(self) -> list[str]:
-        """The path of each row's image, if all files are lists; otherwise none."""
         if not all(map(self._has_paths_only, self._shards)):
             return []
         values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
@@ -214,7 +192,6 @@ class ShardImages:
         return shard.name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
-        """The file and the row in it, for messages."""
         block = int(self._blocks_of(np.array([row]))[0])
         shard, group = self._blocks[block]
         return shard.where_in(group, row - int(self._starts[block]))

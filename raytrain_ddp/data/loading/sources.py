@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.data.order.sample_rng import Draws, Rows
+from raytrain_ddp.data.order.sample_rng import Draws, RowMask, Rows
 from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,22 +41,22 @@ Batch = Any
 and arrays are passed through. The first dimension of every tensor is the number of samples."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Rows in blocks, read by several threads at once.
 
-    Optional members: `shared = False` makes each loader worker a process with its own copy, which
-    reads with `read_seeded(draws)` if defined: the records of `draws.rows`, after seeding the
-    global generators with `draws.seed_globals` for each row. `ahead(rows)` receives the rows that
-    will be read soon and returns immediately; `close()` ends the work it started. `prefers_blocks`
-    and `in_order` influence the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,),
-    is the memory that each block needs.
+    With `shared = False`, each loader worker is a process with its own copy. `prefers_blocks` and
+    `in_order` influence the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,), is
+    the memory that each block needs.
     """
 
-    @property
-    def blocks(self) -> Rows:
-        """The number of rows of each block, shape (blocks,), at least 1; a block is cheap to
-        read."""
+    shared: bool = True
+    in_order: bool = False
+    prefers_blocks: bool = False
+    block_bytes: Rows | None = None
+    blocks: Rows
+    """The number of rows of each block, shape (blocks,), at least 1; a block is cheap to read."""
 
+    @abstractmethod
     def read(self, rows: Rows) -> Any:
         """The records of `rows`, shape (n,), in that order; what `Data.collate` understands.
 
@@ -63,8 +64,63 @@ class Source(Protocol):
             DataError: naming the file and the row.
         """
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Changes if the data change; compared when a run is resumed."""
+
+    def read_seeded(self, draws: Draws) -> Any:
+        """The records of `draws.rows` in a process of their own: seeds the global generators with
+        `draws.seed_globals` for each row, if they are used."""
+        return self.read(draws.rows)
+
+    def ahead(self, rows: Rows) -> None:  # noqa: B027
+        """Starts to read these rows, which are needed soon; returns at once."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends the work that `ahead` started."""
+
+
+class ImageSource(Source):
+    """Rows of (image, label), where the image is encoded bytes, a PIL image or a `BadRecord`.
+
+    Attributes:
+        left_out: the names of members of archives that belong to no sample.
+        same_inside: the folders that all classes have in common, if all images are in such.
+        mapped: how labels that are numbers differ from the numbers of their classes.
+        uses_root: whether `data.root` applies.
+        split: the part of the data set, if opening it chose one.
+    """
+
+    class_names: list[str]
+    left_out: Sequence[str] = ()
+    same_inside: Sequence[str] = ()
+    mapped: str = ""
+    uses_root: bool = False
+    split: str = ""
+
+    @abstractmethod
+    def labels(self) -> Any:
+        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
+
+        Raises:
+            DataError: a label is null or not a class; names the row.
+        """
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """The file and row, for messages."""
+
+    def paths(self) -> list[str]:
+        """The path of each row's image, if all files are lists; otherwise none."""
+        return []
+
+    def part(self, used: Callable[[int, int], RowMask]) -> ImageSource:
+        """The same rows with memory of its own, for a reader that uses only some of them.
+
+        Args:
+            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
+        """
+        return self
 
 
 class BadRecord(Exception):
@@ -112,15 +168,14 @@ class Data:
     @property
     def shared(self) -> bool:
         """Whether several threads may read from the source at the same time."""
-        return bool(getattr(self.source, "shared", True))
+        return self.source.shared
 
     def batch(self, draws: Draws) -> Batch:
         """The batch of `draws.rows` (at least one). Leaves the global generators in any state."""
         if self.shared:
             return self._collated(self.source.read(draws.rows), draws)
-        read = getattr(self.source, "read_seeded", None)
         draws.seed_globals(0)
-        records = self.source.read(draws.rows) if read is None else read(draws)
+        records = self.source.read_seeded(draws)
         draws.seed_globals(0, stream=1)
         return self._collated(records, draws)
 
@@ -175,13 +230,7 @@ class Data:
         """Ends the processes, and the source's read-ahead."""
         for each in self.started:
             each.close()
-        self.rest()
-
-    def rest(self) -> None:
-        """Ends the source's read-ahead."""
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        self.source.close()
 
 
 def require_count(name: str, value: Any) -> int:
@@ -208,7 +257,7 @@ def require_dataset(dataset: Any) -> set[str]:
     return kinds
 
 
-class MapSource:
+class MapSource(Source):
     """Any map-style data set (`__len__`, `__getitem__`); the records are a list of its items.
 
     Each loader worker is a process with its own copy of the data set, as in a DataLoader. Before
@@ -257,7 +306,7 @@ class MapSource:
         return f"{type(self.dataset).__name__} of {len(self.dataset)} rows"
 
 
-class ArraySource:
+class ArraySource(Source):
     """Arrays in memory with a common first dimension; a record is a dict of their rows.
 
     Args:
@@ -334,7 +383,7 @@ _log = logging.getLogger(__name__)
 _MOST_ITERATORS = 4096  # one for each lane is in use
 
 
-class IterableSource:
+class IterableSource(Source):
     """An `IterableDataset`, or any iterable that yields the same items whenever the global
     generators have the same seed.
 

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
-from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data, ImageSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.auto_augment import apply_policy, policy_draws
 from raytrain_ddp.data.pixels.cropping import CENTRE_SHARE, crop_draws, place_image
 from raytrain_ddp.data.pixels.decoding import EncodedImage, open_encoded_image, reason_for
 from raytrain_ddp.data.pixels.gpu_augment import ERASE_DRAWS, erase_boxes, partners_of
-from raytrain_ddp.data.splits import ImageSource
 from raytrain_ddp.errors import DataError, printable
 
 _log = logging.getLogger("raytrain_ddp")

@@ -24,10 +24,10 @@ from raytrain_ddp.data.formats.shard import read_file, with_retries
 from raytrain_ddp.data.formats.shard_formats import format_of
 from raytrain_ddp.data.formats.shard_images import ShardImages
 from raytrain_ddp.data.holdout import HoldoutPart
-from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import ImageSource, open_evaluation, open_splits
+from raytrain_ddp.data.splits import open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of
 from raytrain_ddp.uri import open_uri, reason_of, without_secrets
@@ -46,7 +46,7 @@ Places = Callable[[Sequence[int]], list[Column]]
 """Says which images these rows are."""
 
 
-class GivenImages:
+class GivenImages(ImageSource):
     """A source of (encoded image or PIL image, 0); there are no labels.
 
     Args:
