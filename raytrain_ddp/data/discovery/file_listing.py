@@ -35,7 +35,6 @@ from raytrain_ddp.uri import (
     open_uri,
     reason_of,
     uri_beside,
-    without_secrets,
 )
 
 _GLOB_SIGNS = "*?["
@@ -251,7 +250,7 @@ def list_in_store(source: str, shown: str) -> FileListing:
 
     fs, info = _answered(answer_within(REACH_TIMEOUT_S, ask), source, shown)
     if info.type == pafs.FileType.NotFound:
-        raise _not_there(source, shown)
+        raise _not_there(shown)
     root, sizes = info.path, {}
     left_out: list[str] = []
     if info.is_file and not pattern:
@@ -308,39 +307,24 @@ def _answered(outcome: T | Exception, source: str, shown: str) -> T:
     chain = _chain(outcome) if isinstance(outcome, Exception) else iter(())
     lost = next(filter(_is_of_network, chain), None)
     if isinstance(outcome, FileNotFoundError) and lost is None:
-        raise _not_there(source, shown)
+        raise _not_there(shown)
     if isinstance(outcome, Exception):
-        download = ""
-        if source.startswith("hf://datasets/"):
-            name = "/".join(without_secrets(source).split("/")[3:5])
-            command = f"hf download --repo-type dataset {name} --local-dir DIR"
-            download = f", or download it ({command}) and use DIR"
         if isinstance(outcome, TimeoutError):
             raise PreflightError(
                 f"{shown} did not respond within {REACH_TIMEOUT_S:.0f} s: check the address, the "
-                f"network and the credentials{download}."
+                "network and the credentials."
             )
         hidden = lost if isinstance(outcome, FileNotFoundError) else None
         reason = reason_of(source, hidden or outcome)
         if "NETWORK_CONNECTION" in reason or lost is not None:
-            raise PreflightError(
-                f"{shown} cannot be reached: {reason}. Check the network{download}."
-            )
+            raise PreflightError(f"{shown} cannot be reached: {reason}. Check the network.")
         raise DataError(f"{shown}: cannot be read: {reason}.")
     return outcome
 
 
-def _not_there(source: str, shown: str) -> DataError:
-    if not source.startswith("hf://"):
-        return DataError(f"{shown}: no such file or folder.")
-    if source.startswith("hf://datasets/"):
-        return DataError(
-            f"{shown}: no such data set, file or folder on the Hugging Face Hub. If it is private "
-            "or gated, log in (hf auth login)."
-        )
-    return DataError(
-        f"{shown}: no such model: for a data set, use hf://datasets/{source.removeprefix('hf://')}."
-    )
+def _not_there(shown: str) -> DataError:
+    hint = " If it is private or gated, log in (hf auth login)." if "hf://" in shown else ""
+    return DataError(f"{shown}: no such file or folder.{hint}")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -15,7 +15,6 @@ instead: sample i is row i // repeats of the order, and slot j has the samples j
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -26,10 +25,13 @@ import numpy.typing as npt
 
 from raytrain_ddp.data.order.sample_rng import Rows, hash64, mix64
 
+Words = npt.NDArray[np.uint64]
 Shuffle = Literal["full", "block", "none"]
 
 _EPOCH_STREAM = 0x5EED_0001  # separates the shuffle's random bits from other uses
 _WINDOW_STREAM = 0x5EED_0002
+_ROUNDS = 8  # of a permutation
+_LEAST_BITS = 6  # fewer bits do not mix well
 _ROWS_AT_ONCE = 4096  # places computed at a time in a full shuffle
 
 
@@ -141,8 +143,8 @@ class EpochOrder:
     Args:
         blocks: rows in each block, shape (blocks,); row ids are consecutive over the blocks.
         shuffle: "full" permutes all rows, in constant memory; "block" permutes the blocks, then
-            the rows within each window of `window` consecutive blocks (in memory proportional to
-            the blocks of unusual length); "none" keeps the stored order.
+            the rows within each window of `window` consecutive blocks; "none" keeps the stored
+            order.
         windows_kept: how many windows are cached: lanes and threads alternate between them.
     """
 
@@ -158,12 +160,14 @@ class EpochOrder:
         self.rows = int(blocks.sum())
         self._key = (seed, epoch)
         if shuffle == "block":
-            self._blocks, self._window = RowRuns.of(blocks), window
-            self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
-            self._order = self._blocks.permuted(self._permutation)
+            order = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)(np.arange(len(blocks)))
+            stops = np.cumsum(blocks)
+            spans = np.stack([stops - blocks, stops], 1)[order]  # (blocks, 2): rows, in this order
+            self._windows = [spans[n : n + window] for n in range(0, len(spans), window)]
+            self._ends = np.cumsum([(span[:, 1] - span[:, 0]).sum() for span in self._windows])
             make = self._of_blocks
         else:
-            self._order, self._window = RowRuns.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
+            self._ends = np.cumsum(runs_of(self.rows, _ROWS_AT_ONCE))
             self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
             make = self._of_all if shuffle == "full" else self._in_order
         self._read_window = lru_cache(maxsize=windows_kept)(make)
@@ -172,7 +176,7 @@ class EpochOrder:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
         if stop <= start:
             return np.empty(0, np.int64)
-        first, last = self._order.at(np.array([start, stop - 1])) // self._window
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
         begun = self._bounds(int(first))[0]
         return rows[start - begun : stop - begun]
@@ -186,9 +190,7 @@ class EpochOrder:
 
     def _bounds(self, window: int) -> tuple[int, int]:
         """The first and one past the last place of a window."""
-        runs = np.array([window, window + 1]) * self._window
-        begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
-        return begin, end
+        return int(self._ends[window - 1]) if window else 0, int(self._ends[window])
 
     def _in_order(self, window: int) -> Rows:
         return np.arange(*self._bounds(window), dtype=np.int64)
@@ -197,10 +199,9 @@ class EpochOrder:
         return self._permutation(self._in_order(window))
 
     def _of_blocks(self, window: int) -> Rows:
-        stop = min((window + 1) * self._window, self._order.count)
-        blocks = self._permutation(np.arange(window * self._window, stop))
-        ends = zip(self._blocks.start(blocks), self._blocks.start(blocks + 1), strict=True)
-        stored = np.concatenate([np.arange(*pair, dtype=np.int64) for pair in ends])
+        stored = np.concatenate(
+            [np.arange(*span, dtype=np.int64) for span in self._windows[window]]
+        )
         shuffled: Rows = stored[
             sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
         ]
@@ -211,58 +212,6 @@ def runs_of(rows: int, length: int) -> Rows:
     """Blocks of `length` rows for data without blocks of its own, shape (blocks,)."""
     full, rest = divmod(rows, length)
     return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)
-
-
-class RowRuns:
-    """`count` consecutive runs of `usual` places each, with a few exceptions.
-
-    The blocks of a data set are like this: row groups have equal lengths, except the last of each
-    file. The start of a run, and the run of a place, follow from the few exceptions.
-
-    Args:
-        odd: the runs with another length, shape (n,), ascending.
-        more: how many places more (or less, if negative) they have, shape (n,).
-    """
-
-    def __init__(self, count: int, usual: int, odd: Rows, more: Rows) -> None:
-        self.count, self._usual, self._odd, self._more = count, usual, odd, more
-        self._shifts = np.concatenate([[0], np.cumsum(more)])  # (n + 1,) before each odd run
-        # (n + 1,) the run after each odd one, and where it begins
-        self._after = np.concatenate([[0], odd + 1])
-        self._after_starts = self._after * usual + self._shifts
-
-    @staticmethod
-    def of(lengths: Rows) -> RowRuns:
-        """Runs of these lengths, shape (count,), each 1 or more."""
-        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # a random sample
-        usual = int(np.median(lengths[some]))
-        odd = np.flatnonzero(lengths != usual)
-        return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
-
-    def permuted(self, permutation: Feistel) -> RowRuns:
-        """The same runs in another order: run `permutation(i)` becomes the i-th."""
-        odd = permutation.inverse(self._odd)
-        order = np.argsort(odd)
-        return RowRuns(self.count, self._usual, odd[order], self._more[order])
-
-    def start(self, runs: Rows) -> Rows:
-        """The start of each of `runs`, shape (k,); for run `count`, the end of the last one."""
-        starts: Rows = runs * self._usual + self._shifts[np.searchsorted(self._odd, runs)]
-        return starts
-
-    def at(self, places: Rows) -> Rows:
-        """The run that contains each of `places`, shape (k,)."""
-        passed = np.searchsorted(self._after_starts, places, side="right") - 1
-        runs = self._after[passed] + (places - self._after_starts[passed]) // self._usual
-        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be longer
-        found: Rows = np.minimum(runs, latest)
-        return found
-
-
-Words = npt.NDArray[np.uint64]
-
-_ROUNDS = 8
-_LEAST_BITS = 6  # fewer bits do not mix well
 
 
 class Feistel:
@@ -282,31 +231,17 @@ class Feistel:
 
     def __call__(self, places: Rows) -> Rows:
         """The images of `places`, shape (k,)."""
-        return self._walk(places, self._forth)
-
-    def inverse(self, places: Rows) -> Rows:
-        """The preimages of `places`, shape (k,)."""
-        return self._walk(places, self._back)
-
-    def _walk(self, places: Rows, once: Callable[[Words], Words]) -> Rows:
         with np.errstate(over="ignore"):
-            values = once(places.astype(np.uint64))
+            values = self._once(places.astype(np.uint64))
             while len(outside := np.flatnonzero(values >= self.n)):
-                values[outside] = once(values[outside])
+                values[outside] = self._once(values[outside])
         return values.astype(np.int64)
 
-    def _forth(self, values: Words) -> Words:
+    def _once(self, values: Words) -> Words:
         low, high = values & self._low_mask, values >> self._low_bits
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             high ^= mix64(low ^ even) & self._high_mask
             low ^= mix64(high ^ odd) & self._low_mask
-        return (high << self._low_bits) | low
-
-    def _back(self, values: Words) -> Words:
-        low, high = values & self._low_mask, values >> self._low_bits
-        for even, odd in zip(self._keys[-2::-2], self._keys[::-2], strict=True):
-            low ^= mix64(high ^ odd) & self._low_mask
-            high ^= mix64(low ^ even) & self._high_mask
         return (high << self._low_bits) | low
 
 
