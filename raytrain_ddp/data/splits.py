@@ -272,11 +272,6 @@ def notes_of(source: ImageSource, what: str) -> list[str]:
     """Notes about files that are not used and labels that are mapped."""
     why = f"members of {what}: hidden, left by a system, not files, dead links, or without a suffix"
     notes = [f"{note}." for note in counted(source.left_out, why)]
-    if same := source.same_inside:
-        notes.append(
-            f"every class folder of {what} has the same folders ({', '.join(same[:3])}, ...). If "
-            "those are the classes, move them to the top."
-        )
     if source.mapped:
         notes.append(f"the labels of {what} are {source.mapped}.")
     return notes

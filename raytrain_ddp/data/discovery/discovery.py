@@ -39,7 +39,7 @@ from raytrain_ddp.data.discovery.split_names import (
 )
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, format_of
+from raytrain_ddp.data.formats.shard_images import FORMATS, LIST, format_of
 from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 

@@ -100,7 +100,6 @@ class FolderImages(ImageSource):
         own = distinct_names(sorted(found), root)
         self.class_names = own if classes is None else list(classes)
         self.files: list[tuple[str, int]] = []
-        inside: list[list[str]] = []  # subfolders of each class with images only in them
         for label, name in zip(numbers_in(self.class_names, own, root), sorted(found), strict=True):
             folder = os.path.join(root, name)
             if not found[name]:
@@ -109,10 +108,6 @@ class FolderImages(ImageSource):
                     "images or remove it."
                 )
             self.files += [(path, label) for path in found[name]]
-            parts = [os.path.relpath(path, folder).split(os.sep) for path in found[name]]
-            inside.append(sorted({each[0] for each in parts}) if min(map(len, parts)) > 1 else [])
-        is_alike = len(inside[0]) > 1 and inside.count(inside[0]) == len(inside) > 1
-        self.same_inside = inside[0] if is_alike else []
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
 
     def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:

@@ -85,7 +85,6 @@ class ImageSource(Source):
 
     Attributes:
         left_out: the names of members of archives that belong to no sample.
-        same_inside: the folders that all classes have in common, if all images are in such.
         mapped: how labels that are numbers differ from the numbers of their classes.
         uses_root: whether `data.root` applies.
         split: the part of the data set, if opening it chose one.
@@ -93,7 +92,6 @@ class ImageSource(Source):
 
     class_names: list[str]
     left_out: Sequence[str] = ()
-    same_inside: Sequence[str] = ()
     mapped: str = ""
     uses_root: bool = False
     split: str = ""
@@ -206,13 +204,33 @@ class Data:
     def checked_samples(self, batch: Batch, records: int, may_skip: bool) -> int:
         """The number of samples in a batch of `records` records.
 
-        Raises the errors of `require_samples`.
+        Args:
+            may_skip: whether bad records may be left out.
+
+        Raises:
+            DataError, TaskError: there are fewer or more samples than records.
         """
-        from raytrain_ddp.data.loading.nested import require_samples
+        from raytrain_ddp.data.loading.nested import COUNTED
 
         samples = self.samples_of(batch)
-        require_samples(samples, records, may_skip, self.count is not None)
-        return samples
+        if samples == records or (samples < records and may_skip):
+            return samples
+        if self.count is not None:
+            raise TaskError(
+                f"Data.count returned {samples} for a batch of {records} records: it must return "
+                "the number of records in the batch, however many rows or tokens each record has."
+            )
+        if samples < records:
+            raise DataError(
+                f"collate returned {samples} samples for {records} records, but data.bad_records "
+                "is error: return all of them; or, if the first dimension does not count samples, "
+                f"{COUNTED}"
+            )
+        raise TaskError(
+            f"collate returned {samples} samples for {records} records: the first "
+            "dimension must be the number of records. Put several views of a record into "
+            f"another dimension, or {COUNTED}"
+        )
 
     def processes(self) -> LoaderProcesses:
         """The loader processes, with copies of the data made by the first call.

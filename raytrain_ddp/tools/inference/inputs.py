@@ -21,8 +21,7 @@ from raytrain_ddp.data.formats.image_folder import (
 )
 from raytrain_ddp.data.formats.labels import were_numbers
 from raytrain_ddp.data.formats.shard import read_file, with_retries
-from raytrain_ddp.data.formats.shard_formats import format_of
-from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.formats.shard_images import ShardImages, format_of
 from raytrain_ddp.data.holdout import HoldoutPart
 from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
