@@ -247,7 +247,8 @@ def handed_over() -> float:
     of them."""
     from raytrain_ddp.data.loading.loader import TrainLoader
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-    from raytrain_ddp.data.loading.sources import ArraySource, Data
+    from raytrain_ddp.data.loading.own_sources import ArraySource
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.order.epoch_order import Plan
 
     nothing = {"label": np.zeros(10**5, np.int64)}
