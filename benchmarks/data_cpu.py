@@ -165,11 +165,10 @@ def split(folder: Path, form: str) -> dict[str, float]:
     """us of CPU time an image: of the bare loop, of a batch, and of its parts; medians."""
     import torch
 
-    from raytrain_ddp.data.loading.batch_memory import BatchMemory
     from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.data.pixels import decoding
     from raytrain_ddp.data.pixels.cropping import random_box
-    from raytrain_ddp.data.pixels.image_batches import device_augmentation
+    from raytrain_ddp.data.pixels.image_batches import BatchMemory, device_augmentation
 
     torch.set_num_threads(1)
     loader = data_ours.train_loader(folder, form, 0, mirror=False)
@@ -246,9 +245,9 @@ def made(pictures: Any, boxes: Any, outs: Any) -> tuple[float, float]:
 def handed_over() -> float:
     """us of CPU time an image for all that the loader does but reading records and making a batch
     of them."""
-    from raytrain_ddp.data.array_source import ArraySource
     from raytrain_ddp.data.loading.loader import TrainLoader
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
+    from raytrain_ddp.data.loading.own_sources import ArraySource
     from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.order.epoch_order import Plan
 

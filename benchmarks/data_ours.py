@@ -82,7 +82,8 @@ def own_dataset(folder: Path, images: int, shared: bool) -> Iterator[Any]:
     """The data set of `folder_fast` as a user's own: in processes, or in threads that share it."""
     from raytrain_ddp.data.loading.loader import TrainLoader
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-    from raytrain_ddp.data.loading.sources import Data, MapSource
+    from raytrain_ddp.data.loading.own_sources import MapSource
+    from raytrain_ddp.data.loading.sources import Data
     from raytrain_ddp.data.order.epoch_order import Plan
 
     data = Data(MapSource(fast_folder(folder), shared=shared))

@@ -37,7 +37,7 @@ from data_images import make_images, once
 from torch import Tensor, nn
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.loading.sources import Batch, Data
+from raytrain_ddp.data.loading.sources import Batch, Data, Source
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE
 from raytrain_ddp.tasks.image_classification import ImageClassification
@@ -269,7 +269,7 @@ class InMemory(ImageClassification):
         return None
 
 
-class _Repeated:
+class _Repeated(Source):
     def __init__(self, images: Tensor) -> None:
         self._images = images
         self.blocks = runs_of(ROWS, 1024)

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from raytrain_ddp.config.sections import ScheduleConfig as ScheduleConfig
     from raytrain_ddp.config.sections import StopConfig as StopConfig
     from raytrain_ddp.config.train_config import TrainConfig as TrainConfig
-    from raytrain_ddp.data.array_source import ArraySource as ArraySource
-    from raytrain_ddp.data.iterable_source import IterableSource as IterableSource
+    from raytrain_ddp.data.loading.own_sources import ArraySource as ArraySource
+    from raytrain_ddp.data.loading.own_sources import IterableSource as IterableSource
+    from raytrain_ddp.data.loading.own_sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Data as Data
-    from raytrain_ddp.data.loading.sources import MapSource as MapSource
     from raytrain_ddp.data.loading.sources import Source as Source
     from raytrain_ddp.data.order.sample_rng import Draws as Draws
     from raytrain_ddp.driver.result import FitResult as FitResult
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
     from raytrain_ddp.tools.report.write import report as report
 
 _HOMES = {
-    "ArraySource": "data.array_source",
+    "ArraySource": "data.loading.own_sources",
     "AugmentConfig": "config.input_sections",
     "Data": "data.loading.sources",
     "DataConfig": "config.input_sections",
     "Draws": "data.order.sample_rng",
     "FitResult": "driver.result",
-    "IterableSource": "data.iterable_source",
-    "MapSource": "data.loading.sources",
+    "IterableSource": "data.loading.own_sources",
+    "MapSource": "data.loading.own_sources",
     "RaytrainError": "errors",
     "Source": "data.loading.sources",
     "Task": "tasks.task",

@@ -24,7 +24,7 @@ from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.recipe import from_dict, to_dict
 from raytrain_ddp.config.sections import CheckpointConfig, LogConfig, OptimConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.array_source import ArraySource
+from raytrain_ddp.data.loading.own_sources import ArraySource
 from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order import epoch_order
 from raytrain_ddp.data.order.sample_rng import Draws

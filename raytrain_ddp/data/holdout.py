@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_ddp.data.formats.row_group_cache import RowMask
-from raytrain_ddp.data.order.sample_rng import Rows, hash64, mix64
+from raytrain_ddp.data.loading.sources import ImageSource
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows, hash64, mix64
 from raytrain_ddp.errors import DataError
 
 _STREAM = 0x5EED_0007  # separates these random bits from other uses
@@ -85,61 +85,53 @@ class HoldoutRows:
         return flags
 
 
-class HoldoutPart:
+class HoldoutPart(ImageSource):
     """One part of an image source: the rows held out, or the remaining rows.
 
     Its blocks are those of the source without the rows of the other part.
     """
 
-    def __init__(self, source: Any, held: HoldoutRows, train: bool) -> None:
+    def __init__(self, source: ImageSource, held: HoldoutRows, train: bool) -> None:
         self._held, self._train = held, train
         ends = np.cumsum(source.blocks)
         before = np.searchsorted(held.rows, ends)  # rows held out up to the end of each block
         counts = np.diff(before, prepend=0)
         counts = source.blocks - counts if train else counts
         self.blocks: Rows = counts[counts > 0]
-        sizes = getattr(source, "block_bytes", None)
-        if sizes is not None:
-            self.block_bytes: Rows = sizes[counts > 0]
-        part = getattr(source, "part", None)
-        if part is not None:  # it keeps a row group until all rows of this part have been read
-            source = part(lambda start, stop: held.used(start, stop, train))
-        self.whole = self._source = source
+        sizes = source.block_bytes
+        self.block_bytes = None if sizes is None else sizes[counts > 0]
+        # It keeps a row group until all rows of this part have been read.
+        self.whole = source.part(lambda start, stop: held.used(start, stop, train))
         self.class_names = source.class_names
-        self.prefers_blocks = getattr(source, "prefers_blocks", False)
+        self.prefers_blocks = source.prefers_blocks
 
     def rows_of_whole(self, rows: Sequence[int]) -> Rows:
         """The rows of `whole` that these rows of this part are."""
         return self._held.of(np.array(rows, np.int64), self._train)
 
     def read(self, rows: Rows) -> Any:
-        return self._source.read(self._held.of(rows, self._train))
+        return self.whole.read(self._held.of(rows, self._train))
 
     def ahead(self, rows: Rows) -> None:
-        ahead = getattr(self._source, "ahead", None)
-        if ahead is not None:
-            ahead(self._held.of(rows, self._train))
+        self.whole.ahead(self._held.of(rows, self._train))
 
     def close(self) -> None:
-        close = getattr(self._source, "close", None)
-        if close is not None:
-            close()
+        self.whole.close()
 
     def labels(self) -> Rows:
-        labels: Rows = self._source.labels()
+        labels: Rows = self.whole.labels()
         return labels[self._held.of(np.arange(self.blocks.sum()), self._train)]
 
     def paths(self) -> list[str]:
-        every: Sequence[str] = getattr(self._source, "paths", list)()
+        every: Sequence[str] = self.whole.paths()
         chosen = np.arange(self.blocks.sum()) if every else np.empty(0, np.int64)
         return [every[row] for row in self._held.of(chosen, self._train)]
 
     def fingerprint(self) -> str:
         which = "without" if self._train else "only"
         return sha256(
-            f"{self._source.fingerprint()} {which} {self._held.parameters}".encode()
+            f"{self.whole.fingerprint()} {which} {self._held.parameters}".encode()
         ).hexdigest()
 
     def where(self, row: int) -> str:
-        found: str = self._source.where(int(self._held.of(np.array([row]), self._train)[0]))
-        return found
+        return self.whole.where(int(self.rows_of_whole([row])[0]))

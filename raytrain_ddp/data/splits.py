@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.formats.labels import NoLabelsError, UnknownClassError, normalized
 from raytrain_ddp.data.formats.shard_images import ShardImages, columns_of
 from raytrain_ddp.data.holdout import HoldoutPart, HoldoutRows, held_out
-from raytrain_ddp.data.loading.sources import Source
+from raytrain_ddp.data.loading.sources import ImageSource
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.events import DataSummary, SplitSummary
@@ -33,21 +33,6 @@ _NO_EVALUATION = (
     "the run is not evaluated because there is no evaluation split: set --data.holdout 0.1 to hold "
     "out a part of the training set, or set --data.eval-source."
 )
-
-
-class ImageSource(Source, Protocol):
-    """A source of (image, label), where the image is encoded bytes, a PIL image or a
-    `BadRecord`."""
-
-    class_names: list[str]
-
-    def read(self, rows: Rows) -> Sequence[tuple[Any, Any]]: ...
-
-    def labels(self) -> Any:
-        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets)."""
-
-    def where(self, row: int) -> str:
-        """The file and row, for messages."""
 
 
 @dataclass
@@ -113,7 +98,7 @@ class Splits:
                     self._labels[name] = np.bincount(labels, minlength=len(self.class_names))
                 elif labels is not None and self.predicted == "labels":
                     self._labels[name] = labels.sum(0, dtype=np.int64)
-            paths: list[Any] = [getattr(s, "paths", list)() for s in (self.train, self.eval)]
+            paths: list[Any] = [s.paths() if s else [] for s in (self.train, self.eval)]
             self._repeated += _repeated(*paths)
         except Exception as error:
             self._error.append(error)
@@ -134,9 +119,8 @@ class Splits:
     def close(self) -> None:
         """Ends the read-ahead threads; the sources remain usable."""
         for source in (self.train, self.eval):
-            close = getattr(source, "close", None)
-            if close is not None:
-                close()
+            if source is not None:
+                source.close()
 
 
 def open_splits(config: DataConfig, found: Found | None = None, binary: bool = False) -> Splits:
@@ -184,7 +168,7 @@ def open_splits(config: DataConfig, found: Found | None = None, binary: bool = F
                 open_images(found.eval, config, classes, binary),
                 found.eval_from,
             )
-            split = getattr(evaluation, "split", "")
+            split = evaluation.split
             if split and not found.eval.name:  # torchvision sets choose it when opened
                 eval_from = f"the {split} split of {eval_from}"
                 if split != "test":
@@ -254,7 +238,7 @@ def unused_fields(
     for name in () if isinstance(source, ShardImages) else ("image_column", "label_column"):
         if getattr(config, name) != getattr(DataConfig, name):
             yield name, f"is not used for {what}, which has no columns."
-    if config.root not in (None, TORCHVISION_ROOT) and not getattr(source, "uses_root", False):
+    if config.root not in (None, TORCHVISION_ROOT) and not source.uses_root:
         yield "root", f"is not used for {what}, which is not a list of images."
 
 
@@ -287,14 +271,7 @@ def _plain(path: str) -> str:
 def notes_of(source: ImageSource, what: str) -> list[str]:
     """Notes about files that are not used and labels that are mapped."""
     why = f"members of {what}: hidden, left by a system, not files, dead links, or without a suffix"
-    notes = [f"{note}." for note in counted(getattr(source, "left_out", ()), why)]
-    same = getattr(source, "same_inside", ())
-    if same:
-        notes.append(
-            f"every class folder of {what} has the same folders ({', '.join(same[:3])}, ...). If "
-            "those are the classes, move them to the top."
-        )
-    values = getattr(source, "mapped", "")
-    if values:
-        notes.append(f"the labels of {what} are {values}.")
+    notes = [f"{note}." for note in counted(source.left_out, why)]
+    if source.mapped:
+        notes.append(f"the labels of {what} are {source.mapped}.")
     return notes

@@ -15,6 +15,7 @@ import numpy as np
 
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.formats.labels import Labels, names_of, normalized, numbers_in
+from raytrain_ddp.data.loading.sources import ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import ConfigError, DataError, did_you_mean
@@ -24,7 +25,7 @@ _LABELS = ("targets", "labels", "_labels", "y")  # attributes with the labels of
 _LOOKED_AT = 5  # labels to compare with those of the items
 
 
-class TorchvisionImages:
+class TorchvisionImages(ImageSource):
     """A torchvision classification data set by name, downloaded by the first process that needs it.
 
     Args:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.loading.sources import Data, Source
 from raytrain_ddp.data.order.sample_rng import seeded_globals
 from raytrain_ddp.errors import DataError, TaskError, first_names
 from raytrain_ddp.tasks.model_parts import nonfinite
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import Metric, MetricCollection
 
-_OF_SOURCE = ("blocks", "read", "fingerprint")
 _OF_LOG = ("loss", "lr", "samples_per_s", "seconds", "seconds_total")
 _OF_RESULT = ("step", "skipped")  # keys next to the metrics in an evaluation result
 _WRAPPERS = {
@@ -119,9 +118,8 @@ def _data(function: Any, data: Any, empty: str) -> Data:
         elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
             hint = " Return Data(MapSource(dataset), collate)."
         raise refused(function, data, "a raytrain_ddp.Data", hint)
-    lacking = [name for name in _OF_SOURCE if not hasattr(data.source, name)]
-    if lacking:
-        hint = f" A {type(data.source).__name__} has no {' and no '.join(lacking)}."
+    if not isinstance(data.source, Source):
+        hint = f" A {type(data.source).__name__} is none."
         if hasattr(data.source, "dataset") and hasattr(data.source, "batch_size"):
             hint += " Wrap its data set: MapSource(loader.dataset)."
         elif hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):

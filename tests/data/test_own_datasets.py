@@ -27,11 +27,10 @@ from raytrain_ddp import errors
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.data.array_source import ArraySource
-from raytrain_ddp.data.iterable_source import IterableSource
 from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import Batch, Data, MapSource
+from raytrain_ddp.data.loading.own_sources import ArraySource, IterableSource, MapSource
+from raytrain_ddp.data.loading.sources import Batch, Data
 from raytrain_ddp.data.order.epoch_order import Plan
 from raytrain_ddp.data.order.sample_rng import Draws
 

@@ -11,15 +11,11 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.discovery.class_folders import (
-    class_folder_splits,
-    refuse_split_names_as_classes,
-    whole_folder,
-)
 from raytrain_ddp.data.discovery.file_listing import (
     FileListing,
     counted,
     fits,
+    list_in_store,
     list_on_disk,
 )
 from raytrain_ddp.data.discovery.hf_repository import (
@@ -33,15 +29,17 @@ from raytrain_ddp.data.discovery.split_names import (
     WHOLE,
     NoSuchConfigError,
     Splits,
+    class_folder_splits,
     configs_of,
     merged,
+    refuse_split_names_as_classes,
     require_all_shards,
     role_in,
+    whole_folder,
 )
-from raytrain_ddp.data.discovery.store_listing import list_in_store
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_formats import FORMATS, LIST, format_of
+from raytrain_ddp.data.formats.shard_images import FORMATS, LIST, format_of
 from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 

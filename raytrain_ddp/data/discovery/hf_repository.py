@@ -15,7 +15,7 @@ from raytrain_ddp.data.discovery.file_listing import FileListing
 from raytrain_ddp.data.discovery.split_names import NoSuchConfigError, Splits
 from raytrain_ddp.data.formats.labels import names_in
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_formats import format_of
+from raytrain_ddp.data.formats.shard_images import format_of
 from raytrain_ddp.errors import (
     DataError,
     PreflightError,

@@ -14,7 +14,7 @@ from stat import S_ISDIR, S_ISREG
 import numpy as np
 
 from raytrain_ddp.data.formats.labels import NoLabelsError, distinct_names, numbers_in
-from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
 from raytrain_ddp.errors import DataError
@@ -62,11 +62,10 @@ def without_leftovers(
     return [name for name, left in found if not left], sorted({left for _, left in found if left})
 
 
-class FolderImages:
+class FolderImages(ImageSource):
     """Rows of (encoded image, label) from the files below one folder per class.
 
-    A file that cannot be read (a broken link, no permission) is a `BadRecord`. `same_inside` names
-    the folders that all classes have in common, if all images are in such.
+    A file that cannot be read (a broken link, no permission) is a `BadRecord`.
 
     Args:
         root: its folders are the classes, in alphabetical order, with images at any depth.
@@ -100,8 +99,7 @@ class FolderImages:
             raise DataError(f"{root}: contains no class folders.")
         own = distinct_names(sorted(found), root)
         self.class_names = own if classes is None else list(classes)
-        self.files: list[tuple[str, int]] = []  # (path, label) of each row
-        inside: list[list[str]] = []  # subfolders of each class with images only in them
+        self.files: list[tuple[str, int]] = []
         for label, name in zip(numbers_in(self.class_names, own, root), sorted(found), strict=True):
             folder = os.path.join(root, name)
             if not found[name]:
@@ -110,17 +108,12 @@ class FolderImages:
                     "images or remove it."
                 )
             self.files += [(path, label) for path in found[name]]
-            parts = [os.path.relpath(path, folder).split(os.sep) for path in found[name]]
-            inside.append(sorted({each[0] for each in parts}) if min(map(len, parts)) > 1 else [])
-        is_alike = len(inside[0]) > 1 and inside.count(inside[0]) == len(inside) > 1
-        self.same_inside = inside[0] if is_alike else []
         self.blocks = runs_of(len(self.files), _ROWS_PER_BLOCK)
 
     def read(self, rows: Rows) -> list[tuple[bytes | BadRecord, int]]:
         return [(content_of(path), label) for path, label in (self.files[r] for r in rows.tolist())]
 
     def labels(self) -> Rows:
-        """The class number of each row, shape (rows,)."""
         return np.array([label for _, label in self.files], np.int64)
 
     def fingerprint(self) -> str:

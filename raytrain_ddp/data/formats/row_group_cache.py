@@ -14,13 +14,11 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows
 
 Image = bytes | BadRecord
-RowMask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -77,9 +75,6 @@ class RowGroupCache:
         self._wanted: dict[int, None] = {}  # to be read in advance, in this order
         self._reading = 0  # blocks that the pool is reading
         self._pool: ThreadPoolExecutor | None = None
-        self._cut: set[int] = set()  # dropped before all their rows were read
-        self.loads = 0
-        self.reloads = 0
 
     def get(self, block: int, places: Rows) -> ImageGroup:
         """A block of which the caller reads the rows at `places`, shape (n,)."""
@@ -123,10 +118,6 @@ class RowGroupCache:
     # The following methods require the lock, except `_fill` and `_fill_ahead`.
 
     def _begin(self, block: int) -> _Kept:
-        self.loads += 1
-        if block in self._cut:
-            self._cut.remove(block)
-            self.reloads += 1
         kept = _Kept(int(self._sizes[block]), self._used(block))
         self._kept[block] = kept
         self._bytes += kept.size_bytes
@@ -143,7 +134,6 @@ class RowGroupCache:
             if kept is None:
                 return
             self._drop(other, kept)
-            self._cut.add(other)
 
     def _drop(self, block: int, kept: _Kept) -> None:
         if self._kept.get(block) is kept:

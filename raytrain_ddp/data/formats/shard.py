@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import PurePosixPath
@@ -17,14 +16,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import pyarrow as pa
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.image_folder import NO_FILE, read_on_disk
-from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of
-from raytrain_ddp.data.formats.targets import kind_of_targets
+from raytrain_ddp.data.formats.image_folder import read_on_disk
+from raytrain_ddp.data.formats.labels import Kind, is_string, kind_of, kind_of_targets
 from raytrain_ddp.data.loading.sources import BadRecord
 from raytrain_ddp.errors import (
     DataError,
     RaytrainError,
     did_you_mean,
+    first_line,
     first_names,
     in_one_line,
     is_passing,
@@ -34,6 +33,7 @@ from raytrain_ddp.uri import attempt, open_uri, reason_of
 
 T = TypeVar("T")
 
+_OF_THE_FILE = (errno.EISDIR, errno.ENXIO, errno.ENAMETOOLONG)
 RETRY_S = (1.0, 5.0)  # waits before a store is asked again, after the client's own retries
 
 
@@ -139,6 +139,11 @@ class Shard(ABC):
     def is_local(self) -> bool:
         """Whether the file, and the images that it names, are on this machine."""
         return all(isinstance(fs, pafs.LocalFileSystem) for fs in (self.at.fs, self.at.image_fs))
+
+    @property
+    def left_out(self) -> list[str]:
+        """The names of members of an archive that belong to no sample."""
+        return []
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
         """Columns of a row group as an Arrow table, verified as far as the format allows.
@@ -266,35 +271,22 @@ def _flags_of(columns: Columns) -> str:
     return f"Set --data.image-column or --data.{labels}."
 
 
-def column_of(name: str, values: Sequence[Any], where: Callable[[int], str]) -> Any:
-    """Converts values of a file without types to an Arrow array of their common type. Integers that
-    need more than 64 bits become text.
+def column_of(name: str, values: Sequence[Any], where: str) -> Any:
+    """Converts values of a file without types to an Arrow array of their common type.
 
     Args:
-        where: the file and the row, for messages.
+        where: the file, for messages.
 
     Raises:
-        DataError: they have no common type, such as numbers and text.
+        DataError: they have no common type, such as numbers and text, or more than 64 bits.
     """
-    types = {type(value) for value in values if value is not None}
-    if len(types) < 2 or types == {int, float}:
-        with suppress(pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-            return pa.array(values)
-    if types == {int}:
-        return pa.array([None if value is None else str(value) for value in values])
-    kinds = [*map(_kind, values)]
-    row = kinds.index(min(dict.fromkeys(filter(None, kinds)), key=kinds.count))  # the rarest
-    raise DataError(
-        f"{where(row)}: {name} {quoted(values[row])} has a different type than other rows: write "
-        "all as text, or all as numbers."
-    )
-
-
-def _kind(value: Any) -> str:
-    """The type of a value of JSON, and those in a list; "" for null and an empty list."""
-    if isinstance(value, list) and value:
-        return f"[{sorted({*map(_kind, value)})}]"
-    return "" if value in (None, []) else type(value).__name__
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise DataError(
+            f"{where}: column {quoted(name)}: {first_line(error)}: write all values as text, or "
+            "all as numbers."
+        ) from None
 
 
 def is_binary(kind: Any) -> bool:
@@ -325,11 +317,7 @@ def image_at(shard: Shard, path: str) -> bytes | BadRecord:
     outcome = with_retries(lambda: read_file(shard.at.image_fs, place), shard.is_local)
     if isinstance(outcome, FileNotFoundError | NotADirectoryError):
         return BadRecord(f"{shown}: no such file")
-    if isinstance(outcome, Exception) and shard.is_local and os.path.isdir(place):
-        return BadRecord(f"{shown}: is a folder")
-    if isinstance(outcome, OSError) and outcome.errno == errno.ENXIO:
-        return BadRecord(f"{shown}: {NO_FILE}")
-    if isinstance(outcome, OSError) and outcome.errno == errno.ENAMETOOLONG:
+    if isinstance(outcome, OSError) and outcome.errno in _OF_THE_FILE:
         return BadRecord(f"{shown}: {outcome.strerror}")
     if isinstance(outcome, Exception):  # not a bad record: the file may be readable later
         raise DataError(f"{shown}: cannot be read: {reason_of(shard.at.uri, outcome)}.")

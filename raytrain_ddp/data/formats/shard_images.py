@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from pathlib import PurePosixPath
@@ -14,17 +15,27 @@ from typing import Any
 import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.formats.image_folder import sizes_of
-from raytrain_ddp.data.formats.labels import Labels, how_mapped
-from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache, RowMask
-from raytrain_ddp.data.formats.shard import Columns, Shard, image_at, join_some, place_of, rows_in
-from raytrain_ddp.data.formats.shard_formats import open_shards
+from raytrain_ddp.data.formats.image_folder import NO_FILE, sizes_of
+from raytrain_ddp.data.formats.labels import Labels, Targets, how_mapped
+from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
+from raytrain_ddp.data.formats.shard import (
+    Columns,
+    Opened,
+    Shard,
+    image_at,
+    join_some,
+    opened_at,
+    place_of,
+    rows_in,
+    with_retries,
+)
 from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
-from raytrain_ddp.data.formats.targets import Targets
-from raytrain_ddp.data.loading.sources import BadRecord
-from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.errors import DataError, first_names, in_one_line
-from raytrain_ddp.uri import uri_beside
+from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
+from raytrain_ddp.data.formats.tar_shard import open_tar
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
+from raytrain_ddp.data.order.sample_rng import RowMask, Rows
+from raytrain_ddp.errors import DataError, RaytrainError, first_names, in_one_line
+from raytrain_ddp.uri import attempt, reason_of, uri_beside, without_secrets
 
 _MIB = 2**20
 _BLOCKS_FROM_BYTES = 512 * _MIB  # of images: with more, shuffling all rows is too slow
@@ -33,7 +44,7 @@ _TRIED = 16  # images of a list
 _REMOTE_READERS = 8  # of object stores: mostly waiting for the network
 
 
-class ShardImages:
+class ShardImages(ImageSource):
     """Rows of (encoded image, label) from files of any of the `FORMATS`.
 
     A row group is read once and kept until all its rows have been read; `ahead` prefetches it.
@@ -70,7 +81,8 @@ class ShardImages:
         self._shards = open_shards(paths, self._columns)
         if named is not None:
             self._shards = [with_names(shard, named) for shard in self._shards]
-        self.named = named
+        self.uses_root = any(map(self._has_paths_only, self._shards))
+        self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
             (shard, group)
             for shard in self._shards
@@ -103,11 +115,6 @@ class ShardImages:
             self._require_every_image()
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
-        """The same rows with a separate cache, for a reader that uses only some of them.
-
-        Args:
-            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
-        """
         twin = copy.copy(self)
         ends = self._starts + self.blocks
         twin._groups = twin._new_groups(lambda b: used(int(self._starts[b]), int(ends[b])))
@@ -134,12 +141,7 @@ class ShardImages:
         return records
 
     def labels(self) -> Rows:
-        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
-        Reads only the label columns.
-
-        Raises:
-            DataError: a label is null or not a class; names the row.
-        """
+        """Reads only the label columns; see `ImageSource.labels`."""
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
         numbers: list[Any] = []
@@ -149,8 +151,7 @@ class ShardImages:
         return np.array(numbers, np.float32 if self._columns.targets else np.int64)
 
     def ahead(self, rows: Rows) -> None:
-        """Starts reading the row groups of these rows, which must not have been read. Returns at
-        once."""
+        """Starts reading their row groups, which must not have been read."""
         self._groups.ahead(self._blocks_of(rows).tolist())
 
     def close(self) -> None:
@@ -178,28 +179,16 @@ class ShardImages:
         return digest.hexdigest()
 
     @property
-    def left_out(self) -> list[str]:
-        """The names of members of tar files that belong to no sample."""
-        return [name for shard in self._shards for name in getattr(shard, "left_out", ())]
-
-    @property
-    def uses_root(self) -> bool:
-        """Whether some of the files are lists of images."""
-        return any(map(self._has_paths_only, self._shards))
-
-    @property
     def image_root(self) -> str:
         """The folder that the paths of images start from."""
         return str(self._shards[0].at.image_root)
 
     @cached_property
     def files(self) -> list[tuple[str, int]] | None:
-        """(path, label) of each row, if all images are files of their own on this machine."""
         paths = () if self._remote else self.paths()
         return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
 
     def paths(self) -> list[str]:
-        """The path of each row's image, if all files are lists; otherwise none."""
         if not all(map(self._has_paths_only, self._shards)):
             return []
         values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
@@ -215,7 +204,6 @@ class ShardImages:
         return shard.name, row - int(self._starts[first])
 
     def where(self, row: int) -> str:
-        """The file and the row in it, for messages."""
         block = int(self._blocks_of(np.array([row]))[0])
         shard, group = self._blocks[block]
         return shard.where_in(group, row - int(self._starts[block]))
@@ -313,3 +301,72 @@ class ShardImages:
 def columns_of(config: DataConfig, binary: bool = False) -> Columns:
     targets = config.target_columns
     return Columns(config.image_column, config.label_column, config.root, targets, binary)
+
+
+_OPENERS = 16
+_ERRORS_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of files.
+
+    Args:
+        ends: in lower case.
+        open: reads and checks the description of a file's rows. Raises ValueError, OSError or
+            tarfile.TarError if it is missing or damaged, DataError if it cannot be used.
+    """
+
+    title: str
+    ends: tuple[str, ...]
+    open: Callable[[Opened, Columns], Shard]
+
+
+_LISTS = tuple(
+    f"{end}{packed}" for end in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in ("", ".gz")
+)
+PARQUET = Format("Parquet", (".parquet",), open_parquet)
+LIST = Format("CSV, TSV or JSON lines", _LISTS, open_list)
+TAR = Format("tar", (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), open_tar)
+ARROW = Format("Arrow", (".arrow",), open_arrow)
+FORMATS = (PARQUET, ARROW, TAR, LIST)
+
+
+def format_of(name: str) -> Format | None:
+    """The format of a file of this name."""
+    return next((form for form in FORMATS if name.lower().endswith(form.ends)), None)
+
+
+def open_shard(uri: str, columns: Columns) -> Shard:
+    """Reads and checks the description of the rows of a file at a URI or path.
+
+    Raises:
+        DataError: it is missing or damaged, or a column is missing or of the wrong type.
+    """
+    name = without_secrets(uri)
+    form = format_of(name) or PARQUET
+    if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
+        raise DataError(f"{name}: {NO_FILE}: remove it.")
+    outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
+    if isinstance(outcome, RaytrainError):
+        raise outcome
+    if isinstance(outcome, FileNotFoundError):
+        raise DataError(f"{name}: no such file.")
+    if isinstance(outcome, Exception):
+        raise DataError(f"{name}: not a readable {form.title} file: {reason_of(uri, outcome)}.")
+    return outcome
+
+
+def open_shards(paths: Sequence[str], columns: Columns) -> list[Shard]:
+    """Opens all files, or raises one error that lists each unusable file."""
+    with ThreadPoolExecutor(_OPENERS, thread_name_prefix="footers") as pool:
+        opened = list(pool.map(lambda path: attempt(lambda: open_shard(path, columns)), paths))
+    errors = [result for result in opened if isinstance(result, Exception)]
+    for error in errors:
+        if len(errors) == 1 or not isinstance(error, DataError):
+            raise error
+    if errors:
+        texts = [str(error).rstrip(".") for error in errors]
+        listed = first_names(texts, _ERRORS_SHOWN, "; and ", "; ")
+        raise DataError(f"{len(errors)} of {len(paths)} files cannot be used: {listed}.")
+    return [result for result in opened if isinstance(result, Shard)]

@@ -13,6 +13,7 @@ from raytrain_ddp.data.formats.labels import (
     Kind,
     Labels,
     NoLabelsError,
+    Targets,
     distinct_names,
     is_negative,
     name_of,
@@ -21,8 +22,7 @@ from raytrain_ddp.data.formats.labels import (
     were_numbers,
 )
 from raytrain_ddp.data.formats.shard import Columns, Shard, join_some
-from raytrain_ddp.data.formats.targets import Targets
-from raytrain_ddp.data.order.permutation import Feistel
+from raytrain_ddp.data.order.epoch_order import Feistel
 from raytrain_ddp.errors import DataError, quoted
 
 _READERS = 16

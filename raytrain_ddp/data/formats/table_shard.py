@@ -1,4 +1,4 @@
-"""Tables in memory or mapped into it: lists of images (CSV, TSV, JSON lines), Arrow files."""
+"""Tables: Parquet files, Arrow files, and lists of images (CSV, TSV, JSON lines)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyarrow import fs as pafs
 
-from raytrain_ddp.data.formats.labels import hugging_face_names, is_string
+from raytrain_ddp.data.formats.labels import Kind, hugging_face_names, is_string
 from raytrain_ddp.data.formats.shard import (
     Columns,
     Opened,
@@ -51,7 +53,7 @@ def open_list(at: Opened, columns: Columns) -> TableShard:
     packed = "gzip" if at.name.lower().endswith(".gz") else None
     with at.fs.open_input_stream(at.path, compression=packed) as stream:
         content = stream.read()
-    _require_text(content, at.name)
+    content.decode()  # raises ValueError
     is_json = _has(at.name, ".jsonl", ".ndjson")
     table = (_from_json if is_json else _from_csv)(content, at.name, columns)
     leaves, path_column, kind = check_columns(at.name, table.schema, columns)
@@ -112,22 +114,6 @@ def _has(name: str, *suffixes: str) -> bool:
     return name.lower().removesuffix(".gz").endswith(suffixes)
 
 
-def _require_text(content: bytes, name: str) -> None:
-    """Raises DataError for encodings other than UTF-8, and for a null character, which no path
-    has."""
-    try:
-        content.decode()
-        place = content.find(b"\0")
-    except UnicodeDecodeError as error:
-        place = error.start
-    if place >= 0:
-        line = len(content[: place + 1].splitlines())
-        raise DataError(
-            f"{name}, line {line}: byte {content[place]:#04x} is not UTF-8 text: save the file as "
-            "UTF-8."
-        )
-
-
 def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
     from pyarrow import csv  # few data sets need it, as below
 
@@ -135,20 +121,13 @@ def _from_csv(content: bytes, name: str, columns: Columns) -> Any:
     if b'"' in content:
         _require_closed(content, mark, name)
     texts = (columns.image,) if columns.targets else (columns.image, columns.label)
-    table = csv.read_csv(
+    return csv.read_csv(
         pa.BufferReader(content),
         # One block, read by one thread: the row of an error is counted from the start.
         read_options=csv.ReadOptions(use_threads=False, block_size=max(1, len(content))),
         parse_options=csv.ParseOptions(delimiter=mark, newlines_in_values=True),
         convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
     )
-    other = next((other for other in ";|\t," if other in "".join(table.column_names[:1])), None)
-    if table.num_columns == 1 and other:
-        expected = "tabs" if mark == "\t" else "commas (in .tsv: tabs)"
-        raise DataError(
-            f"{name}: its columns are separated by {quoted(other)}; expected: {expected}."
-        )
-    return table
 
 
 def _require_closed(content: bytes, mark: str, name: str) -> None:
@@ -194,6 +173,108 @@ def _from_json(content: bytes, name: str, columns: Columns) -> Any:
     def column(of: str) -> Any:
         if of not in used:
             return pa.nulls(len(rows))
-        return column_of(of, [row.get(of) for row in rows], lambda row: f"{name}, row {row}")
+        return column_of(of, [row.get(of) for row in rows], name)
 
     return pa.table({of: column(of) for of in found})
+
+
+_TAIL_BYTES = 64 * 2**10  # contains the whole footer of most files
+_MAGIC = b"PAR1"
+_BUFFER_BYTES = 256 * 2**10
+_BATCH_BYTES = 2**30  # an Arrow binary array holds at most 2 GiB
+
+
+@dataclass(frozen=True)
+class ParquetShard(Shard):
+    """A Parquet file. The digest is that of the footer."""
+
+    reads_labels = False
+    _footer: bytes  # a tenth of the size of its parsed form
+
+    def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
+        with self.at.fs.open_input_file(self.at.path) as source:
+            size = source.size()
+            if size != self.size_bytes:
+                raise ValueError(f"it has {size} bytes now and had {self.size_bytes} when opened")
+            file = pq.ParquetFile(
+                source,
+                metadata=_parsed(self._footer).metadata,
+                # One page at a time: the column is not in memory twice.
+                buffer_size=_BUFFER_BYTES if self.is_local else 0,
+                # All columns in one request; fsspec files do not support concurrent reads.
+                pre_buffer=not self.is_local and not isinstance(self.at.fs, pafs.PyFileSystem),
+                page_checksum_verification=True,
+            )
+            most = min(self._batch_rows(group) for group in groups)
+            batches = file.iter_batches(most, list(groups), list(columns), use_threads=False)
+            return pa.Table.from_batches(batches).flatten()
+
+    def _batch_rows(self, group: int) -> int:
+        row_group = self.groups[group]
+        return max(1, row_group.rows * _BATCH_BYTES // max(_BATCH_BYTES, row_group.size_bytes))
+
+
+def open_parquet(at: Opened, columns: Columns) -> ParquetShard:
+    """Reads and checks the footer."""
+    with at.fs.open_input_file(at.path) as source:
+        size = source.size()
+        footer = _read_footer(source, size)
+    file = _parsed(footer)
+    leaves, path_column, kind = check_columns(at.name, file.schema_arrow, columns)
+    if path_column == columns.image:
+        at = at.below(columns.root)
+    places: dict[str, int] = {}
+    for i in range(file.metadata.num_columns):
+        path = file.metadata.schema.column(i).path
+        places[path] = i
+        places.setdefault(path.partition(".")[0], i)  # of a column of lists
+    groups = tuple(
+        _row_group(file.metadata.row_group(i), places, leaves, columns.labels, kind)
+        for i in range(file.metadata.num_row_groups)
+    )
+    class_names = hugging_face_names(file.schema_arrow, columns.labels, at.name)
+    digest = sha256(footer).hexdigest()
+    return ParquetShard(at, size, digest, groups, kind, class_names, path_column, footer)
+
+
+def _read_footer(source: Any, size: int) -> bytes:
+    """The end of a file, from which it can be opened: metadata, their length, magic bytes."""
+    tail = source.read_at(min(size, _TAIL_BYTES), max(0, size - _TAIL_BYTES))
+    if len(tail) < 3 * len(_MAGIC) or tail[-4:] != _MAGIC:
+        raise ValueError(f"its {size} bytes do not end with Parquet's magic bytes: truncated?")
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if length > size:
+        raise ValueError("its footer is damaged")
+    if length > len(tail):
+        tail = source.read_at(length, size - length)
+    return bytes(tail[-length:])
+
+
+@lru_cache(maxsize=64)
+def _parsed(footer: bytes) -> Any:
+    return pq.ParquetFile(pa.BufferReader(footer))
+
+
+def _row_group(
+    group: Any,
+    places: dict[str, int],
+    leaves: tuple[str, ...],
+    of_labels: tuple[str, ...],
+    kind: Kind,
+) -> RowGroup:
+    first = group.column(places[leaves[0]])
+    known = [group.column(places[leaf]).statistics for leaf in leaves]
+    nulls = [each.null_count if each and each.has_null_count else None for each in known]
+    counted = sum(each or 0 for each in nulls)
+    without_image = max(0, counted - (len(leaves) - 1) * group.num_rows)
+    if nulls[0] == 0:
+        leaves = leaves[:1]
+    columns = (*leaves, *of_labels)
+    label = group.column(places[of_labels[0]]).statistics if kind == "integer" else None
+    labels = None
+    if label is not None and label.has_null_count and (label.has_min_max or label.null_count):
+        least, largest = (label.min, label.max) if label.has_min_max else (0, 0)
+        labels = (int(label.null_count), int(least), int(largest))
+    size = sum(group.column(places[column]).total_uncompressed_size for column in columns)
+    stored = first.total_compressed_size
+    return RowGroup(group.num_rows, columns, size, stored, labels, without_image)

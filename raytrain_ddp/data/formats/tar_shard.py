@@ -15,11 +15,10 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from posixpath import dirname, join, normpath
+from posixpath import normpath
 from typing import Any
 
 import pyarrow as pa
@@ -46,11 +45,10 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _META = re.compile(r"__[^/]*__($|/)")
 _HASH_LENGTH = 64
 _HIDDEN = (".*",)  # are data, as the folders of a tar file are no classes
-_MOST_LINKS = 40  # in a row, as in Linux
 _NAMES = "__name__"  # the column of the members' names
-_VERSION = 3  # of the index
+_VERSION = 4  # of the index
 
-Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix; or of a file, by name
+Members = Mapping[str, tarfile.TarInfo]  # of a sample, by suffix
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,7 @@ class TarShard(Shard):
         return list(json.loads(self._index.schema.metadata[b"left_out"]))
 
     def where_in(self, group: int, place: int) -> str:
-        name = self._rows(group)["name"][place].as_py()
-        links = (each for each in self.left_out if each.startswith(f"{name}.") and "->" in each)
-        return f"{self.name}, {next(links, name)}"
+        return f"{self.name}, {self._rows(group)['name'][place].as_py()}"
 
     def _read(self, groups: Sequence[int], columns: Sequence[str]) -> Any:
         return pa.concat_tables([self._read_group(group, columns) for group in groups])
@@ -238,7 +234,7 @@ def _made(at: Opened, columns: Columns) -> Any:
             rows["offset"].append(None if image is None else image.offset_data)
             rows["size"].append(None if image is None else image.size)
             labels.append(_label(f"{at.name}, {key}", members, columns, file.fileno()))
-    column = column_of(columns.label, labels, lambda row: f"{at.name}, {rows['name'][row]}")
+    column = column_of(columns.label, labels, at.name)
     if all(isinstance(label, str) and _WHOLE.fullmatch(label) for label in labels):
         labels = [*map(int, labels)]  # in the digest only, as in earlier versions
     digest = sha256()
@@ -252,34 +248,25 @@ def _made(at: Opened, columns: Columns) -> Any:
 
 
 def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, Members]]:
-    """Yields (key, members) of each sample. Follows links to other members; adds members that
-    belong to no sample to `left_out`."""
+    """Yields (key, members) of each sample; adds members that belong to no sample to `left_out`."""
     name, key, members = at.name, "", dict[str, tarfile.TarInfo]()
-    files: Members | None = None  # by name, if there are links
-    followed = set[str]()  # what they lead to
     with tarfile.open(fileobj=file, mode="r:") as tar:
         # Without any, `next` fails in Python 3.10.
         has_members = tar.firstmember is not None  # type: ignore[attr-defined]
         while has_members and (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
             parts = _NAME.fullmatch(member.name)
-            found: tarfile.TarInfo | None = member if member.isreg() else None
-            lost = "" if member.isdir() else member.name
-            if member.linkname:
-                files = _members_of(at.path) if files is None else files
-                found = _target(member, files)
-                if found and normpath(found.name) == normpath(member.name):
-                    found = None  # packed twice, which makes the second one a link to the first
-                lost = "" if found else f"{lost} -> {member.linkname}"
-                followed.add(normpath(found.name if found else ""))
-            if (
-                _META.match(member.name)
-                or leftover_in(member.name, _HIDDEN)
-                or not (parts and found)
-            ):
-                left_out += [lost] if lost else []
+            is_twice = normpath(member.linkname) == normpath(member.name)
+            is_data = not _META.match(member.name) and not leftover_in(member.name, _HIDDEN)
+            if member.linkname and is_data and not is_twice:
+                raise DataError(
+                    f"{name}, {member.name} -> {member.linkname}: links are not followed: make the "
+                    "archive with tar --dereference --hard-dereference."
+                )
+            if not (parts and is_data and member.isreg()):
+                left_out += [] if member.isdir() else [member.name]
                 continue
-            if found.issparse():
+            if member.issparse():
                 raise DataError(
                     f"{name}, {member.name}: is stored as a sparse file: make the "
                     "archive without tar -S."
@@ -291,34 +278,14 @@ def _samples(at: Opened, file: Any, left_out: list[str]) -> Iterator[tuple[str, 
             key = parts[1]
             if suffix in members:
                 raise DataError(f"{name}, {member.name}: its sample has two members {suffix}.")
-            members[suffix] = copy(found)
-            members[suffix].name = member.name
+            members[suffix] = member
         file.seek(tar.offset)  # tarfile takes a damaged header for the end
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise DataError(
                 f"{name}: truncated or damaged at byte {tar.offset}, after {key or 'its start'}."
             )
-    left_out[:] = [each for each in left_out if normpath(each) not in followed]
     if members:
         yield key, members
-
-
-def _members_of(path: str) -> Members:
-    """By name; a file rather than a link of the same name."""
-    with tarfile.open(path, "r:") as tar:
-        found = sorted(tar, key=tarfile.TarInfo.isreg)
-    return {normpath(m.name): m for m in found if m.isreg() or m.linkname}
-
-
-def _target(member: tarfile.TarInfo, of: Members) -> tarfile.TarInfo | None:
-    """The file that a link leads to, maybe by others; None: there is none."""
-    for _ in range(_MOST_LINKS):
-        folder = dirname(member.name) if member.issym() else ""
-        found = of.get(normpath(join(folder, member.linkname)))
-        if found is None or not found.linkname:
-            return found
-        member = found
-    return None
 
 
 def _image_suffix(where: str, members: Members, columns: Columns) -> str:

@@ -158,10 +158,9 @@ class TrainLoader:
 
     def _tell_ahead(self, order: EpochOrder, places: Rows, slot: int) -> None:
         """Announces to the source what this lane reads next, and half a window of blocks later."""
-        ahead = _ahead_of(self.data)
-        if ahead is None:
-            return
-        places = np.unique(places)
+        if not self.data.shared:
+            return  # copies of it read them
+        ahead, places = self.data.source.ahead, np.unique(places)
         ahead(order.at(places))
         if self.shuffle != "none":
             later = self.window * self.plan.rows // (2 * len(self.data.source.blocks))
@@ -212,14 +211,13 @@ def eval_batches(
     Args:
         pin: see TrainLoader.
     """
-    ahead = _ahead_of(data)
 
     def tasks() -> Iterator[_Task]:
         for chunk in chunks:
             stop = min((chunk + 1) * batch_size, data.rows)
             rows = np.arange(chunk * batch_size, stop, dtype=np.int64)
-            if ahead is not None:
-                ahead(rows)
+            if data.shared:
+                data.source.ahead(rows)
             yield _Task(Draws(0, 0, rows))
 
     def load(_: _Task, batch: Batch) -> Batch:
@@ -228,7 +226,7 @@ def eval_batches(
     try:
         yield from _loaded(data, tasks(), load, threads, bytes_of)
     finally:
-        data.rest()
+        data.source.close()
 
 
 def start_processes(data: Data, threads: LoaderThreads) -> None:
@@ -251,7 +249,7 @@ def _loaded(
 ) -> Generator[R, None, None]:
     """Yields load(task, its batch) in order. Within another iteration in processes, all batches are
     made here."""
-    if getattr(data.source, "in_order", False):
+    if data.source.in_order:
         threads = replace(threads, most=min(1, threads.most), begin=None)
     if data.shared or not threads.most or any(each.in_use for each in data.started):
         made = lambda task: load(task, _made_here(data, task.draws))  # noqa: E731
@@ -301,13 +299,6 @@ def _made_here(data: Data, draws: Draws) -> Batch:
         torch.set_num_threads(threads)
 
 
-def _ahead_of(data: Data) -> Callable[[Rows], None] | None:
-    """The source's method for announcing rows to read; None if it has none, or if copies of it read
-    them."""
-    ahead: Callable[[Rows], None] | None = getattr(data.source, "ahead", None)
-    return ahead if data.shared else None
-
-
 def window_for(data: Data, asked: int | Literal["auto"]) -> int:
     """The number of blocks in a window of the block shuffle.
 
@@ -315,7 +306,7 @@ def window_for(data: Data, asked: int | Literal["auto"]) -> int:
     """
     if asked != "auto":
         return asked
-    sizes = getattr(data.source, "block_bytes", None)
+    sizes = data.source.block_bytes
     fitting = _MOST_BLOCKS if sizes is None else int(_WINDOW_BYTES / sizes.mean())
     return max(1, min(_MOST_BLOCKS, fitting))
 
@@ -323,7 +314,7 @@ def window_for(data: Data, asked: int | Literal["auto"]) -> int:
 def memory_note(loader: TrainLoader, limit_bytes: int) -> str | None:
     """A note if the blocks in use at the same time exceed `limit_bytes`, so that they will be read
     repeatedly; None if they fit or are memory-mapped."""
-    sizes = getattr(loader.data.source, "block_bytes", None)
+    sizes = loader.data.source.block_bytes
     if sizes is None or loader.shuffle == "none":
         return None
     slots = len(items_of_rank(loader.plan.slots, loader.world_size, loader.rank))
@@ -346,8 +337,8 @@ def shuffle_for(data: Data, asked: str) -> Shuffle:
     can only be read in order, and `prefers_blocks = True` if reading a row requires reading
     its block, and they do not all fit into memory.
     """
-    if getattr(data.source, "in_order", False):
+    if data.source.in_order:
         return "none"
     if asked == "auto":
-        return "block" if getattr(data.source, "prefers_blocks", False) else "full"
+        return "block" if data.source.prefers_blocks else "full"
     return "block" if asked == "block" else "full"

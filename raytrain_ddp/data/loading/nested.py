@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from raytrain_ddp.errors import DataError, TaskError
+from raytrain_ddp.errors import TaskError
 
 PLAIN = (str, bytes, int, float, complex, type(None))
 _MOST_NAMED = 6
-_COUNTED = "specify how to count samples: Data(source, collate, count=...)."
+COUNTED = "specify how to count samples: Data(source, collate, count=...)."
 
 
 def _is_sequence(batch: Any) -> bool:
@@ -101,13 +101,13 @@ def samples_of(batch: Any) -> int:
         kinds = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves}))
         raise TaskError(
             f"collate returned a batch without tensors (it contains {kinds}): return tensors, or "
-            f"{_COUNTED}"
+            f"{COUNTED}"
         )
     shown = ", ".join(f"batch{at} {list(shape)}" for at, shape in _one_per_size(shapes))
     raise TaskError(
         f"collate returned tensors whose first dimensions differ: {shown}. The first dimension of "
         "each tensor must be the number of samples: pass a value that belongs to the whole batch "
-        f"as a Python number, or {_COUNTED}"
+        f"as a Python number, or {COUNTED}"
     )
 
 
@@ -172,32 +172,3 @@ def digest_of(start: bytes, batch: Any) -> str:
             digest.update(f"{at} {type(leaf).__name__}".encode())
             digest.update(leaf.tobytes() if hasattr(leaf, "tobytes") else b"")
     return digest.hexdigest()
-
-
-def require_samples(samples: int, records: int, may_skip: bool, is_own: bool = False) -> None:
-    """Checks the number of samples in a batch.
-
-    Args:
-        may_skip: whether bad records may be left out.
-        is_own: whether `Data.count` counted the samples.
-
-    Raises:
-        DataError, TaskError: there are fewer or more samples than records.
-    """
-    if is_own and (samples > records or (samples < records and not may_skip)):
-        raise TaskError(
-            f"Data.count returned {samples} for a batch of {records} records: it must return the "
-            "number of records in the batch, however many rows or tokens each record has."
-        )
-    if samples < records and not may_skip:
-        raise DataError(
-            f"collate returned {samples} samples for {records} records, but data.bad_records is "
-            "error: return all of them; or, if the first dimension does not count samples, "
-            f"{_COUNTED}"
-        )
-    if samples > records:
-        raise TaskError(
-            f"collate returned {samples} samples for {records} records: the first "
-            "dimension must be the number of records. Put several views of a record into "
-            f"another dimension, or {_COUNTED}"
-        )

@@ -7,40 +7,42 @@ adds the function that makes a batch of its records.
 from __future__ import annotations
 
 import inspect
-import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from raytrain_ddp.data.order.epoch_order import runs_of
-from raytrain_ddp.data.order.sample_rng import Draws, Rows
+from raytrain_ddp.data.order.sample_rng import Draws, RowMask, Rows
 from raytrain_ddp.errors import DataError
 
 if TYPE_CHECKING:
     from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
+
+
+from raytrain_ddp.errors import TaskError
 
 Batch = Any
 """Any nest of tensors in mappings, lists, tuples, named tuples and dataclasses; strings, numbers
 and arrays are passed through. The first dimension of every tensor is the number of samples."""
 
 
-class Source(Protocol):
+class Source(ABC):
     """Rows in blocks, read by several threads at once.
 
-    Optional members: `shared = False` makes each loader worker a process with its own copy, which
-    reads with `read_seeded(draws)` if defined: the records of `draws.rows`, after seeding the
-    global generators with `draws.seed_globals` for each row. `ahead(rows)` receives the rows that
-    will be read soon and returns immediately; `close()` ends the work it started. `prefers_blocks`
-    and `in_order` influence the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,),
-    is the memory that each block needs.
+    With `shared = False`, each loader worker is a process with its own copy. `prefers_blocks` and
+    `in_order` influence the shuffle, see `loader.shuffle_for`; `block_bytes`, shape (blocks,), is
+    the memory that each block needs.
     """
 
-    @property
-    def blocks(self) -> Rows:
-        """The number of rows of each block, shape (blocks,), at least 1; a block is cheap to
-        read."""
+    shared: bool = True
+    in_order: bool = False
+    prefers_blocks: bool = False
+    block_bytes: Rows | None = None
+    blocks: Rows
+    """The number of rows of each block, shape (blocks,), at least 1; a block is cheap to read."""
 
+    @abstractmethod
     def read(self, rows: Rows) -> Any:
         """The records of `rows`, shape (n,), in that order; what `Data.collate` understands.
 
@@ -48,8 +50,61 @@ class Source(Protocol):
             DataError: naming the file and the row.
         """
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Changes if the data change; compared when a run is resumed."""
+
+    def read_seeded(self, draws: Draws) -> Any:
+        """The records of `draws.rows` in a process of their own: seeds the global generators with
+        `draws.seed_globals` for each row, if they are used."""
+        return self.read(draws.rows)
+
+    def ahead(self, rows: Rows) -> None:  # noqa: B027
+        """Starts to read these rows, which are needed soon; returns at once."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends the work that `ahead` started."""
+
+
+class ImageSource(Source):
+    """Rows of (image, label), where the image is encoded bytes, a PIL image or a `BadRecord`.
+
+    Attributes:
+        left_out: the names of members of archives that belong to no sample.
+        mapped: how labels that are numbers differ from the numbers of their classes.
+        uses_root: whether `data.root` applies.
+        split: the part of the data set, if opening it chose one.
+    """
+
+    class_names: list[str]
+    left_out: Sequence[str] = ()
+    mapped: str = ""
+    uses_root: bool = False
+    split: str = ""
+
+    @abstractmethod
+    def labels(self) -> Any:
+        """The class number of each row, shape (rows,), or its targets, float32 (rows, targets).
+
+        Raises:
+            DataError: a label is null or not a class; names the row.
+        """
+
+    @abstractmethod
+    def where(self, row: int) -> str:
+        """The file and row, for messages."""
+
+    def paths(self) -> list[str]:
+        """The path of each row's image, if all files are lists; otherwise none."""
+        return []
+
+    def part(self, used: Callable[[int, int], RowMask]) -> ImageSource:
+        """The same rows with memory of its own, for a reader that uses only some of them.
+
+        Args:
+            used: (start, stop) -> which of the rows start..stop-1 are read, shape (stop - start,).
+        """
+        return self
 
 
 class BadRecord(Exception):
@@ -97,15 +152,14 @@ class Data:
     @property
     def shared(self) -> bool:
         """Whether several threads may read from the source at the same time."""
-        return bool(getattr(self.source, "shared", True))
+        return self.source.shared
 
     def batch(self, draws: Draws) -> Batch:
         """The batch of `draws.rows` (at least one). Leaves the global generators in any state."""
         if self.shared:
             return self._collated(self.source.read(draws.rows), draws)
-        read = getattr(self.source, "read_seeded", None)
         draws.seed_globals(0)
-        records = self.source.read(draws.rows) if read is None else read(draws)
+        records = self.source.read_seeded(draws)
         draws.seed_globals(0, stream=1)
         return self._collated(records, draws)
 
@@ -136,13 +190,33 @@ class Data:
     def checked_samples(self, batch: Batch, records: int, may_skip: bool) -> int:
         """The number of samples in a batch of `records` records.
 
-        Raises the errors of `require_samples`.
+        Args:
+            may_skip: whether bad records may be left out.
+
+        Raises:
+            DataError, TaskError: there are fewer or more samples than records.
         """
-        from raytrain_ddp.data.loading.nested import require_samples
+        from raytrain_ddp.data.loading.nested import COUNTED
 
         samples = self.samples_of(batch)
-        require_samples(samples, records, may_skip, self.count is not None)
-        return samples
+        if samples == records or (samples < records and may_skip):
+            return samples
+        if self.count is not None:
+            raise TaskError(
+                f"Data.count returned {samples} for a batch of {records} records: it must return "
+                "the number of records in the batch, however many rows or tokens each record has."
+            )
+        if samples < records:
+            raise DataError(
+                f"collate returned {samples} samples for {records} records, but data.bad_records "
+                "is error: return all of them; or, if the first dimension does not count samples, "
+                f"{COUNTED}"
+            )
+        raise TaskError(
+            f"collate returned {samples} samples for {records} records: the first "
+            "dimension must be the number of records. Put several views of a record into "
+            f"another dimension, or {COUNTED}"
+        )
 
     def processes(self) -> LoaderProcesses:
         """The loader processes, with copies of the data made by the first call.
@@ -160,83 +234,4 @@ class Data:
         """Ends the processes, and the source's read-ahead."""
         for each in self.started:
             each.close()
-        self.rest()
-
-    def rest(self) -> None:
-        """Ends the source's read-ahead."""
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
-
-
-def require_count(name: str, value: Any) -> int:
-    """The value of an argument; raises DataError unless it is a whole number of at least 1."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise DataError(f"{name}={value!r}: give a whole number of at least 1.")
-    return count
-
-
-def require_dataset(dataset: Any) -> set[str]:
-    """The names of its classes; raises DataError for what contains data sets or makes batches of
-    them."""
-    name, kinds = type(dataset).__name__, {each.__name__ for each in type(dataset).__mro__}
-    if "DataLoader" in kinds:
-        raise DataError(f"{name} makes batches: pass its data set (loader.dataset).")
-    if "DatasetDict" in kinds:
-        raise DataError(f"{name} has several splits: choose one, such as datasets['train'].")
-    if "DataFrame" in kinds:
-        raise DataError(f"{name}: use ArraySource(frame), whose arrays are the columns.")
-    return kinds
-
-
-class MapSource:
-    """Any map-style data set (`__len__`, `__getitem__`); the records are a list of its items.
-
-    Each loader worker is a process with its own copy of the data set, as in a DataLoader. Before
-    each `__getitem__`, the global generators of torch, NumPy and Python are seeded by (seed, epoch,
-    row, repeat), so random transforms that use them give the same items on any number of workers
-    and after any restart; generators stored in the data set do not. If the data set has a
-    `set_epoch(epoch)` method, it is called before items of that epoch are read. Epochs count from
-    0.
-
-    Args:
-        shared: several threads may read the data set at the same time, so the workers are threads,
-            which use less memory. The data set must not share file positions or unsafe caches
-            between calls, and random numbers must come only from the `Draws` of `collate`, because
-            threads share the global generators with each other and with dropout.
-    """
-
-    def __init__(self, dataset: Any, rows_per_block: int = 256, *, shared: bool = False) -> None:
-        kinds = require_dataset(dataset)  # by name: torch need not be imported
-        if "IterableDataset" in kinds or not hasattr(dataset, "__len__"):
-            raise DataError(
-                f"MapSource({type(dataset).__name__}): it cannot be indexed. Use IterableSource "
-                "for data that can only be iterated."
-            )
-        if shared and hasattr(dataset, "set_epoch"):
-            raise DataError(
-                f"MapSource({type(dataset).__name__}, shared=True): threads may read items of two "
-                "epochs at the same time, but the data set has set_epoch(): remove shared=True."
-            )
-        self.dataset, self.shared = dataset, shared
-        self.blocks = runs_of(len(dataset), require_count("rows_per_block", rows_per_block))
-
-    def read(self, rows: Rows) -> Sequence[Any]:
-        return [self.dataset[row] for row in rows.tolist()]
-
-    def read_seeded(self, draws: Draws) -> Sequence[Any]:
-        """The items of `draws.rows`; the global generators are seeded before each."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(draws.epoch)
-        records = []
-        for place, row in enumerate(draws.rows.tolist()):
-            draws.seed_globals(place)
-            records.append(self.dataset[row])
-        return records
-
-    def fingerprint(self) -> str:
-        return f"{type(self.dataset).__name__} of {len(self.dataset)} rows"
+        self.source.close()

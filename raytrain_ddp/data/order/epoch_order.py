@@ -21,14 +21,17 @@ from statistics import median
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from raytrain_ddp.data.order.permutation import Feistel, sorted_permutation
-from raytrain_ddp.data.order.sample_rng import Rows
+from raytrain_ddp.data.order.sample_rng import Rows, hash64, mix64
 
+Words = npt.NDArray[np.uint64]
 Shuffle = Literal["full", "block", "none"]
 
 _EPOCH_STREAM = 0x5EED_0001  # separates the shuffle's random bits from other uses
 _WINDOW_STREAM = 0x5EED_0002
+_ROUNDS = 8  # of a permutation
+_LEAST_BITS = 6  # fewer bits do not mix well
 _ROWS_AT_ONCE = 4096  # places computed at a time in a full shuffle
 
 
@@ -140,8 +143,8 @@ class EpochOrder:
     Args:
         blocks: rows in each block, shape (blocks,); row ids are consecutive over the blocks.
         shuffle: "full" permutes all rows, in constant memory; "block" permutes the blocks, then
-            the rows within each window of `window` consecutive blocks (in memory proportional to
-            the blocks of unusual length); "none" keeps the stored order.
+            the rows within each window of `window` consecutive blocks; "none" keeps the stored
+            order.
         windows_kept: how many windows are cached: lanes and threads alternate between them.
     """
 
@@ -157,12 +160,14 @@ class EpochOrder:
         self.rows = int(blocks.sum())
         self._key = (seed, epoch)
         if shuffle == "block":
-            self._blocks, self._window = RowRuns.of(blocks), window
-            self._permutation = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)
-            self._order = self._blocks.permuted(self._permutation)
+            order = Feistel(len(blocks), seed, epoch, _EPOCH_STREAM)(np.arange(len(blocks)))
+            stops = np.cumsum(blocks)
+            spans = np.stack([stops - blocks, stops], 1)[order]  # (blocks, 2): rows, in this order
+            self._windows = [spans[n : n + window] for n in range(0, len(spans), window)]
+            self._ends = np.cumsum([(span[:, 1] - span[:, 0]).sum() for span in self._windows])
             make = self._of_blocks
         else:
-            self._order, self._window = RowRuns.of(runs_of(self.rows, _ROWS_AT_ONCE)), 1
+            self._ends = np.cumsum(runs_of(self.rows, _ROWS_AT_ONCE))
             self._permutation = Feistel(self.rows, seed, epoch, _EPOCH_STREAM)
             make = self._of_all if shuffle == "full" else self._in_order
         self._read_window = lru_cache(maxsize=windows_kept)(make)
@@ -171,7 +176,7 @@ class EpochOrder:
         """Row ids at places [start, stop) of the epoch, shape (stop - start,)."""
         if stop <= start:
             return np.empty(0, np.int64)
-        first, last = self._order.at(np.array([start, stop - 1])) // self._window
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         rows = np.concatenate([self._read_window(w) for w in range(first, last + 1)])
         begun = self._bounds(int(first))[0]
         return rows[start - begun : stop - begun]
@@ -185,9 +190,7 @@ class EpochOrder:
 
     def _bounds(self, window: int) -> tuple[int, int]:
         """The first and one past the last place of a window."""
-        runs = np.array([window, window + 1]) * self._window
-        begin, end = self._order.start(np.minimum(runs, self._order.count)).tolist()
-        return begin, end
+        return int(self._ends[window - 1]) if window else 0, int(self._ends[window])
 
     def _in_order(self, window: int) -> Rows:
         return np.arange(*self._bounds(window), dtype=np.int64)
@@ -196,10 +199,9 @@ class EpochOrder:
         return self._permutation(self._in_order(window))
 
     def _of_blocks(self, window: int) -> Rows:
-        stop = min((window + 1) * self._window, self._order.count)
-        blocks = self._permutation(np.arange(window * self._window, stop))
-        ends = zip(self._blocks.start(blocks), self._blocks.start(blocks + 1), strict=True)
-        stored = np.concatenate([np.arange(*pair, dtype=np.int64) for pair in ends])
+        stored = np.concatenate(
+            [np.arange(*span, dtype=np.int64) for span in self._windows[window]]
+        )
         shuffled: Rows = stored[
             sorted_permutation(len(stored), *self._key, _WINDOW_STREAM + window)
         ]
@@ -212,47 +214,44 @@ def runs_of(rows: int, length: int) -> Rows:
     return np.array([length] * full + [rest] * (rest > 0), dtype=np.int64)
 
 
-class RowRuns:
-    """`count` consecutive runs of `usual` places each, with a few exceptions.
+class Feistel:
+    """A permutation of 0..n-1 with random access, in constant memory.
 
-    The blocks of a data set are like this: row groups have equal lengths, except the last of each
-    file. The start of a run, and the run of a place, follow from the few exceptions.
-
-    Args:
-        odd: the runs with another length, shape (n,), ascending.
-        more: how many places more (or less, if negative) they have, shape (n,).
+    An unbalanced Feistel network on the next power of two; a value outside 0..n-1 is
+    permuted again until it is inside (cycle walking; Black and Rogaway, CT-RSA 2002).
     """
 
-    def __init__(self, count: int, usual: int, odd: Rows, more: Rows) -> None:
-        self.count, self._usual, self._odd, self._more = count, usual, odd, more
-        self._shifts = np.concatenate([[0], np.cumsum(more)])  # (n + 1,) before each odd run
-        # (n + 1,) the run after each odd one, and where it begins
-        self._after = np.concatenate([[0], odd + 1])
-        self._after_starts = self._after * usual + self._shifts
+    def __init__(self, n: int, *key: int) -> None:
+        self.n = n
+        bits = max(_LEAST_BITS, (n - 1).bit_length())
+        self._low_bits = np.uint64(bits // 2)
+        self._low_mask = np.uint64((1 << bits // 2) - 1)
+        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+        self._keys = [np.uint64(hash64(*key, n, number)) for number in range(_ROUNDS)]
 
-    @staticmethod
-    def of(lengths: Rows) -> RowRuns:
-        """Runs of these lengths, shape (count,), each 1 or more."""
-        some = Feistel(len(lengths))(np.arange(min(len(lengths), 1001)))  # a random sample
-        usual = int(np.median(lengths[some]))
-        odd = np.flatnonzero(lengths != usual)
-        return RowRuns(len(lengths), usual, odd, lengths[odd] - usual)
+    def __call__(self, places: Rows) -> Rows:
+        """The images of `places`, shape (k,)."""
+        with np.errstate(over="ignore"):
+            values = self._once(places.astype(np.uint64))
+            while len(outside := np.flatnonzero(values >= self.n)):
+                values[outside] = self._once(values[outside])
+        return values.astype(np.int64)
 
-    def permuted(self, permutation: Feistel) -> RowRuns:
-        """The same runs in another order: run `permutation(i)` becomes the i-th."""
-        odd = permutation.inverse(self._odd)
-        order = np.argsort(odd)
-        return RowRuns(self.count, self._usual, odd[order], self._more[order])
+    def _once(self, values: Words) -> Words:
+        low, high = values & self._low_mask, values >> self._low_bits
+        for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            high ^= mix64(low ^ even) & self._high_mask
+            low ^= mix64(high ^ odd) & self._low_mask
+        return (high << self._low_bits) | low
 
-    def start(self, runs: Rows) -> Rows:
-        """The start of each of `runs`, shape (k,); for run `count`, the end of the last one."""
-        starts: Rows = runs * self._usual + self._shifts[np.searchsorted(self._odd, runs)]
-        return starts
 
-    def at(self, places: Rows) -> Rows:
-        """The run that contains each of `places`, shape (k,)."""
-        passed = np.searchsorted(self._after_starts, places, side="right") - 1
-        runs = self._after[passed] + (places - self._after_starts[passed]) // self._usual
-        latest = np.append(self._odd, self.count - 1)[passed]  # an odd run may be longer
-        found: Rows = np.minimum(runs, latest)
-        return found
+def sorted_permutation(n: int, seed: int, epoch: int, stream: int) -> Rows:
+    """A random permutation of 0..n-1, by sorting random keys. These are Philox's raw bits, which
+    are the same in every version of NumPy (its `permutation` has no such guarantee). The low bits
+    of each key hold the number itself, so all keys differ, and any sorting algorithm gives the same
+    result."""
+    bits = np.random.Philox(key=np.array([seed, stream], np.uint64), counter=[0, 0, 0, epoch])
+    width = np.uint64(max(1, (n - 1).bit_length()))
+    keys = (bits.random_raw(n) << width) | np.arange(n, dtype=np.uint64)
+    keys.sort()
+    return (keys & ((np.uint64(1) << width) - np.uint64(1))).astype(np.int64)

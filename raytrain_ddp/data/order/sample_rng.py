@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
+RowMask = npt.NDArray[np.bool_]
 
 _MASK = (1 << 64) - 1
 _GLOBAL_STREAM = 0x5EED_0003  # separates the seeds of global generators from other uses

@@ -21,7 +21,7 @@ import pyarrow as pa
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.discovery.discovery import DATASET_FILE
-from raytrain_ddp.data.order.permutation import sorted_permutation
+from raytrain_ddp.data.order.epoch_order import sorted_permutation
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, first_names
 from raytrain_ddp.events import DataSummary
 from raytrain_ddp.files import different, expanded, read_json, require_utf8, write_json

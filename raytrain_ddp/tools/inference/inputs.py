@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from raytrain_ddp.data.discovery.file_listing import counted, list_on_disk
-from raytrain_ddp.data.discovery.store_listing import list_in_store
+from raytrain_ddp.data.discovery.file_listing import counted, list_in_store, list_on_disk
 from raytrain_ddp.data.formats.image_folder import (
     LEFT_OUT,
     FolderImages,
@@ -22,13 +21,12 @@ from raytrain_ddp.data.formats.image_folder import (
 )
 from raytrain_ddp.data.formats.labels import were_numbers
 from raytrain_ddp.data.formats.shard import read_file, with_retries
-from raytrain_ddp.data.formats.shard_formats import format_of
-from raytrain_ddp.data.formats.shard_images import ShardImages
+from raytrain_ddp.data.formats.shard_images import ShardImages, format_of
 from raytrain_ddp.data.holdout import HoldoutPart
-from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.epoch_order import runs_of
 from raytrain_ddp.data.order.sample_rng import Rows
-from raytrain_ddp.data.splits import ImageSource, open_evaluation, open_splits
+from raytrain_ddp.data.splits import open_evaluation, open_splits
 from raytrain_ddp.errors import ConfigError, DataError
 from raytrain_ddp.tasks.task_check import eval_data_of
 from raytrain_ddp.uri import open_uri, reason_of, without_secrets
@@ -47,7 +45,7 @@ Places = Callable[[Sequence[int]], list[Column]]
 """Says which images these rows are."""
 
 
-class GivenImages:
+class GivenImages(ImageSource):
     """A source of (encoded image or PIL image, 0); there are no labels.
 
     Args:

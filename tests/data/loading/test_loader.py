@@ -14,14 +14,13 @@ import pytest
 import torch
 from processes import wait_until
 
-from raytrain_ddp.data.array_source import ArraySource
-from raytrain_ddp.data.iterable_source import IterableSource
-from raytrain_ddp.data.loading.batch_memory import BatchMemory
 from raytrain_ddp.data.loading.loader import TrainLoader, eval_batches, shuffle_for
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
+from raytrain_ddp.data.loading.own_sources import ArraySource, IterableSource
 from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.epoch_order import Plan, items_of_rank
 from raytrain_ddp.data.order.sample_rng import Draws
+from raytrain_ddp.data.pixels.image_batches import BatchMemory
 from raytrain_ddp.errors import DataError
 
 # ------------------------------------------------------------------ threads

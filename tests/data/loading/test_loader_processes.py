@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 from raytrain_ddp.data.loading.loader import eval_batches
 from raytrain_ddp.data.loading.loader_processes import LoaderProcesses
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
-from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.loading.own_sources import MapSource
+from raytrain_ddp.data.loading.sources import Data
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.errors import DataError, LoaderDied, RemoteTraceback, TaskError
 from raytrain_ddp.ray_backend.failure_causes import users_traceback
@@ -182,7 +183,8 @@ import os, sys, time
 import numpy as np, torch
 from raytrain_ddp.data.loading.loader import TrainLoader
 from raytrain_ddp.data.order.epoch_order import Plan
-from raytrain_ddp.data.loading.sources import Data, MapSource
+from raytrain_ddp.data.loading.sources import Data
+from raytrain_ddp.data.loading.own_sources import MapSource
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 
 class Pid:

@@ -17,7 +17,7 @@ from PIL import Image
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.formats.image_folder import FolderImages
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads, prefetched
-from raytrain_ddp.data.loading.sources import BadRecord
+from raytrain_ddp.data.loading.sources import BadRecord, ImageSource
 from raytrain_ddp.data.order.sample_rng import Draws
 from raytrain_ddp.data.pixels.image_batches import image_data
 from raytrain_ddp.errors import DataError
@@ -123,7 +123,7 @@ def test_shift_moves_pixels_without_changing_values():
 # ------------------------------------------------------------------ bad records
 
 
-class Encoded:
+class Encoded(ImageSource):
     """Encoded images in memory, all of class 0."""
 
     def __init__(self, images: list[bytes]) -> None:
@@ -136,6 +136,9 @@ class Encoded:
 
     def fingerprint(self) -> str:
         return ""
+
+    def labels(self) -> Any:
+        raise NotImplementedError
 
     def where(self, row: int) -> str:
         return f"image {row}"
