@@ -133,11 +133,11 @@ def _follow(args: EvaluateArgs) -> int:
     if args != EvaluateArgs(args.run, device=args.device, follow=True):
         raise ConfigError("--follow evaluates as the run does: use it with --device only.")
     from raytrain_ddp.checkpoint import run_folder
-    from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
     from raytrain_ddp.checkpoint.lease import owner_of
     from raytrain_ddp.checkpoint.manifest import DamagedError
     from raytrain_ddp.data.loading.loader_threads import LoaderThreads
     from raytrain_ddp.records import json_of, to_record
+    from raytrain_ddp.retries import with_backoff
     from raytrain_ddp.training.metrics.evaluation import evaluation_of
     from raytrain_ddp.training.state.shared_checkpoint import load_model
 

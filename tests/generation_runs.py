@@ -144,7 +144,8 @@ def _make_storage_fail(folder: Path, times: int) -> None:
     nothing if one has fired already."""
     if not times or failpoints.fired(folder):
         return
-    from raytrain_ddp.checkpoint import async_checkpoint, run_folder
+    from raytrain_ddp import retries
+    from raytrain_ddp.checkpoint import run_folder
     from raytrain_ddp.checkpoint.store import CheckpointStore
     from raytrain_ddp.errors import UnreachableError
 
@@ -164,7 +165,7 @@ def _make_storage_fail(folder: Path, times: int) -> None:
 
     CheckpointStore.names = failing_names  # type: ignore[method-assign]
     run_folder.open_storage = failing_open
-    async_checkpoint.retry_pauses = lambda: iter([0.01] * 100)
+    retries.retry_pauses = lambda: iter([0.01] * 100)
 
 
 def forks() -> Any:

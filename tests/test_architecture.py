@@ -31,6 +31,7 @@ RANKS = [
         "torch_compat",
         "library_imports",
         "process_state",
+        "retries",
         "signals",
         "uri",
         "user_code",
@@ -105,26 +106,16 @@ def test_imports_follow_the_ranks():
     assert not wrong
 
 
-NOT_PUBLIC = {
-    # Which nodes will be removed: Ray Train reports it only to workers that end together, and
-    # there is no public API. If this is removed, all workers are restarted: see `start_of`.
-    "ray_backend/mailbox.py": ("ray._private.state",),
-    # Which script sets workers up, and what Ray starts without a dashboard. If these go, all starts
-    # as usual: see `quick_start`.
-    "ray_backend/ray_settings.py": (
-        "ray._private.ray_constants",
-        "ray._private.node",
-        "ray._private.services",
-    ),
-}
+# All of Ray that is not public; `tests/ray_backend/test_ray_private.py` says whether it is there.
+NOT_PUBLIC = "ray_backend/ray_private.py"
 
 
 def test_ray_is_imported_by_few_parts_and_by_public_names():
     wrong = []
     for path in FILES:
         for name in imports(path):
-            private = "_internal" in name or "_private" in name
-            known = name in NOT_PUBLIC.get(name_of(path), ())
+            private = name.startswith("ray.") and "._" in name
+            known = name_of(path) == NOT_PUBLIC
             alone = SPEAK_RAY_ALONE.get(part_of(path), name_of(path))
             speaks = part_of(path) in SPEAK_RAY and name_of(path) == alone
             if (private and not known) or (name.partition(".")[0] == "ray" and not speaks):

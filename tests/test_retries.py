@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.formats import shard
 from raytrain_ddp.driver import preflight
 from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.retries import with_backoff
 
 
 def os_error(number: int) -> OSError:

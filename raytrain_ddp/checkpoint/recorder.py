@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_ddp import events
-from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer, with_backoff
+from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer
 from raytrain_ddp.checkpoint.checkpoint_interval import Life, SaveTimer
 from raytrain_ddp.checkpoint.metrics_log import MetricsLog
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, require_none_lost, run_storage
@@ -24,6 +24,7 @@ from raytrain_ddp.checkpoint.trackers import openers
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError
 from raytrain_ddp.messages import Event
+from raytrain_ddp.retries import with_backoff
 
 _LIFE = "life.json"
 

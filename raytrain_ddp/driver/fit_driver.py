@@ -202,7 +202,7 @@ def _train_on_ray(
     named: NamedRun, address: str | None, dashboard: bool, show: Show
 ) -> tuple[Outcome, _Starts]:
     from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
-    from raytrain_ddp.ray_backend.dashboard import listed_in_dashboard
+    from raytrain_ddp.ray_backend.dashboard import dashboard_note
     from raytrain_ddp.ray_backend.placement import Layout
     from raytrain_ddp.ray_backend.ray_process import in_ray_process
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
@@ -227,8 +227,9 @@ def _train_on_ray(
         with cluster(config, address, dashboard, phase) as layout:
             tell(layout)
             chosen, task = settled(config, layout.has_bf16), pickled_task(config)
-            with listed_in_dashboard(tell):
-                tell(run_workers(chosen, run, layout, tell, committed, task, lease))
+            if note := dashboard_note():
+                tell(note)
+            tell(run_workers(chosen, run, layout, tell, committed, task, lease))
 
     def take(event: Layout | Outcome | Event) -> None:
         match event:

@@ -20,14 +20,13 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
 from raytrain_ddp.data.splits import open_splits
 from raytrain_ddp.data.torchvision_datasets import torchvision_class
-from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError, is_passing
+from raytrain_ddp.errors import ConfigError, PreflightError, UnreachableError
+from raytrain_ddp.retries import with_backoff
 from raytrain_ddp.tasks.pretrained import check_weights
 from raytrain_ddp.tasks.task_loading import BUILT_IN, check_task_name
 from raytrain_ddp.uri import reason_of, without_secrets
 
 T = TypeVar("T")
-
-_PAUSES_S = (0.5, 1.0, 2.0)
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -131,20 +130,22 @@ def answered(config: TrainConfig, ask: Callable[[], T]) -> T:
     Raises:
         PreflightError: the storage cannot be read.
     """
-    for pause_s in (*_PAUSES_S, None):
-        try:
-            return ask()
-        except UnreachableError:  # one that was tried for long enough
-            raise
-        except OSError as error:
-            if pause_s is None or not is_passing(error, if_full=False):
-                raise PreflightError(
-                    f"storage = {without_secrets(config.storage)}: it cannot be read: "
-                    f"{reason_of(config.storage, error)}. Fix it, then run "
-                    "the same command again."
-                ) from None
-        time.sleep(pause_s)
-    raise AssertionError  # the last iteration has returned or raised
+
+    def pause(wait_s: float, error: OSError) -> bool:
+        if isinstance(error, UnreachableError):  # one that was tried for long enough
+            return False
+        time.sleep(wait_s)
+        return True
+
+    try:
+        return with_backoff(lambda _: ask(), pause)
+    except UnreachableError:
+        raise
+    except OSError as error:
+        raise PreflightError(
+            f"storage = {without_secrets(config.storage)}: it cannot be read: "
+            f"{reason_of(config.storage, error)}. Fix it, then run the same command again."
+        ) from None
 
 
 def is_complete(config: TrainConfig, manifest: Manifest | None) -> bool:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Note, Plan
+from raytrain_ddp.membership.roster import CallClock
 from raytrain_ddp.messages import Alive, Event, Joined
 from raytrain_ddp.ray_backend.cluster import live_node_resources
 from raytrain_ddp.ray_backend.failure_policy import KEPT
@@ -20,31 +18,8 @@ _ASK_EVERY_S = 2.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
 _LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
-_TICK_S, _LONGEST_TICK_S = 0.1, 1.0
 # With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
-
-
-class AwakeClock:
-    """A clock, in seconds, that stops while this process is stopped (SIGSTOP, a sleeping laptop):
-    components that seemed silent in that time may have been active."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._closed = threading.Event()
-        threading.Thread(target=self._tick, name="awake", daemon=True).start()
-
-    def __call__(self) -> float:
-        return self._seconds
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _tick(self) -> None:
-        at = time.monotonic()
-        while not self._closed.wait(_TICK_S):
-            before, at = at, time.monotonic()
-            self._seconds += min(at - before, _LONGEST_TICK_S)
 
 
 class LiveNodes:
@@ -54,13 +29,15 @@ class LiveNodes:
         kept: the end of the error message: what is not lost with the head.
 
     Attributes:
-        awake: the clock used to decide whether the head is lost.
+        awake: the clock used to decide whether the head is lost; the caller reads it often. It
+            stops while this process does (SIGSTOP, a sleeping laptop): what seemed silent then may
+            have been active.
         is_lost: whether the head is known to be lost.
     """
 
     def __init__(self, kept: str = KEPT) -> None:
         self._kept = kept
-        self.awake = AwakeClock()
+        self.awake = CallClock()
         self.is_lost = False
         self._living = live_node_resources()
         self._at = self.awake()
@@ -81,7 +58,6 @@ class LiveNodes:
 
     def close(self) -> None:
         self._closed.set()
-        self.awake.close()
 
     def _keep_asking(self) -> None:
         while not self._closed.wait(_ASK_EVERY_S):
@@ -98,7 +74,6 @@ class CapacityWatch:
         wait_s: how long room for the minimum number of workers may be missing.
         nodes: the resources of each live node.
         changed: called when the set of nodes has changed.
-        stopped: returns the workers on this machine that are stopped.
 
     Attributes:
         least_left: workers that continue without those that there is no room for; 0: none.
@@ -112,10 +87,9 @@ class CapacityWatch:
         changed: Callable[[], None],
         show: Callable[[Event], None],
         now: Callable[[], float],
-        stopped: Callable[[], list[str]],
     ) -> None:
         self._layout, self._wait_s, self._nodes, self._changed = layout, wait_s, nodes, changed
-        self._show, self._now, self._stopped = show, now, stopped
+        self._show, self._now = show, now
         self._before = len(nodes())
         self._lacking_since: float | None = None
         self._looked_at = now()
@@ -186,20 +160,4 @@ class CapacityWatch:
             ranks = ", ".join(map(str, sorted(self._ranks)))
             text = f"the workers are not training yet; started so far: rank {ranks}"
         has = f"room for {workers_that_fit(self._layout, nodes)} on {len(nodes)} node(s)"
-        stopped = "".join(f"; {each} is stopped (SIGSTOP)" for each in self._stopped())
-        text = f"{text}, after {now - self._since:.0f} s; {has}{stopped}"
-        self._show(Note(text))
-
-
-def stopped_workers() -> list[str]:
-    """Ray's workers of this user on this machine that are stopped, as ``pid 12
-    (ray::RayTrainWorker)``."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
-            if state in (b"T", b"t") and entry.stat().st_uid == os.getuid():
-                title = (entry / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-                if title.startswith("ray::"):
-                    found.append(f"pid {entry.name} ({title.split()[0]})")
-    return sorted(found)
+        self._show(Note(f"{text}, after {now - self._since:.0f} s; {has}"))

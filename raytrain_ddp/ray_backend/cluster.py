@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ from raytrain_ddp.ray_backend.placement import (
     missing_resources,
     require_capacity,
 )
+from raytrain_ddp.ray_backend.ray_private import API_SERVER, quick_start
 from raytrain_ddp.ray_backend.ray_process import caller
 from raytrain_ddp.ray_backend.ray_settings import (
     applied_settings,
     dashboard_port,
-    own_state_api,
-    quick_start,
     ray_settings,
+    set_variables,
     short_folder,
 )
 from raytrain_ddp.ray_backend.ray_start import (
@@ -47,6 +47,7 @@ from raytrain_ddp.uri import answer_within
 from raytrain_ddp.warm.warm_start import py_executable, start_early, why_cold
 
 _SHUTDOWN_S = 30.0
+_NOBODYS_PORT = 9
 # Of a job's runtime environment: its processes are not started by the Python of this one.
 _OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
 _in_use = threading.Lock()  # the connection to Ray, of which a process has one
@@ -154,7 +155,8 @@ def cluster(
             port = dashboard_port() if dashboard else None
             options |= {"include_dashboard": dashboard, "dashboard_port": port}
             options["runtime_env"] = _warm(config, caller())
-            stack.enter_context(own_state_api(port))
+            api = f"http://127.0.0.1:{port or _NOBODYS_PORT}"
+            stack.enter_context(set_variables({API_SERVER: api}))
         else:
             own: dict[str, Any] = {}
             if address and (address := explicit_address(address)) != "auto":
@@ -281,18 +283,6 @@ def live_node_resources() -> list[Mapping[str, float]]:
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def notify_node_change() -> None:
-    """Notifies Ray Train of a changed number of nodes; by itself it checks every 20 s.
-
-    Uses an actor that Ray does not document. If that changes, only the notification is lost.
-    """
-    import ray
-
-    with suppress(ValueError, AttributeError, TypeError):
-        coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
-        coordinator.get_reserved_resources.remote("", recompute=True)
 
 
 def _import_ray_train() -> None:

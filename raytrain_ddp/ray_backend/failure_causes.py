@@ -11,12 +11,17 @@ from typing import Any
 from raytrain_ddp.errors import CheckpointError, RemoteTraceback, is_passing
 from raytrain_ddp.events import End
 from raytrain_ddp.messages import Cause
+from raytrain_ddp.ray_backend.foreign_texts import (
+    is_assertion_on_device,
+    is_lack_of_host_memory,
+    is_of_device,
+    is_of_gloo,
+)
 from raytrain_ddp.user_code import is_foreign
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
 _WATCHES = "__torch_dispatch__"
 _OF_COMPILER = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
-_OF_COLLECTIVES = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d")
 
 
 def cause_of(error: BaseException) -> Cause:
@@ -28,16 +33,14 @@ def cause_of(error: BaseException) -> Cause:
     import torch.distributed as dist
 
     of_ray = getattr(sys.modules.get("ray.exceptions"), "RayError", ())  # none without Ray
-    text = str(error)
     if isinstance(error, (of_ray, dist.DistError)) or not isinstance(error, Exception):
         # Ray's collectives, torch's, or shut down from outside.
         return "error" if is_own_exit(error) else "peer"
-    if _is_of_collectives(error):
+    if is_of_gloo(error):
         return "peer"
     # A failing device or driver (ECC, Xid): a new worker may get a working one.
-    of_device = isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in text
-    if isinstance(error, RuntimeError) and of_device:
-        return "error" if "assert" in text else "outside"
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or is_of_device(error):
+        return "error" if is_assertion_on_device(error) else "outside"
     if isinstance(error, OSError):
         return "outside" if is_passing(error) else "error"
     failed_storage = isinstance(error, CheckpointError) and isinstance(error.__cause__, OSError)
@@ -53,7 +56,9 @@ def is_own_exit(error: BaseException) -> bool:
 
 def failure_event(error: BaseException) -> End:
     """The event for an error in rank 0 that ends a run without Ray."""
-    if _is_of_collectives(error):
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistError) or is_of_gloo(error):
         line = next(iter(str(error).splitlines()), "")
         text = "another worker has ended, and rank 0 with it: see that worker's output."
         return End(1, message=f"{text}\n{type(error).__name__}: {line}")
@@ -61,17 +66,11 @@ def failure_event(error: BaseException) -> End:
     return End(1, message=text, rank=0, error=type(error).__name__)
 
 
-def _is_of_collectives(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(pattern in text for pattern in _OF_COLLECTIVES)
-
-
 def is_lack_of_memory(error: BaseException) -> bool:
     import torch
 
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or is_lack_of_host_memory(error)
 
 
 def out_of_memory_error(

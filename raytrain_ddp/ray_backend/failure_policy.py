@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from raytrain_ddp import errors
 from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
 from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
+from raytrain_ddp.ray_backend.foreign_texts import has_too_many_preemptions, is_ended_for_memory
 
 KEPT = "Committed checkpoints are kept; run the same command again to resume."
 _MEMORY = (
@@ -36,7 +37,6 @@ _PREEMPTED = "nodes were taken away more often than scaling.max_preemptions allo
 _TOGETHER_S = 60.0
 _SILENTLY = "crashed, or was killed,"
 _MOST_SILENT = 3
-_BY_RAY_FOR_MEMORY = ("running low on memory", "NODE_OUT_OF_MEMORY", "OutOfMemoryError")
 
 
 class FailurePolicy:
@@ -122,7 +122,7 @@ class FailurePolicy:
         Raises:
             RetriesExhausted: it has failed too often.
         """
-        if "interrupted by node preemption" in why:
+        if has_too_many_preemptions(why):
             raise errors.RetriesExhausted(f"{_PREEMPTED}: {why} {KEPT}")
         report = "" if self._start.handled else self._start.own_report()
         why = report or why or "Ray Train ended, and no worker reported why."
@@ -161,7 +161,7 @@ class FailurePolicy:
         node = self._start.node(rank)
         where = f"on {node} {f'at step {step}' if step else 'while starting'}"
         cause = {"rank": rank, "node": node, "step": step, "error": what}
-        if any(sign in event.texts.get(rank, "") for sign in _BY_RAY_FOR_MEMORY):
+        if is_ended_for_memory(event.texts.get(rank, "")):
             self._for_memory += 1
             said = "was ended by Ray because its node ran out of memory,"
             if self._for_memory > 1:
@@ -174,13 +174,7 @@ class FailurePolicy:
                 cause,
             )
         self._in_a_row += not (others_stay and lost and not never_joined)
-        if self._in_a_row > self._most:
-            raise _exhausted(
-                f"workers failed {self._in_a_row} times with no new checkpoint in between "
-                f"(scaling.max_failures = {self._most}); the last: rank {rank} {said} {where}. "
-                f"{KEPT}",
-                cause,
-            )
+        self._require_progress(f"the last: rank {rank} {said} {where}", cause)
         if others_stay:
             for each in event.texts:  # what it has said is not of the next one
                 self._start.reports.pop(each, None)
@@ -201,12 +195,16 @@ class FailurePolicy:
                 f"{text}; as before, with no checkpoint in between: it would repeat forever. {KEPT}"
             )
         self._in_a_row += 1
-        if self._in_a_row > self._most:
-            raise errors.RetriesExhausted(
-                f"workers failed {self._in_a_row} times with no new checkpoint in between "
-                f"(scaling.max_failures = {self._most}); the last time {text}. {KEPT}"
-            )
+        self._require_progress(f"the last time {text}", {})
         return Failed(None, step, f"{text}; {self._resume_text(others_stay)}", hung=True)
+
+    def _require_progress(self, last: str, cause: Mapping[str, object]) -> None:
+        if self._in_a_row > self._most:
+            raise _exhausted(
+                f"workers failed {self._in_a_row} times with no new checkpoint in between "
+                f"(scaling.max_failures = {self._most}); {last}. {KEPT}",
+                cause,
+            )
 
     def _resume_text(self, others_stay: bool = False) -> str:
         place = f"step {self._committed}" if self._committed else "the start"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from raytrain_ddp.membership.roster import OVER, CallClock, Member, Roster, Seat
 from raytrain_ddp.messages import Alive, Died, Event, Joined
+from raytrain_ddp.ray_backend.ray_private import draining_nodes
 
 
 class Answer(NamedTuple):
@@ -44,16 +45,9 @@ class Draining:
     preempted_ranks: list[int]
 
 
-def draining(node_ids: Mapping[int, str]) -> Draining | None:
-    """Which of these nodes, given by rank, will be taken away. Ray Train tells only workers that
-    all end together.
-
-    Raises:
-        AttributeError: this Ray does not provide it; there is no public API for it.
-    """
-    from ray._private import state
-
-    ends_ms = state.state.get_draining_nodes()
+def _draining(node_ids: Mapping[int, str]) -> Draining | None:
+    """Which of these nodes, given by rank, will be taken away."""
+    ends_ms = draining_nodes() or {}
     lost = {rank: node for rank, node in node_ids.items() if node in ends_ms}
     known = [ends_ms[node] for node in lost.values() if ends_ms[node]]
     return Draining(min(known, default=None), sorted({*lost.values()}), [*lost]) if lost else None
@@ -118,8 +112,8 @@ class Mailbox:
         return self._roster.is_over(member)
 
     def preemption(self) -> Draining | None:
-        """Which nodes of the newest generation will be taken away; see `draining`."""
-        return draining(self._roster.node_ids)
+        """Which nodes of the newest generation will be taken away."""
+        return _draining(self._roster.node_ids)
 
     def exchange_status(self, start: str, rank: int, status: Any) -> dict[int, Any]:
         """Publishes the status of a rank of `start`, or removes it if None; returns the status of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from raytrain_ddp.events import (
     Failed,
     Plan,
     Preempted,
+    Timing,
     Train,
 )
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Pause
@@ -75,8 +76,37 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
-# Its 0 is exported once: otherwise a series of each rank and phase would remain.
-_PASSING = {"slowest_rank_ratio"}
+# Gauges that are attributes of an event.
+_ATTRIBUTES: dict[type, dict[str, str]] = {
+    Plan: {
+        "step": "start_step",
+        "steps_planned": "total_steps",
+        "epochs_planned": "epochs",
+        "world_size": "world_size",
+    },
+    Train: {
+        "step": "step",
+        "epoch": "epoch",
+        "loss": "loss",
+        "learning_rate": "lr",
+        "samples_per_second": "samples_per_s",
+        "nonfinite_steps": "nonfinite",
+        "skipped_samples": "skipped",
+    },
+    Timing: {
+        "step_seconds": "step_s",
+        "peak_memory_bytes": "peak_memory_bytes",
+        "flops_per_second": "flops_per_s",
+        "mfu_ratio": "mfu",
+    },
+    Eval: {"evaluation_seconds": "seconds"},
+    Checkpoint: {
+        "checkpoint_step": "step",
+        "checkpoint_seconds": "seconds",
+        "checkpoint_bytes": "size_bytes",
+    },
+    Pause: {"checkpoint_stall_seconds": "seconds"},
+}
 
 Sample = tuple[str, float, dict[str, str]]  # name, value, the tags besides "run"
 
@@ -120,8 +150,6 @@ class PrometheusMetrics:
         with suppress(Exception), self._lock:
             for name, value, tags in samples:
                 self._export(name, float(value), tags)
-                if name in _PASSING and not value:
-                    del self._newest[_key(name, tags)]
 
     def close(self) -> None:
         """The run has ended; Ray soon drops its values."""
@@ -140,26 +168,35 @@ class PrometheusMetrics:
             description, besides = GAUGES[name]
             gauge = self._gauges[name] = self._make(PREFIX + name, description, ("run", *besides))
         gauge.set(value, {"run": self._run, **tags})
-        self._newest[_key(name, tags)] = name, value, tags
+        self._newest[(name, *tags.values())] = name, value, tags
 
     def _samples(self, event: Event) -> Iterator[Sample]:
+        now = time.time()
         match event:
             case Plan():
                 yield from self._plan(event)
-            case InProgress():
-                yield from self._in_progress(event)
+            case InProgress() if event.step > self._step + 1:  # the previous one is done
+                self._step = event.step - 1
+                yield "step", self._step, {}
+                yield "last_step_timestamp_seconds", now, {}
             case Train():
+                self._step = event.step
+                yield "last_step_timestamp_seconds", now, {}
                 yield from self._train(event)
             case Evaluating():
                 yield "state", EVALUATING, {}
             case Eval():
-                yield from self._eval(event)
+                yield "state", TRAINING, {}
+                yield "last_step_timestamp_seconds", now, {}
+                yield from _tagged("evaluation", "metric", event.metrics)
+                if event.best:
+                    best = {event.monitor: event.metrics[event.monitor]}
+                    yield from _tagged("best_evaluation", "metric", best)
             case Checkpoint():
-                yield from self._checkpoint(event)
+                yield self._count("checkpoints")
+                yield "last_checkpoint_timestamp_seconds", now, {}
             case CheckpointFailed():
                 yield self._count("checkpoints_failed")
-            case Pause():
-                yield "checkpoint_stall_seconds", event.seconds, {}
             case Failed():  # each counts, also of workers that had not begun to train again
                 yield from self._restart("failure")
             # A worker that sees it coming reports it, and the driver once the node is gone.
@@ -167,85 +204,39 @@ class PrometheusMetrics:
                 yield from self._restart("preemption")
             case End():
                 yield "state", ENDED, {}
+        yield from _attributes(event)
 
     def _begin(self) -> Iterator[Sample]:
         now = time.time()
         yield "state", STARTING, {}
         yield "last_step_timestamp_seconds", now, {}
         yield "last_checkpoint_timestamp_seconds", now, {}
-        for cause, count in self._restarts.items():
-            yield "restarts", count, {"cause": cause}
+        yield from _tagged("restarts", "cause", self._restarts)
         for name, count in self._commits.items():
             yield name, count, {}
 
     def _plan(self, event: Plan) -> Iterator[Sample]:
         if self._planned and not self._lost:
             yield from self._restart("resize")
-        self._planned, self._lost = True, ""
-        self._step = event.start_step
+        self._planned, self._lost, self._step = True, "", event.start_step
         yield "state", TRAINING, {}
-        yield "step", self._step, {}
-        yield "steps_planned", event.total_steps, {}
-        yield "epochs_planned", event.epochs, {}
-        yield "world_size", event.world_size, {}
         if self._step == 0:
             yield "nonfinite_steps", 0, {}
             yield "skipped_samples", 0, {}
 
-    def _in_progress(self, event: InProgress) -> Iterator[Sample]:
-        """A step is in progress: the previous one is done."""
-        if event.step > self._step + 1:
-            self._step = event.step - 1
-            yield "step", self._step, {}
-            yield "last_step_timestamp_seconds", time.time(), {}
-
     def _train(self, event: Train) -> Iterator[Sample]:
-        timing = event.timing
-        self._step = event.step
-        yield "step", self._step, {}
-        yield "last_step_timestamp_seconds", time.time(), {}
-        yield "epoch", event.epoch, {}
-        yield "loss", event.loss, {}
-        yield "learning_rate", event.lr, {}
-        for name, value in event.scalars.items():
-            yield "training_scalar", value, {"name": name}
-        yield "samples_per_second", event.samples_per_s, {}
-        yield "nonfinite_steps", event.nonfinite, {}
-        yield "skipped_samples", event.skipped, {}
-        yield "step_seconds", timing.step_s, {}
-        yield "peak_memory_bytes", timing.peak_memory_bytes, {}
-        split = timing.split_s
-        self._phases |= {*split}
-        for phase in self._phases:  # resets a phase that takes no time anymore
-            yield "phase_seconds", split.get(phase, 0.0), {"phase": phase}
-        if timing.flops_per_s is not None:
-            yield "flops_per_second", timing.flops_per_s, {}
-        if timing.mfu is not None:
-            yield "mfu_ratio", timing.mfu, {}
-        slowest = timing.slowest  # None with one rank
+        yield from _attributes(event.timing)
+        yield from _tagged("training_scalar", "name", event.scalars)
+        split = event.timing.split_s
+        self._phases |= {*split}  # resets a phase that takes no time anymore
+        yield from _tagged("phase_seconds", "phase", {p: split.get(p, 0.0) for p in self._phases})
+        slowest = event.timing.slowest  # None with one rank
         place = {"rank": str(slowest.rank), "phase": slowest.phase} if slowest else {}
         if self._slowest not in ({}, place):
             yield "slowest_rank_ratio", 0, self._slowest
         self._slowest = place
         if slowest:
             yield "slowest_rank_ratio", slowest.ratio, place
-
-    def _eval(self, event: Eval) -> Iterator[Sample]:
-        yield "state", TRAINING, {}
-        yield "last_step_timestamp_seconds", time.time(), {}
-        yield "evaluation_seconds", event.seconds, {}
-        for metric, value in event.metrics.items():
-            yield "evaluation", value, {"metric": metric}
-        if event.best:
-            monitor = event.monitor
-            yield "best_evaluation", event.metrics[monitor], {"metric": monitor}
-
-    def _checkpoint(self, event: Checkpoint) -> Iterator[Sample]:
-        yield self._count("checkpoints")
-        yield "last_checkpoint_timestamp_seconds", time.time(), {}
-        yield "checkpoint_step", event.step, {}
-        yield "checkpoint_seconds", event.seconds or 0.0, {}
-        yield "checkpoint_bytes", event.size_bytes or 0, {}
 
     def _restart(self, cause: str) -> Iterator[Sample]:
         self._lost = cause
@@ -258,8 +249,16 @@ class PrometheusMetrics:
         return name, self._commits[name], {}
 
 
-def _key(name: str, tags: dict[str, str]) -> tuple[str, ...]:
-    return name, *tags.values()
+def _attributes(event: object) -> Iterator[Sample]:
+    for name, attribute in _ATTRIBUTES.get(type(event), {}).items():
+        value = getattr(event, attribute)
+        if value is not None:
+            yield name, value, {}
+
+
+def _tagged(name: str, tag: str, values: Mapping[str, float]) -> Iterator[Sample]:
+    for key, value in values.items():
+        yield name, value, {tag: key}
 
 
 def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:

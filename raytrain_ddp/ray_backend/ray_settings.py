@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from types import ModuleType
-from typing import Any
 
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.warm import worker_setup
 
-_API = "RAY_API_SERVER_ADDRESS"
-_USUAL_PORT, _NOBODYS_PORT = 8265, 9
+_USUAL_PORT = 8265
 _MAX_FOLDER_BYTES = 36  # the path of a socket has at most 107 bytes, and Ray adds up to 70
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # How long each part of Ray may take to start, where this is configurable: see ray_start.py.
@@ -63,7 +59,7 @@ def short_folder() -> dict[str, str]:
 @contextmanager
 def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
     """Sets these environment variables, except those that the user has set."""
-    with _with({name: v for name, v in settings.items() if name not in os.environ}):
+    with set_variables({name: v for name, v in settings.items() if name not in os.environ}):
         yield
 
 
@@ -83,85 +79,7 @@ def by_value(*modules: ModuleType) -> Iterator[None]:
 
 
 @contextmanager
-def own_state_api(port: int | None) -> Iterator[None]:
-    """Makes processes of a Ray that is started in this context use the state API at this port.
-
-    Otherwise they ask at the dashboard's usual port, or the newest Ray of the machine. If
-    that is another Ray, it does not know the controller of Ray Train, and the
-    PlacementGroupCleaner takes the controller for dead and removes its workers.
-
-    Args:
-        port: of its dashboard; None: it has none.
-    """
-    with _with({_API: f"http://127.0.0.1:{port or _NOBODYS_PORT}"}):
-        yield
-
-
-class QuickStartError(RuntimeError):
-    """`quick_start` cannot start this Ray."""
-
-
-@contextmanager
-def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
-    """Makes a Ray that is started in this context start sooner. Ray has no setting for this.
-    A later Ray without these functions starts as usual; one that fails can be started without this.
-
-    Args:
-        is_warm: whether its workers are forked: then warm/worker_setup.py sets them up.
-        has_dashboard: otherwise, it leaves out what would have nothing to do: the API server, for
-            which it waits and which would only report usage statistics, the autoscaler of its one
-            machine, and the monitor of logs, which nobody would show.
-
-    Raises:
-        QuickStartError: instead of an error that a retry without this may avoid: an
-            AttributeError, or a ValueError or TypeError raised once processes were started.
-    """
-    reached: list[str] = []
-
-    def start_raylet(*args: Any, **named: Any) -> Any:
-        """With any free port for its agent: for the usual one, the raylet waits for three seconds
-        if another Ray of this machine has it."""
-        reached.append("raylet")
-        return raylet(*args, **named | {"dashboard_agent_listen_port": 0})
-
-    def start_api_server(*_: Any, **__: Any) -> tuple[str, None]:
-        """No address, and no process: what Ray itself returns without a dashboard."""
-        reached.append("API server")
-        return "", None
-
-    with ExitStack() as stack:
-        with suppress(ImportError, AttributeError):
-            from ray._private import node, ray_constants, services
-
-            if is_warm:
-                script = str(Path(worker_setup.__file__).resolve())
-                _replace(stack, ray_constants, "SETUP_WORKER_FILENAME", script)
-            raylet = services.start_raylet
-            _replace(stack, services, "start_raylet", start_raylet)
-            if not has_dashboard:
-                _replace(stack, services, "start_api_server", start_api_server)
-                _replace(stack, node.Node, "start_monitor", lambda _: None)
-                _replace(stack, node.Node, "start_log_monitor", lambda _: None)
-        try:
-            yield
-        except (AttributeError, ValueError, TypeError) as error:
-            if not reached and not isinstance(error, AttributeError):
-                raise
-            raise QuickStartError(str(error)) from error
-
-
-def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
-    """Replaces an attribute until the stack is left.
-
-    Raises:
-        AttributeError: there is none.
-    """
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
-@contextmanager
-def _with(values: Mapping[str, str]) -> Iterator[None]:
+def set_variables(values: Mapping[str, str]) -> Iterator[None]:
     """Sets these variables, and restores the previous values afterward."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -18,18 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 from raytrain_ddp.errors import PreflightError, is_passing
+from raytrain_ddp.ray_backend.foreign_texts import is_slow_start_of_ray
+from raytrain_ddp.ray_backend.ray_private import newest_address
+from raytrain_ddp.retries import with_backoff
 
 RAY_START_S = 300.0
 """The time limit for starting Ray, over all tries, unless `wait_s` is longer."""
 
 _AFTER_FORK_S = 0.05
-_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-# What Ray raises, even Exception itself, if a part of it is slow or has ended while it starts.
-_PASSING = (
-    *("timed out", "timeout", "failed to start", "failed to connect", "unable to connect"),
-    *("failed to get node info", "no node info found", "not have started", "already occupied"),
-    *("unavailable", "rpcerror", "raysystemerror", "quickstarterror"),
-)
 
 
 def start_with_retries(
@@ -50,32 +46,40 @@ def start_with_retries(
     Raises:
         PreflightError: the time limit has passed, or retrying cannot help.
     """
-    began = time.monotonic()
-    for number in range(10**6):
-        before = _children()
+    began, tries = time.monotonic(), 0
+
+    def start(number: int) -> None:
+        nonlocal tries
+        before, tries = _children(), number + 1
         try:
             with interruptible(), _no_hangups():
                 init()
-            return
         except Exception as error:
             message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
             _end_processes(_children() - before)
-            text = f"{type(error).__name__} {error}".lower()
-            known = any(pattern in text for pattern in _PASSING)
-            if not known and (not getattr(error, "errno", None) or not is_passing(error)):
-                raise PreflightError(f"no Ray at {where}: {message}") from error
-            pause_s = _PAUSES_S[min(number, len(_PAUSES_S) - 1)]
-            spent_s = time.monotonic() - began
-            if spent_s + pause_s > within_s:
-                raise PreflightError(
-                    f"Ray did not start at {where} within {within_s:g} s ({number + 1} tries): "
-                    f"{message} Its logs are in /tmp/ray/session_latest/logs. On a slow disk or a "
-                    "busy machine, allow more time with --scaling.wait-s (fit) or --wait-s (run)."
-                ) from error
-        tell(f"Ray did not start in {spent_s:.0f} s ({message}); trying again")
-        time.sleep(pause_s)
+            of_system = getattr(error, "errno", None) and is_passing(error)
+            if of_system or is_slow_start_of_ray(error):
+                raise ConnectionError(message) from error
+            raise PreflightError(f"no Ray at {where}: {message}") from error
+
+    def pause(wait_s: float, error: OSError) -> bool:
+        spent_s = time.monotonic() - began
+        if spent_s + wait_s > within_s:
+            return False
+        tell(f"Ray did not start in {spent_s:.0f} s ({error}); trying again")
+        time.sleep(wait_s)
+        return True
+
+    try:
+        with_backoff(start, pause, within_s)
+    except ConnectionError as error:
+        raise PreflightError(
+            f"Ray did not start at {where} within {within_s:g} s ({tries} tries): {error} Its logs "
+            "are in /tmp/ray/session_latest/logs. On a slow disk or a busy machine, allow more "
+            "time with --scaling.wait-s (fit) or --wait-s (run)."
+        ) from error
 
 
 @contextmanager
@@ -126,11 +130,9 @@ def _no_hangups() -> Iterator[None]:
 
 def explicit_address(address: str) -> str:
     """HOST:PORT in place of "auto" if a Ray was started here by `ray start`: the newest one."""
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
-    if address == "auto":
+    if address == "auto" and (newest := newest_address()):
+        host, _, port = newest.rpartition(":")
         with suppress(OSError, ValueError):
-            newest = (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
-            host, _, port = newest.rpartition(":")
             socket.create_connection((host, int(port)), timeout=5).close()
             return newest
     return address
@@ -161,31 +163,11 @@ def require_listener(address: str) -> None:
 
 def require_same(address: str, connected_to: str) -> None:
     """Raises PreflightError if a process that is connected to one Ray is asked to use another."""
-    host, _, port = address.rpartition(":")
-    own_host, _, own_port = connected_to.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto": the one that this process uses
-    ip, own_ip = _ip(host), _ip(own_host)
-    if port == own_port and (ip == own_ip or (_is_local(ip) and _is_local(own_ip))):
-        return
-    raise PreflightError(
-        f"--address {address}, but this process is connected to the Ray at {connected_to}. Call "
-        "ray.shutdown() first, or remove the address."
-    )
-
-
-def _is_local(ip: str) -> bool:
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind((ip, 0))
-        return True
-    return False
-
-
-def _ip(host: str) -> str:
-    try:
-        return socket.gethostbyname(host.strip("[]"))
-    except OSError:
-        return host
+    if ":" in address and address != connected_to:  # "auto": the one that this process uses
+        raise PreflightError(
+            f"--address {address}, but this process is connected to the Ray at {connected_to}. "
+            "Call ray.shutdown() first, or remove the address."
+        )
 
 
 def _children() -> set[int]:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from raytrain_ddp import errors
+from raytrain_ddp.checkpoint.run_folder import LOGS
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.recipe import to_dict
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import first_line
 from raytrain_ddp.events import Note, Plan, Preempted
-from raytrain_ddp.failpoints import failpoint
+from raytrain_ddp.failpoints import FOLDER_VARIABLE, VARIABLE, failpoint
 from raytrain_ddp.messages import (
     Alive,
     ControllerStarted,
@@ -30,25 +34,29 @@ from raytrain_ddp.messages import (
     Placed,
     WorkerFailed,
 )
-from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes, stopped_workers
-from raytrain_ddp.ray_backend.cluster import notify_node_change
+from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes
+from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
+from raytrain_ddp.ray_backend.ray_private import notify_node_change
 from raytrain_ddp.ray_backend.ray_process import LOST
-from raytrain_ddp.ray_backend.trainer import Controller, make_trainer, worker_settings
+from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
+from raytrain_ddp.ray_backend.task_transfer import code_of
+from raytrain_ddp.ray_backend.worker import WorkerSettings
 from raytrain_ddp.signals import handling, heeded
 
 if TYPE_CHECKING:
-    from raytrain_ddp.ray_backend.replacing import Start
-    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
+    from raytrain_ddp.ray_backend.ray_workers import RayWorkers
 
 _POLL_S = 0.1
 _MAILBOX_TIMEOUT_S = 60.0
 # Ray Train's clean-up after the workers end takes less; its cleaner of placement groups, if a later
 # Ray starts it, would wait 15 s for a dashboard.
 _CLEAN_UP_S = 3.0
+# A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
+_LOOK_EVERY_S = 3.0
 
 _RESTARTS_ALL = (
     "scaling.replace_workers = true has no effect here: all workers restart if one dies. Over "
@@ -88,8 +96,7 @@ def run_workers(
     lasting = {"max_restarts": -1, "max_task_retries": -1}
     mailbox = ray.remote(num_cpus=0, scheduling_strategy=here, **lasting)(Mailbox).remote()
     show(Phase("loading torch"))  # while the mailbox starts
-    from raytrain_ddp.ray_backend.replacing import start_of
-    from raytrain_ddp.ray_backend.single_workers import SingleWorkers
+    from raytrain_ddp.ray_backend.ray_workers import RayWorkers
 
     failures, nodes = FailurePolicy(config.scaling.max_failures, committed), LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
@@ -99,47 +106,63 @@ def run_workers(
         show(event)
 
     wait_s, awake = config.scaling.wait_s, nodes.awake
-    waiting = CapacityWatch(
-        layout, wait_s, nodes, notify_node_change, announce, awake, stopped_workers
-    )
+    waiting = CapacityWatch(layout, wait_s, nodes, notify_node_change, announce, awake)
     listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
     try:
         with handling(heeded(), listener.on_signal):
-            given = worker_settings(config, run, layout, mailbox, task, lease)
-            start = start_of(config, layout)
-            listener.begin(start, layout, config.scaling)
-            given = replace(given, least=start.least, size=start.size)
-            if start.placed.most < layout.most:
-                place = config.scaling.placement
-                listener.single = SingleWorkers(
-                    given, start, place, lambda event: mailbox.push.remote([event])
-                )
+            given = _worker_settings(config, run, layout, mailbox, task, lease)
+            workers = RayWorkers(config, run, layout, given)
+            listener.begin(workers, layout, config.scaling)
             while True:
-                trainer = make_trainer(config, run, start.placed, given)
                 show(Phase(f"placing {layout.said} (each loads torch)"))
-                why = _attend(trainer, listener)
+                why = _attend(workers, listener)
                 if listener.outcome is not None:
                     return listener.outcome
                 announce(failures.ended(why))
                 waiting.lost()
-                listener.controller.free_placement()
+                workers.free_placement()
     finally:  # end the run also on a Ray that outlives this call
         nodes.close()
         if not nodes.is_lost:  # otherwise, each call would wait for the lost head
-            if listener.single is not None:
-                listener.single.close()
             mailbox.close.remote()
             metrics.close()
-            listener.end_controller()
+            listener.close()
 
 
-def _attend(trainer: Any, listener: _Listener) -> str:
+def _worker_settings(
+    config: TrainConfig,
+    run: Storage,
+    layout: Layout,
+    mailbox: Any,
+    task: bytes | None,
+    lease: str,
+) -> WorkerSettings:
+    """What each worker receives; see `run_workers`."""
+    return WorkerSettings(
+        config=to_dict(config),
+        task=task,
+        folder=str(Path.cwd()),
+        import_paths=import_paths(config),
+        log_folder=f"{run.path}/{LOGS}" if run.is_local else None,
+        mailbox=mailbox,
+        threads=max(1, int(layout.per_worker["CPU"])),
+        lease=lease,
+        look_every_s=0.0 if os.environ.get(PREEMPTION_WATCHER) == "0" else _LOOK_EVERY_S,
+        most=layout.most,
+        backend=layout.backend,
+        code=code_of(config),
+        argv=tuple(sys.argv),
+        failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
+    )
+
+
+def _attend(workers: RayWorkers, listener: _Listener) -> str:
     """Handles events until training is over; returns Ray Train's last error if it has failed."""
     raised: list[BaseException] = []
 
     def fit() -> None:
         try:
-            trainer.fit()
+            workers.fit()
         except BaseException as error:
             raised.append(error)
 
@@ -176,8 +199,7 @@ class _Listener:
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
-        self.controller = Controller()
-        self.single: SingleWorkers | None = None
+        self._workers: RayWorkers | None = None
         self.outcome: Outcome | None = None
         self._outcome_at = 0.0
 
@@ -198,9 +220,9 @@ class _Listener:
             else:
                 self._pass_on(event)
             failpoint("driver.event", step=getattr(event, "step", None) or 0)
-        if self.single is not None and self.outcome is None:
-            self.single.look(self._began)
         if self.outcome is None:
+            if self._workers is not None:
+                self._workers.look(self._began)
             self._waiting.look()
 
     def _pass_on(self, event: Event) -> None:
@@ -208,7 +230,8 @@ class _Listener:
             case Outcome():
                 self.outcome, self._outcome_at = event, time.monotonic()
             case ControllerStarted() | Placed():
-                self.controller.take(event)
+                if self._workers is not None:
+                    self._workers.take(event)
             case InProgress():
                 self._metrics.take(event)
             case WorkerFailed() | Died() | Joined() | Alive():
@@ -216,26 +239,30 @@ class _Listener:
             case _:
                 self._show(event)
 
-    def begin(self, start: Start, layout: Layout, scaling: ScalingConfig) -> None:
-        """Workers of this layout are about to be started."""
-        if scaling.replace_workers is True and not start.least and layout.most > 1:
+    def begin(self, workers: RayWorkers, layout: Layout, scaling: ScalingConfig) -> None:
+        """These workers are about to be started."""
+        self._workers = workers
+        if scaling.replace_workers is True and not workers.least and layout.most > 1:
             self._show(Note(_RESTARTS_ALL))
-        self._failures.replaced = start.size
-        if start.placed.most < layout.most:
+        self._failures.replaced = workers.size
+        if workers.are_single:
             self._failures.most_preemptions = scaling.max_preemptions
-        self._waiting.least_left = start.least if start.least < layout.most else 0
-        if 0 < start.size < layout.most:
-            text = f"there is room for {start.size} of {layout.said}: others join when they fit"
+        self._waiting.least_left = workers.least if workers.least < layout.most else 0
+        if 0 < workers.size < layout.most:
+            text = f"there is room for {workers.size} of {layout.said}: others join when they fit"
             self._show(Note(text))
 
-    def end_controller(self) -> None:
-        """Ends Ray Train, which would keep starting workers as long as this process lives."""
+    def close(self) -> None:
+        """Ends all workers, which Ray Train would restart as long as this process lives."""
         import ray
 
+        if self._workers is None:
+            return
         with suppress(Exception):  # it, or all of Ray, has already ended
             for _, _, event in ray.get(self._mailbox.take.remote(self._inbox.taken), timeout=1):
-                self.controller.take(event)
-        self.controller.end()
+                if isinstance(event, ControllerStarted | Placed):
+                    self._workers.take(event)
+        self._workers.close()
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         """Only records it: an exception raised here could not pass through Ray's code."""

@@ -23,9 +23,11 @@ from raytrain_ddp.ray_backend.failure_causes import (
     users_traceback,
 )
 from raytrain_ddp.ray_backend.worker_process import (
-    Tee,
+    copied_output,
     end_with_raylet,
     enter_folder,
+    place_of_worker,
+    set_environment,
     world_of_worker,
 )
 from raytrain_ddp.user_code import UserCode
@@ -48,7 +50,7 @@ class WorkerSettings:
         lease: the token with which the driver holds the run; "": unknown.
         look_every_s: how often to check for preemption notices; 0: never.
         least: how many workers continue if others die, which are replaced; 0: all are restarted.
-            See replacing.py.
+            See ray_workers.py.
         size, most: how many there are at first then, and how many there may be.
         backend: of their process groups then.
         failpoints: those armed in the driver's environment, and the folder that records them.
@@ -90,8 +92,6 @@ def train_as(given: WorkerSettings, rank: int) -> None:
     import ray
     import torch.distributed as dist
 
-    from raytrain_ddp.ray_backend.replacing import place_of_worker
-
     node, grouped = socket.gethostname(), dist.is_initialized()
     place = place_of_worker(given, rank, node) if given.least else None
     sessions: list[RaySession] = []
@@ -99,7 +99,7 @@ def train_as(given: WorkerSettings, rank: int) -> None:
         if place or ray.get(given.mailbox.join.remote(_start(), rank, node)):
             enter_folder(given.folder, given.import_paths, given.argv)
             arm(*given.failpoints)
-            with Tee(given.log_folder, rank):
+            with copied_output(given.log_folder, rank):
                 try:
                     _train(given, sessions, place)
                 finally:
@@ -123,13 +123,12 @@ def _train(given: WorkerSettings, sessions: list[RaySession], place: Place | Non
     """
     import ray
 
-    from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
     from raytrain_ddp.checkpoint.recorder import Best
     from raytrain_ddp.config.recipe import from_dict
     from raytrain_ddp.membership.generations import through_generations
     from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.ray_backend.ray_session import RaySession
-    from raytrain_ddp.ray_backend.replacing import set_environment
+    from raytrain_ddp.retries import OUTAGE_S
     from raytrain_ddp.training.build import Build
     from raytrain_ddp.training.loop import train
     from raytrain_ddp.training.training_run import made_ahead
@@ -199,10 +198,10 @@ def require_folder(config: TrainConfig, lease: str, outage_s: float = 0.0) -> No
     Args:
         outage_s: how long the storage may fail. Others, which keep their state, wait meanwhile.
     """
-    from raytrain_ddp.checkpoint.async_checkpoint import with_backoff
     from raytrain_ddp.checkpoint.lease import is_seen
     from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, run_storage
     from raytrain_ddp.errors import PreflightError
+    from raytrain_ddp.retries import with_backoff
     from raytrain_ddp.uri import without_secrets
 
     def look(_: int) -> bool:

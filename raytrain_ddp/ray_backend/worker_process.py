@@ -13,17 +13,20 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.ray_backend.ray_private import raylet_of_worker
 
 if TYPE_CHECKING:
     import torch
 
-    from raytrain_ddp.membership.roster import Seat
+    from raytrain_ddp.membership.generations import Place
+    from raytrain_ddp.membership.roster import Member, Seat
+    from raytrain_ddp.ray_backend.worker import WorkerSettings
     from raytrain_ddp.training.runtime.world import World
 
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -46,6 +49,44 @@ def world_of_worker(threads: int, seat: Seat | None = None) -> World:
         device=ray.train.torch.get_device(),
         threads=threads,
     )
+
+
+def place_of_worker(given: WorkerSettings, rank: int, node: str) -> Place:
+    """The place of this worker in the generations; the mailbox keeps the roster."""
+    import ray
+    import ray.util
+
+    from raytrain_ddp.membership.generations import Place
+    from raytrain_ddp.membership.roster import Member
+
+    here = ray.get_runtime_context().get_node_id()
+    token = os.urandom(8).hex()
+    member = Member(rank, given.size, given.least, token, 0, node, here, most=given.most)
+    registry = _Remote(given.mailbox)
+    return Place(member, ray.util.get_node_ip_address(), registry, given.backend)
+
+
+class _Remote:
+    """The mailbox's roster."""
+
+    def __init__(self, mailbox: Any) -> None:
+        import ray
+
+        self._mailbox, self._get = mailbox, ray.get
+
+    def meet(self, member: Member) -> Seat | None:
+        seat: Seat | None = self._get(self._mailbox.meet.remote(member))
+        return seat
+
+    def is_over(self, member: Member) -> bool:
+        return bool(self._get(self._mailbox.is_over.remote(member)))
+
+
+def set_environment(seat: Seat) -> None:
+    """A task may read these. For Ray Train, each worker is a group of its own."""
+    os.environ.update(RANK=str(seat.rank), WORLD_SIZE=str(seat.size))
+    os.environ.update(LOCAL_RANK=str(seat.local_rank), LOCAL_WORLD_SIZE=str(seat.local_size))
+    os.environ.update(NODE_RANK=str(seat.node_rank))
 
 
 def _device() -> torch.device:
@@ -89,7 +130,7 @@ def end_with_raylet() -> None:
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    raylet = int(os.environ.get("RAY_RAYLET_PID", parent))
+    raylet = raylet_of_worker()
     if raylet != parent:
         threading.Thread(target=_die_with, args=(raylet,), name="raylet", daemon=True).start()
         return
@@ -104,39 +145,38 @@ def _die_with(process: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Tee:
-    """Copies this worker's output to the run's log folder during training.
+@contextmanager
+def copied_output(folder: str | None, rank: int) -> Iterator[None]:
+    """Copies this worker's output, and the error that ends it, to the run's log folder.
 
     A failing copy, as on a full disk, does not end the training.
     """
-
-    def __init__(self, folder: str | None, rank: int) -> None:
-        there = folder is not None and Path(folder).parent.is_dir()
-        self._path = Path(str(folder)) / f"rank-{rank}.log" if there else None
-        self._file: IO[str] | None = None
-        self._streams: tuple[Any, Any] = (None, None)
-
-    def __enter__(self) -> None:
-        if self._path is None:
-            return
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        if self._file is None:
-            return
-        self._streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_TeeStream(stream, self._file) for stream in self._streams)
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if self._file is None:
-            return
-        sys.stdout, sys.stderr = self._streams
-        with suppress(OSError), self._file:
-            if error is not None:
-                self._file.write("".join(traceback.format_exception(error)))
+    with ExitStack() as stack:
+        file: IO[str] | None = None
+        if folder is not None and Path(folder).parent.is_dir():
+            with suppress(OSError):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                path = Path(folder) / f"rank-{rank}.log"
+                file = path.open("a", encoding="utf-8", buffering=1)
+        if file is not None:
+            stack.callback(_close, file)
+            stack.enter_context(redirect_stdout(_Tee(sys.stdout, file)))
+            stack.enter_context(redirect_stderr(_Tee(sys.stderr, file)))
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if file is not None:
+                    file.write(traceback.format_exc())
+            raise
 
 
-class _TeeStream:
+def _close(file: IO[str]) -> None:
+    with suppress(OSError):
+        file.close()
+
+
+class _Tee:
     """A stream that writes to two others."""
 
     def __init__(self, stream: Any, copy: IO[str]) -> None:

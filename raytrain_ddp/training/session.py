@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from raytrain_ddp.checkpoint.async_checkpoint import OUTAGE_S
 from raytrain_ddp.checkpoint.lease import Owner
 from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store, run_storage
@@ -22,6 +21,7 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
+from raytrain_ddp.retries import OUTAGE_S
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
 from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
 from raytrain_ddp.training.monitoring.watchdog import WRITING, Exchange, Watchdog

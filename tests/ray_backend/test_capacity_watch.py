@@ -40,7 +40,6 @@ class FakeWaiting:
             lambda: self.changes.append(self.now),
             to(self.notes),
             lambda: self.now,
-            list,
         )
 
     def lacks(self) -> list[str]:
@@ -176,10 +175,10 @@ def test_fault_34_further_nodes_and_an_earlier_end_are_taken_into_account(
 def test_fault_54_time_while_the_process_is_suspended_does_not_count():
     """A driver that was suspended must not take the head's silence for its death."""
     code = (
-        "import time; from raytrain_ddp.ray_backend.capacity_watch import AwakeClock\n"
-        "awake, began = AwakeClock(), time.monotonic()\n"
+        "import time; from raytrain_ddp.membership.roster import CallClock\n"
+        "awake, began = CallClock(), time.monotonic()\n"
         "print(flush=True)\n"
-        "while time.monotonic() - began < 4: time.sleep(0.05)\n"
+        "while time.monotonic() - began < 4: awake(); time.sleep(0.05)\n"
         "print(awake())"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:

@@ -40,6 +40,7 @@ def because(error: Exception, cause: Exception) -> Exception:
         (KeyError("label"), "error"),
         (ImportError("libnccl.so.2: cannot open shared object file"), "error"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer"), "peer"),
+        (RuntimeError("my own test of nccl and gloo failed"), "error"),
         (SystemExit(1), "peer"),
         (OSError(errno.ENOSPC, "no space left on device"), "outside"),
         (UnreachableError("Storage s3://b did not respond within 25 s"), "outside"),

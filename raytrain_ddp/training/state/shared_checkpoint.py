@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.async_checkpoint import Pause, with_backoff
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, joined, new_memory
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
 from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.retries import Pause, with_backoff
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.runtime.world import World, broadcast
 

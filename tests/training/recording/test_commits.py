@@ -15,13 +15,14 @@ import pytest
 from commits import THROTTLED, Record, notes, snapshot
 from event_records import event, record, to
 
-from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer, with_backoff
+from raytrain_ddp.checkpoint.async_checkpoint import AsyncCheckpointer
 from raytrain_ddp.checkpoint.metrics_log import MetricsLog
 from raytrain_ddp.checkpoint.run_folder import read_history
 from raytrain_ddp.checkpoint.snapshot import Snapshot
 from raytrain_ddp.checkpoint.storage import open_storage
 from raytrain_ddp.checkpoint.trackers import TensorBoard
 from raytrain_ddp.errors import CheckpointError
+from raytrain_ddp.retries import with_backoff
 
 
 def failing(times: int, error: OSError) -> Callable[[int], int]:

@@ -32,9 +32,8 @@ from tiny import (
     tiny_config,
 )
 
-from raytrain_ddp.checkpoint import async_checkpoint
+from raytrain_ddp import retries
 from raytrain_ddp.checkpoint import recorder as recorder_module
-from raytrain_ddp.checkpoint.async_checkpoint import TRIES
 from raytrain_ddp.checkpoint.recorder import Best, Recorder
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.checkpoint.snapshot import Snapshot
@@ -43,6 +42,7 @@ from raytrain_ddp.checkpoint.store import CheckpointStore
 from raytrain_ddp.config.sections import CheckpointConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import CheckpointError, RunLockedError
+from raytrain_ddp.retries import TRIES
 from raytrain_ddp.training import session as session_module
 from raytrain_ddp.training.local_session import LocalSession
 from raytrain_ddp.training.runtime.world import World
@@ -129,7 +129,7 @@ def test_fault_12_a_start_detects_that_the_checkpoints_in_the_event_log_were_del
 @pytest.fixture
 def faulty_store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     """The store of all checkpoints of this test; pauses between retries are short."""
-    monkeypatch.setattr(async_checkpoint, "retry_pauses", lambda: iter([0.01] * 4))
+    monkeypatch.setattr(retries, "retry_pauses", lambda: iter([0.01] * 4))
     made = FaultyStore()
     fs = pafs.PyFileSystem(FaultyHandler(made, False))
 

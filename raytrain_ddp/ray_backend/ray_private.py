@@ -1,0 +1,190 @@
+"""All of Ray that is not public: why it is used, and what happens without it.
+
+Another version of Ray may lack any of this. What is missing is left out, and a run goes on without
+it; `tests/ray_backend/test_ray_private.py` fails then. Imports nothing heavy at its top: the
+mailbox imports this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from raytrain_ddp.warm import worker_setup
+
+API_SERVER = "RAY_API_SERVER_ADDRESS"
+"""Where processes of Ray look for its state API. Without it, they may ask another Ray of this
+machine, and the PlacementGroupCleaner, if it runs, takes the unknown controller for dead."""
+
+_LEFT_OUT = (
+    "DatasetsCallback",  # a manager of Ray Data's data sets, which nothing uses
+    # Frees the workers' placement if the controller dies, as `RayWorkers` does. It asks the
+    # dashboard whether the controller lives: 15 s at the end of a run if there is none.
+    "PlacementGroupCleanerCallback",
+)
+
+
+def draining_nodes() -> Mapping[str, int] | None:
+    """The ids of nodes that will be taken away, and when: ms since the epoch, 0 if unknown.
+
+    Ray Train tells it only to workers that all end together. Without it (None), no worker is
+    replaced alone: if one dies, all restart.
+    """
+    try:
+        from ray._private import state
+
+        ends_ms: Mapping[str, int] = state.state.get_draining_nodes()
+    except (ImportError, AttributeError):
+        return None
+    return ends_ms
+
+
+def replacing_config(backend: str) -> Any:
+    """A TorchConfig with which Ray Train replaces a worker that dies while the others live: each is
+    a replica group of its own. Ray Train then makes no process group.
+
+    Only Ray's own torchft backend has replica groups. Without them (None), all workers restart.
+    """
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig
+
+    class ReplacingBackend(Backend):  # type: ignore[misc]
+        has_replica_groups = True
+
+    class ReplacingConfig(TorchConfig):  # type: ignore[misc]
+        @property
+        def backend_cls(self) -> type[Backend]:
+            return ReplacingBackend
+
+    return ReplacingConfig(backend=backend) if hasattr(Backend, "has_replica_groups") else None
+
+
+def nccl_config(backend: str, timeout_s: int, settings: Mapping[str, str]) -> Any:
+    """A TorchConfig that sets environment variables before the process group is made, where a
+    worker's node has not set them. Without it, NCCL's defaults hold."""
+    from ray.train.torch import TorchConfig
+
+    from raytrain_ddp.training.runtime.nccl_settings import set_missing
+
+    usual = TorchConfig().backend_cls
+
+    class WithSettings(usual):  # type: ignore[misc, valid-type]
+        def on_start(self, worker_group: Any, backend_config: Any) -> None:
+            worker_group.execute(set_missing, dict(settings))
+            super().on_start(worker_group, backend_config)
+
+    class NcclConfig(TorchConfig):  # type: ignore[misc]
+        @property
+        def backend_cls(self) -> type[Any]:
+            return WithSettings
+
+    return NcclConfig(backend=backend, timeout_s=timeout_s)
+
+
+def trainer_class() -> Any:
+    """A TorchTrainer without two processes that each start would wait for. Without this, they
+    start."""
+    from ray.train.torch import TorchTrainer
+
+    class Trainer(TorchTrainer):  # type: ignore[misc]
+        def _create_default_callbacks(self) -> list[Any]:
+            usual = super()._create_default_callbacks()
+            return [each for each in usual if type(each).__name__ not in _LEFT_OUT]
+
+    return Trainer
+
+
+def abort(controller: Any, within_s: float) -> None:
+    """Makes Ray Train's controller give back its request for resources, as Ray does at Ctrl-C.
+    Without it, the next elastic run waits three minutes for them."""
+    import ray
+
+    with suppress(Exception):
+        ray.get(controller.abort.remote(), timeout=within_s)
+
+
+def underlying(error: Exception) -> Exception:
+    """The cause, if Ray Train only reports that a worker is dead. Without it, the less specific
+    error is shown, and a preempted node counts as a failure."""
+    inner: Exception = getattr(error, "health_check_failure", error)
+    return inner
+
+
+def notify_node_change() -> None:
+    """Notifies Ray Train of a changed number of nodes. Without it, it notices within 20 s."""
+    import ray
+
+    with suppress(ValueError, AttributeError, TypeError):
+        coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
+        coordinator.get_reserved_resources.remote("", recompute=True)
+
+
+def newest_address() -> str:
+    """HOST:PORT of the newest Ray started here by `ray start`. Without it (""), Ray finds one for
+    "auto" by itself, and Ray Train's processes may ask another one for the run's state."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+    with suppress(OSError, ValueError):
+        return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
+    return ""
+
+
+def raylet_of_worker() -> int:
+    """The raylet that this process, a worker, belongs to. Without it: the parent process, which is
+    another one if the worker was forked by a warm process."""
+    return int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
+
+
+class QuickStartError(RuntimeError):
+    """`quick_start` may not fit this Ray: try without."""
+
+
+@contextmanager
+def quick_start(is_warm: bool, has_dashboard: bool) -> Iterator[None]:
+    """Makes a Ray that is started in this context start sooner: in 7.5 s instead of 9.8 s.
+
+    Args:
+        is_warm: whether its workers are forked: then warm/worker_setup.py sets them up.
+        has_dashboard: otherwise, it leaves out what would have nothing to do: the API server, for
+            which it waits and which would only report usage statistics, the autoscaler of its one
+            machine, and the monitor of logs, which nobody would show.
+
+    Raises:
+        QuickStartError: instead of an error that may come from a replaced function.
+    """
+
+    def start_raylet(*args: Any, **named: Any) -> Any:
+        """With any free port for its agent: for the usual one, the raylet waits for three seconds
+        if another Ray of this machine has it."""
+        return raylet(*args, **named | {"dashboard_agent_listen_port": 0})
+
+    with ExitStack() as stack:
+        with suppress(ImportError, AttributeError):
+            from ray._private import node, ray_constants, services
+
+            if is_warm:
+                script = str(Path(worker_setup.__file__).resolve())
+                _replace(stack, ray_constants, "SETUP_WORKER_FILENAME", script)
+            raylet = services.start_raylet
+            _replace(stack, services, "start_raylet", start_raylet)
+            if not has_dashboard:
+                # No address, and no process: what Ray itself returns without a dashboard.
+                _replace(stack, services, "start_api_server", lambda *_, **__: ("", None))
+                _replace(stack, node.Node, "start_monitor", lambda _: None)
+                _replace(stack, node.Node, "start_log_monitor", lambda _: None)
+        try:
+            yield
+        except (AttributeError, ValueError, TypeError) as error:
+            raise QuickStartError(str(error)) from error
+
+
+def _replace(stack: ExitStack, owner: object, name: str, value: object) -> None:
+    """Replaces an attribute until the stack is left.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
