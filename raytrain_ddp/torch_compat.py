@@ -1,4 +1,4 @@
-"""The differences between the supported versions of torch, and nowhere else."""
+"""Handles all differences between the supported versions of torch; no other file does."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class AsyncCheckpointer:
     not fail. Errors other than the storage's end the training at its next step.
 
     Args:
-        commit: makes a checkpoint of a snapshot; also gets the number of the attempt.
+        commit: turns a snapshot into a checkpoint; also gets the number of the attempt.
         max_failed: this many failures in a row end the training.
         tell: receives notes and events, also from this thread.
         sleep: waits the given seconds; returns False if the wait was interrupted.
@@ -49,7 +49,7 @@ class AsyncCheckpointer:
         self._since = 0.0
         self._in_a_row = 0
         self._failure: CheckpointError | None = None  # of the latest commit
-        self._failed_at = -math.inf  # the latest attempt, if that did
+        self._failed_at = -math.inf  # time of the latest attempt, if it failed
         self._problem: BaseException | None = None
         self._longest_wait_s = _SAID_S
         self._postponed = False
@@ -73,7 +73,7 @@ class AsyncCheckpointer:
         return self._under_way is not None and not self._under_way.done()
 
     def step(self) -> int | None:
-        """Of the snapshot that is being committed."""
+        """The step of the snapshot that is being committed."""
         return self._step if self.is_busy() else None
 
     def postpones(self) -> bool:
@@ -84,7 +84,8 @@ class AsyncCheckpointer:
             spent_s = time.monotonic() - self._since
             self._note(
                 f"the checkpoint of step {self._step} is still being written ({spent_s:.0f} s so "
-                "far): the next one by time follows when it is done. The storage is slow."
+                "far): the next one that is due by time follows when it is done. The storage is "
+                "slow."
             )
         return self.is_busy()
 
@@ -106,7 +107,7 @@ class AsyncCheckpointer:
             raise problem
 
     def finish(self) -> None:
-        """Waits for the last commit; CheckpointError if it failed."""
+        """Waits for the last commit; raises CheckpointError if it failed."""
         self.wait()
         self.require()
         if self._failure is not None:

@@ -29,12 +29,12 @@ class _Item(NamedTuple):
 class BackgroundWriter:
     """Opens a service at the first record, and sends it each one; training never waits for it.
 
-    W&B needs 90 s to find that its server does not respond, MLflow four minutes. A service that has
-    failed is opened again on request, with all records.
+    W&B takes 90 s to notice that its server does not respond, MLflow four minutes. A service that
+    has failed is opened again on request, with all records.
 
     Args:
-        name: of the service.
-        records: those of the log; the list keeps growing.
+        name: the name of the service.
+        records: the records of the log; the list keeps growing.
         tell: receives a note when the service has failed, from another thread.
     """
 
@@ -90,7 +90,7 @@ class BackgroundWriter:
     def _try(self, act: Callable[..., None], *given: object) -> None:
         try:
             act(*given)
-        except Exception as error:  # of any library
+        except Exception as error:  # libraries raise any type
             reason = " ".join(str(error).split()) or type(error).__name__
             self._drop()
             self._failed_s = time.monotonic()

@@ -52,7 +52,7 @@ class Life:
         return (_PRIOR_S + self.lived_s + more_s) / (_PRIOR_FAILURES + self.failures)
 
     def document(self, attempt: int, more_s: float, ended: bool) -> dict[str, Any]:
-        """For a checkpoint of this start. `ended`: the start ends normally with it."""
+        """The document for a checkpoint of this start. `ended`: the start ends normally with it."""
         return {
             "attempt": attempt,
             "failures": self.failures,
@@ -77,7 +77,7 @@ class SaveTimer:
     """Decides on rank 0 when a checkpoint is due by time.
 
     Args:
-        every_s: seconds between two; 0: never; auto: `best_interval_s` of the measured values.
+        every_s: seconds between checkpoints; 0: never; auto: `best_interval_s` of measured values.
         tell: receives an event when the interval is first known, and when it has more than
             doubled or halved.
     """

@@ -28,7 +28,7 @@ class MetricsLog:
     `publish` rewrites them.
 
     Args:
-        openers: by name; called for the first record of a start, not before.
+        openers: open the loggers, by name; called for the first record of a start, not before.
         tell: receives a note when the copies cannot be written.
     """
 

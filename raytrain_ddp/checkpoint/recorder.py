@@ -37,7 +37,7 @@ class Recorder:
 
     Attributes:
         attempt: the number of this start, after `begin`.
-        timer: of its checkpoints, after `begin`.
+        timer: the timer of this start's checkpoints, after `begin`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Recorder:
             RunLockedError: another start is claiming the run.
             OSError: the storage does not respond or is full.
         """
-        self.committer.wait()  # one of the generation before
+        self.committer.wait()  # for a commit of the previous generation
         host = {"host": socket.gethostname(), "pid": os.getpid(), "workers": self._workers}
 
         def found(_: int) -> Checkpoint | None:
@@ -121,8 +121,8 @@ class Recorder:
         self.log.finish()
 
     def may_go_on(self) -> bool:
-        """Whether it may continue in the next generation: not if nothing has begun; `close` must
-        follow then."""
+        """Whether it may continue in the next generation. If nothing has begun, it may not, and
+        `close` must be called."""
         return self.attempt > 0
 
     def resume(self, workers: int, tell: Callable[[Event], None]) -> None:
@@ -144,7 +144,7 @@ class Recorder:
             self._note(f"{name} cannot be written: {error}")
 
     def _life_after(self, newest: Checkpoint | None) -> Life:
-        """It only affects how often to save, so an unreadable history does not end the run."""
+        """An unreadable history does not end the run, as it affects only how often to save."""
         if newest is None or _LIFE not in newest.manifest.files:
             return Life(failures=self.attempt - 1)
         try:
@@ -193,7 +193,7 @@ class Recorder:
         return self._wait(wait_s)
 
     def _wait(self, seconds: float) -> bool:
-        """Returns whether to go on: `close` was not called."""
+        """Returns whether to go on: True unless `close` was called."""
         return not self._closing.wait(seconds)
 
     def _tell(self, event: Event) -> None:

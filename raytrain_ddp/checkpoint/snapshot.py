@@ -2,7 +2,7 @@
 
 structure, tensors = flatten_state(state)      references only
 copies = snapshot.take(tensors)                the only part that blocks training
-files = encode(Snapshot(..., copies, ...))     their bytes, in chunks, in the background
+files = encode(Snapshot(..., copies, ...))     encoded bytes, in chunks, in the background
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Snapshot:
     """The content of a checkpoint: host copies that later steps do not change.
 
     Args:
-        manifest: without its files.
+        manifest: the manifest, without its list of files.
         tensors: file stem -> name -> tensor.
         documents: file name -> JSON-serializable value.
         log: all records so far.
-        last: the run ends normally with it.
+        last: whether the run ends normally with this checkpoint.
     """
 
     manifest: Manifest
@@ -144,7 +144,7 @@ class TensorFile:
 
 
 def loss_of(metrics: Mapping[str, float]) -> float:
-    """The evaluation's metric "loss"; inf if there is none or it is nan."""
+    """The metric "loss" of the evaluation; inf if it is missing or nan."""
     loss = metrics.get("loss", math.inf)
     return math.inf if loss is None or math.isnan(loss) else loss
 
@@ -164,8 +164,8 @@ def encode(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def _encode_log(log: Sequence[LogRecord]) -> Iterator[bytes]:
-    """The bytes of `json.dumps`, in chunks: it holds the GIL until it returns, and the log grows
-    as long as the run."""
+    """The bytes of `json.dumps`, in chunks: each call holds the GIL until it returns, and the log
+    grows throughout the run."""
     yield b"["
     for start in range(0, len(log), _PIECE):
         piece = json.dumps([to_record(each) for each in log[start : start + _PIECE]])

@@ -31,14 +31,14 @@ class Logger(Protocol):
     """
 
     def add(self, record: LogRecord) -> None:
-        """Accepts a record; cheap."""
+        """Accepts a record; must be cheap."""
 
     def close(self, failed: bool) -> None:
         """Waits until everything is sent; `failed`: the run ended with an error."""
 
 
 Open = Callable[[Sequence[LogRecord]], Logger]
-"""Opens a service with the records so far. Called late: importing its library takes long."""
+"""Opens a service with the records so far. Called late: importing its library takes a while."""
 
 
 def openers(config: TrainConfig) -> dict[str, Open]:
@@ -170,7 +170,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         step, now_ms = record.step, int(1000 * time.time())
-        # It refuses other characters, as in acc@1.
+        # MLflow refuses other characters, such as the @ in acc@1.
         named = ((re.sub(r"[^\w.: /-]", "_", n), v) for n, v in tracker_scalars(record))
         new = [(n, v) for n, v in named if step > self._had.get(n, -1) and math.isfinite(v)]
         return [Metric(name, value, now_ms, step) for name, value in new]

@@ -1,4 +1,4 @@
-"""Precision and memory layout that say auto: chosen before workers start, by what the GPUs can do.
+"""Chooses precision and memory layout for auto, by what the GPUs support, before workers start.
 
 The values replace auto in the run's config and its checkpoints. The same command finds the run
 again, and continues it with the same values.
@@ -29,13 +29,13 @@ def settled(config: TrainConfig, has_bf16: bool) -> TrainConfig:
 
 
 def settled_as_begun(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
-    """The config with the values of a run, given as nested tables, where it says auto."""
+    """The config with each auto replaced by the run's value; `begun` holds nested tables."""
     values = {name: begun.get("compute", {}).get(name, "auto") for name in _automatic(config)}
     return replace(config, compute=replace(config.compute, **values))
 
 
 def settled_if_alike(config: TrainConfig, begun: Mapping[str, Any]) -> TrainConfig:
-    """The same if auto can have chosen the run's values; else the config as it is."""
+    """Like `settled_as_begun` if auto could have chosen the run's values; else the same config."""
     then = begun.get("compute", {})
     for chosen in (settled(config, has_bf16=False), settled(config, has_bf16=True)):
         if all(then.get(name) == getattr(chosen.compute, name) for name in _automatic(config)):

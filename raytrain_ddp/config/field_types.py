@@ -45,15 +45,15 @@ def setting(default: Any, **facts: Any) -> Any:
     """A field of a config, and all facts about it.
 
     Args:
-        free: it may change when a run is resumed; all others decide the result.
-        least, above, most, below: limits of its number, or of each of its numbers.
-        check: (function, rule): the value must be one for which the function is true.
-        may_be_empty: the empty text is a value; lines: so are several lines.
-        needs, images, on_ray: without what it has no effect; see rules.py.
-        of_state: it decides what the state of a run contains, and in which order.
-        of_loop: the training loop reads it, where the others of its section are for the task.
-        path: the kind of path that it is; see paths.py.
-        metavar: how the help shows its value.
+        free: the field may change when a run is resumed; all other fields affect the result.
+        least, above, most, below: limits of the number, or of each number in the value.
+        check: (function, rule): the function must be true for the value.
+        may_be_empty: empty text is allowed. lines: several lines are allowed.
+        needs, images, on_ray: what the field needs to have an effect; see rules.py.
+        of_state: the field decides what the state of a run contains, and in which order.
+        of_loop: the training loop reads the field; the others in its section are for the task.
+        path: what kind of path the value is; see paths.py.
+        metavar: how the help shows the value.
     """
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: {**default}, metadata=facts)
@@ -73,7 +73,7 @@ class Section:
     section: ClassVar[str] = ""
 
     def __init_subclass__(cls, name: str = "", **shared: Any) -> None:
-        """Names the section; `shared`: facts that its fields have unless they say otherwise."""
+        """Names the section. `shared`: facts for its fields, which a field may override."""
         cls.section = name or cls.section
         for field in vars(cls).get("__annotations__", {}) if shared else ():
             given = vars(cls)[field]
@@ -98,7 +98,7 @@ class Section:
 def fields_below(
     section: type[Section], prefix: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """(full name, field) of each field that is no section, such as ``optim.lr``, in their order."""
+    """(full name, such as ``optim.lr``, field) for each field that is not a section, in order."""
     for field in dataclasses.fields(cast(Any, section)):
         kind = section.kinds()[field.name]
         if dataclasses.is_dataclass(kind):
@@ -125,8 +125,8 @@ def with_values(config: C, values: Mapping[str, Any]) -> C:
 
 
 def changes(holder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of `holder` with these values of fields, by their full names; sections are
-    replaced as a whole, and so are checked."""
+    """The attributes of `holder` with these values of fields, by their full names; each section is
+    replaced as a whole, and therefore checked."""
     given = {name: value for name, value in values.items() if "." not in name}
     for section in dict.fromkeys(name.partition(".")[0] for name in values if "." in name):
         start = f"{section}."

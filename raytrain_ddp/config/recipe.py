@@ -44,9 +44,9 @@ class RecipeInfo(Section, name="recipe"):
         about: what is trained on what.
         source: paper, reference script and version.
         expected: result of the source.
-        gpu_hours: what it needs, and how that is known.
+        gpu_hours: how many it needs, and how that is known.
         reached: result of this package.
-        differs: arguments of the source that have another value here, each with the reason.
+        differs: arguments of the source that have a different value here, each with the reason.
     """
 
     about: str = setting("", lines=True)
@@ -57,7 +57,7 @@ class RecipeInfo(Section, name="recipe"):
     differs: dict[str, str] = setting({}, lines=True)
 
     def page(self, name: str) -> str:
-        """All of it, as lines for a terminal."""
+        """All fields, as lines for a terminal."""
         rows = {"source": self.source, "expected": self.expected, "GPU hours": self.gpu_hours}
         rows |= {"reached": self.reached} | {f"differs: {k}": v for k, v in self.differs.items()}
         parts = [f"{title}: {text}" for title, text in rows.items() if text]
@@ -158,7 +158,7 @@ def described(path_or_name: str | None) -> str:
         info = load_with_info(name)[1]
         result = f"Expected: {info.expected}. Reached: {info.reached}."
         parts += f"{name}\n{_filled(f'    {info.about}')}{_filled(f'    {result}')}"
-    return f"{parts}All about one: python -m raytrain_ddp.fit NAME --describe\n"
+    return f"{parts}For details of a recipe: python -m raytrain_ddp.fit NAME --describe\n"
 
 
 def _filled(text: str) -> str:

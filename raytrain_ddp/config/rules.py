@@ -176,7 +176,7 @@ def require_effect(given: Container[str], *configs: TrainConfig, on_ray: bool = 
     """Raises ConfigError if a flag of a command line has no effect in any of the configs.
 
     Args:
-        given: as `given_flags` tells.
+        given: the names that `given_flags` returns.
     """
     lines = [
         f"{name} has no effect: it needs {needs}. Remove it."

@@ -265,8 +265,8 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
         "auto", least=LEAST_OF_RESOURCE, on_ray=False
     )
     """CPUs per worker, for its loader threads and, without a GPU, its compute threads. auto: with
-    GPUs, each has its share of its node's CPUs; without, 1 (with --local and without --exact, as
-    many compute threads as torch takes)."""
+    GPUs, each worker gets its share of its node's CPUs; without GPUs, 1 (with --local and without
+    --exact, as many compute threads as torch chooses)."""
     gpus_per_worker: float = setting(1.0, least=LEAST_OF_RESOURCE, most=1, needs="scaling.use_gpu")
     """GPUs per worker, at most 1. Below 1, several workers share a GPU (over Gloo)."""
     backend: Literal["auto", "nccl", "gloo"] = setting("auto", on_ray=False)
@@ -278,25 +278,25 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     """How many times in a row failed workers are replaced before the run ends (exit status 7). A
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
     replace_workers: bool | Literal["auto"] = "auto"
-    """A worker that dies is replaced while the others keep their state: no step is repeated. With
+    """When a worker dies, replace it while the others keep their state: no step is repeated. With
     exact, or MIN:MAX workers, the others continue meanwhile. false: all workers restart from the
-    newest checkpoint. auto: true, except over NCCL, where it has never run on several GPUs; with
-    true, each step there waits for its last collective before its update."""
+    newest checkpoint. auto: true, except over NCCL, where replacement has never run on several
+    GPUs. With true, each step over NCCL waits for its last collective before its update."""
     warm_processes: bool | Literal["auto"] = "auto"
-    """Start Ray's processes as forks of a process per node that has torch loaded, on Linux, with or
-    without GPUs. auto: true. That process stays on a running cluster for an hour after its last
-    fork."""
+    """Start Ray's processes as forks of one process per node, which already has torch loaded.
+    Works on Linux, with or without GPUs. auto: true. On a running cluster, that process stays for
+    an hour after its last fork."""
     max_preemptions: int = setting(-1, least=-1)
     """How many times workers are replaced after a preemption notice for their node. -1: no
     limit."""
     wait_s: float = setting(60.0, least=0)
     """Seconds to wait while a running cluster lacks resources for the workers, at the start and
-    after nodes are lost (autoscaling). Also the time limit for the start of Ray, but at least 300
+    after nodes are lost (autoscaling). Also the time limit for starting Ray, which is at least 300
     s."""
     resize_s: float = setting(30.0, least=1, needs=_ELASTIC)
-    """With MIN:MAX workers: seconds between checks if more fit; growing costs a restart from the
-    newest checkpoint. Where dead workers are replaced (replace_workers), others join between two
-    steps once they fit, without a restart."""
+    """With MIN:MAX workers: seconds between checks whether more workers fit. Growing costs a
+    restart from the newest checkpoint. Where dead workers are replaced (replace_workers), new ones
+    join between two steps once they fit, without a restart."""
     start_timeout_s: float | Literal["auto"] = setting("auto", above=0)
     """Seconds to request the same number of workers from Ray before requesting as many as fit. Ray
     still counts a lost node as alive for some seconds. Loading torch is not included. auto: 5 with
@@ -307,18 +307,18 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     saved, and the workers are replaced. The limit is 10 times as long for a batch of data, and 60
     times for startup, evaluation, and checkpoints. auto: 30. 0: never."""
     check_every_steps: int = setting(100, least=0, on_ray=False)
-    """Compare the weights of all workers every this many steps, and before each checkpoint. They
-    are bitwise identical unless a device or its memory fails; then the run ends with exit status 6.
-    0: never."""
+    """Compare the weights of all workers at this interval in steps, and before each checkpoint.
+    They are bitwise identical unless a device or its memory fails; then the run ends with exit
+    status 6. 0: never."""
 
     @property
     def cpus_without_gpu(self) -> float:
-        """CPUs of a worker that trains on them; auto is fixed, as sums depend on the threads."""
+        """CPUs of a worker without a GPU. auto is a fixed number, as sums depend on threads."""
         return 1.0 if isinstance(self.cpus_per_worker, str) else self.cpus_per_worker
 
     @property
     def threads(self) -> int:
-        """For the arithmetic of a worker on CPUs."""
+        """The number of compute threads of a worker on CPUs."""
         return max(1, int(self.cpus_without_gpu))
 
     def worker_range(self) -> tuple[int, int]:

@@ -26,22 +26,22 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "print_completion": (..., "use shtab, as docs/reference/commands.md says"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "scheduler": (..., "use --asha EPOCHS"),
-    "search=grid": (..., "use lists alone, and as many --trials as there are combinations"),
+    "search=grid": (..., "use only lists, and as many --trials as there are combinations"),
     "scaling.spares": (1, "remove it; each process is forked when Ray asks for it"),
     "settled": ([], "remove it; auto stays what it was when the run began"),
     "stats_images": (..., "use --data.mean and --data.std of fit"),
     "tabular": (..., _EXAMPLE.format("tabular", "tabular")),
     "task=raytrain_ddp.tasks.char_lm:CharLM": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "task=raytrain_ddp.tasks.tabular:Tabular": (..., _EXAMPLE.format("tabular", "tabular")),
-    "tta": (..., "use model(images.flip(-1)) of raytrain_ddp.load(RUN)"),
-    "verify": (..., "compare with the sha256 in dataset.json"),
+    "tta": (..., "use model(images.flip(-1)) with model = raytrain_ddp.load(RUN)"),
+    "verify": (..., "compare the files with the sha256 in dataset.json"),
     "watch": (..., "use raytrain report STORAGE --every 30"),
 }
 WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
 DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
 """Defaults of withdrawn fields, which the configs of earlier runs and checkpoints contain."""
 DECIDING = {"model.unfreeze_epoch"}  # a run with a value other than the default cannot continue
-_IGNORED = {"settled"}  # whatever its value
+_IGNORED = {"settled"}  # ignored whatever their value
 
 
 def withdrawn(name: str) -> str:
@@ -51,7 +51,7 @@ def withdrawn(name: str) -> str:
 
 
 def is_ignored(name: str, value: object) -> bool:
-    """Whether a field of an earlier run is withdrawn, and its value changed nothing."""
+    """Whether a field of an earlier run is withdrawn and its value had no effect."""
     return name in _IGNORED or (name, value) in DEFAULTS.items()
 
 

@@ -28,10 +28,10 @@ FOLDER = Path(__file__).parents[1] / "clusters"  # a link to clusters/ beside th
 _WORKERS = 2
 _WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
 _PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # time to pull images; to rent and set up machines
-# One decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000.
+# A CPU decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000 images/s.
 _CPUS_PER_GPU = 8
-_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker besides its data; of Ray and the driver
-_SMALL_GIB = 2  # of a worker on CPUs with the built-in data, which are small
+_TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker without its data; of Ray and the driver
+_SMALL_GIB = 2  # host memory of a worker on CPUs with the built-in data, which are small
 _CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
 _TYPE_LINE = {
@@ -64,10 +64,10 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> tuple[st
     """The file for this run, and notes for its reader.
 
     Args:
-        recipe: the source of the config; the command names it if it is a shipped one.
+        recipe: the source of the config; the command names it if it is a shipped recipe.
 
     Raises:
-        ConfigError: the storage has no valid bucket, or a value cannot be put into a command.
+        ConfigError: the storage has no valid bucket, or a value cannot be written in a command.
     """
     base = recipe if recipe in shipped_recipes() else None
     if config.name is None and base is None:  # the command does not mention the recipe
@@ -134,7 +134,7 @@ def _unshared(config: TrainConfig, those: str) -> list[str]:
 def machines(config: TrainConfig, most_per_node: int) -> Machines:
     """The minimum number of equal nodes for all workers of a config that sets their number.
 
-    With `scaling.placement` STRICT_PACK all are on one node, with SPREAD each has its own.
+    With `scaling.placement` STRICT_PACK, all are on one node; with SPREAD, each has its own.
 
     Args:
         most_per_node: GPUs per node, or workers if there are no GPUs.
@@ -217,7 +217,7 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
 def _lan(config: TrainConfig, base: str | None, name: str) -> str:
     need = machines(config, 1)
     blank = "worker_ips: [192.168.1.11] # fill in"
-    filled = f"{blank}; with the head {need.nodes} machines of {need}, or fewer and larger ones"
+    filled = f"{blank}; {need.nodes} machines with {need}, head included, or fewer larger ones"
     return _with_folder(config, _launched("lan", config, base, name, {blank: filled}))
 
 
@@ -282,7 +282,7 @@ def _read(file: str) -> str:
 
 
 def _put(text: str, lines: Mapping[str, object]) -> str:
-    """Replaces the rest of each single line that begins so; keeps a trailing comment."""
+    """Replaces the rest of the one line that begins with each key; keeps a trailing comment."""
     for start, value in lines.items():
         pattern = re.compile(rf"(?m)^({re.escape(start)})[^\n]*?((?: +# [^\n]*)?)$")
         new = str(value).replace("\\", r"\\")

@@ -149,7 +149,7 @@ def _run_state(run: NamedRun, branch: Branch | None) -> str:
 
 
 def _tried(build: Build) -> list[str]:
-    """Warms up each turn with small batches, and evaluates one; returns notes."""
+    """Warms up each turn with small batches, and evaluates one batch; returns notes."""
     from raytrain_ddp.training.metrics.evaluation import try_evaluation
     from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
     from raytrain_ddp.training.optimizer.several_optimizers import turns_of

@@ -101,7 +101,7 @@ def _fit(
     flags: str,
     rank: int = 0,
 ) -> FitResult:
-    """What all ways to train have in common: only rank 0 holds the run, and writes."""
+    """The part that all ways to train have in common: only rank 0 holds the run, and writes."""
     started = time.monotonic()
     config = check(TrainConfig() if config is None else config)
     main = rank == 0

@@ -24,7 +24,7 @@ class FitResult:
         last_checkpoint: folder or URI of the newest checkpoint.
         history: the records of metrics.jsonl.
         seconds: part of the run -> seconds.
-        signal: number of the signal that interrupted, else 0.
+        signal: number of the signal that interrupted the run, else 0.
     """
 
     status: Literal["finished", "interrupted", "already complete"]

@@ -1,4 +1,4 @@
-"""Splits a command line of torchrun into its flags, by their full names, and the script."""
+"""Splits a torchrun command line into its flags, by their full names, and the script."""
 
 from __future__ import annotations
 

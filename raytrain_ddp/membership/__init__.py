@@ -1,1 +1,1 @@
-"""Which processes are the workers of a run, and which replaces which."""
+"""Decides which processes are the workers of a run, and which process replaces which."""

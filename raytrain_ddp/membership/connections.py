@@ -22,13 +22,13 @@ _EPOLL = "anon_inode:[eventpoll]"
 
 
 class Connections:
-    """Those of the process group that is made next: the ones opened while it starts, and watched by
-    the epoll that gloo opens then. Threads of Ray's may open others in the same moment.
+    """The connections of the process group that is made next: those opened while it starts, and
+    watched by the epoll that gloo opens then. Ray's threads may open others at the same moment.
 
     Attributes:
         is_cut: whether `cut` was called; from then on, a collective of NCCL's that seems to be done
             may have left anything as its result.
-        is_broken: whether that was first because a rank was lost, not to leave the group.
+        is_broken: whether the first call was because a rank was lost, not to leave the group.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Connections:
         return self._of_gpus is not None
 
     def opened(self, group: Any, has_nccl: bool = False) -> None:
-        """The process group is made.
+        """Called when the process group has been made.
 
         Args:
             has_nccl: whether its collectives on GPUs are NCCL's.
@@ -70,7 +70,7 @@ class Connections:
             self._of_gpus = group._get_backend(torch.device("cuda"))
 
     def wait_for_device(self) -> None:
-        """Waits until the device has done all that was queued, as are collectives of NCCL's."""
+        """Waits until the device has done all queued work, which includes NCCL's collectives."""
         import torch
 
         done = torch.cuda.Event(blocking=True)  # frees the CPU for the loader's threads

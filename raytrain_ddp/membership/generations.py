@@ -1,4 +1,4 @@
-"""Process groups one after another, so that a worker can be replaced while the others stay.
+"""Successive process groups, so that a worker can be replaced while the others stay.
 
 Each *generation* has a store of its own. A rank that loses a peer leaves its group, which makes the
 others notice, and joins the next generation: see roster.py. Nothing here needs Ray.
@@ -25,8 +25,8 @@ from raytrain_ddp.membership.roster import OVER, Member, Registry, Seat, beat_s,
 from raytrain_ddp.uri import answer_within
 
 _CONNECT_S = 60.0
-_THERE_S = 20.0  # one that has died since it asked is replaced meanwhile
-_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # and per rank
+_THERE_S = 20.0  # within this time, a rank that has died since it asked to join is replaced
+_POLL_S, _POLL_OF_MANY_S = 0.01, 0.0001  # fixed; per rank
 _TRIES = 5
 _STUCK_S = 600.0  # longer than what a rank does in a step without looking at the others
 _COLLECTIVE_S = 1800.0  # as long as in Ray Train
@@ -47,7 +47,7 @@ class NewcomerWaits(Exception):
 
 
 class Parts(Protocol):
-    """What a run is made of: a `Build`."""
+    """The parts of a run: a `Build`."""
 
     is_begun: bool
 
@@ -56,7 +56,7 @@ class Parts(Protocol):
 
 
 class Session(Protocol):
-    """A run in one generation, as `training.session.Session`."""
+    """A run in one generation, such as `training.session.Session`."""
 
     is_continued: bool
     suspended: Any
@@ -66,10 +66,10 @@ class Session(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def take_over(self, recorder: Any) -> None:
-        """Continues with the recorder of the generation before, or closes it."""
+        """Continues with the recorder of the previous generation, or closes it."""
 
     def live_state(self) -> Any:
-        """The state that this process has; None: others could not continue from it."""
+        """The state of this process; None: other ranks could not continue from it."""
 
 
 P = TypeVar("P", bound=Parts)
@@ -80,14 +80,14 @@ class Place:
     """This process's place in all generations that it joins.
 
     Args:
-        member: what the roster gets to know about this process; the rest is added.
-        host: an address of this machine that the others reach.
+        member: what the roster learns about this process; the rest is added.
+        host: an address of this machine that the other ranks can reach.
         registry: keeps the roster; called from two threads.
-        backend: of the process groups: gloo, or cpu:gloo,cuda:nccl.
+        backend: the backend of the process groups: gloo, or cpu:gloo,cuda:nccl.
 
     Attributes:
-        rank: of the run.
-        seat: in the present generation.
+        rank: the rank in the run.
+        seat: the seat in the current generation.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Place:
         for attempt in range(_TRIES):
             offered = None
             if self._member.rank == 0 or self._member.may_miss_others:
-                # Each may be the first of those that are left. Port 0: a free one.
+                # Each rank may be the first of those that are left. Port 0: any free port.
                 offered = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
             self.seat = self._met(f"{self._host}:{offered.port}" if offered else "")
             if self.seat.number == OVER:
@@ -124,14 +124,14 @@ class Place:
                 if attempt == _TRIES - 1:
                     raise RankLost(
                         f"{_TRIES} times in a row, not all of {self.seat.size} ranks connected to "
-                        f"each other, at last through {self.seat.address}: {first_line(error)}"
+                        f"each other, last through {self.seat.address}: {first_line(error)}"
                     ) from error
         return True
 
     def _met(self, address: str) -> Seat:
         member = replace(self._member, last=max(0, self.seat.number), address=address)
         found = self._registry.meet(member)
-        # While others still come. Models and their process groups are in cycles of references.
+        # While others still arrive. Models and their process groups are in reference cycles.
         gc.collect()
         while found is None:
             time.sleep(poll_s(member.size))
@@ -162,7 +162,7 @@ class Place:
         self._connected = self.seat
 
     def require_ranks(self) -> None:
-        """Finds at once what the next collective would find.
+        """Detects at once what the next collective would detect.
 
         Raises:
             RankLost: another rank has left the generation.
@@ -183,8 +183,8 @@ class Place:
                 raise RankLost("another rank was lost in the collectives of this step")
 
     def _watch(self) -> None:
-        """Sends heartbeats, and ends collectives when the generation is over: those with a
-        machine that is cut off would not notice, nor those that gloo no longer reads for."""
+        """Sends heartbeats, and ends collectives when the generation is over: neither those with
+        an unreachable machine nor those that gloo no longer reads for would end by themselves."""
         import torch.distributed as dist
 
         while not self._wait_for_beat():
@@ -203,8 +203,8 @@ class Place:
                             write_to_all(dist.group.WORLD, connected.rank, connected.size)
 
     def _wait_for_beat(self) -> bool:
-        """Waits until the next heartbeat is due; returns whether there are to be no more. Over
-        NCCL, which does not notice that a rank has left, this thread does."""
+        """Waits until the next heartbeat is due; returns whether heartbeats are to stop. NCCL does
+        not notice that a rank has left, so this thread checks for that."""
         limit_s, connections = beat_s(self._member.size), self._connections
         if not connections.has_nccl or connections.is_cut:
             return self._closed.wait(limit_s)
@@ -214,7 +214,7 @@ class Place:
 
     @property
     def is_broken(self) -> bool:
-        """Whether another thread has ended the collectives of the present generation: any error may
+        """Whether another thread has ended the collectives of the current generation: any error may
         come from that."""
         return self._connections.is_broken
 
@@ -224,18 +224,18 @@ class Place:
         return not self._connected.number
 
     def close(self) -> None:
-        """No more heartbeats."""
+        """Stops the heartbeats."""
         self._closed.set()
 
     def part(self) -> None:
-        """Waits until all ranks have called this, then leaves: nobody ends before all that may need
-        it are done. Raises what a collective raises if a rank is lost before."""
+        """Waits until all ranks have called this, then leaves: no rank ends while another may still
+        need it. Raises what a collective raises if a rank is lost before that."""
         import torch
         import torch.distributed as dist
 
-        dist.all_reduce(torch.zeros(1))  # over gloo, as a barrier of NCCL's is not
+        dist.all_reduce(torch.zeros(1))  # over gloo, unlike a barrier of NCCL's
         with suppress(RuntimeError):  # all are done
-            self._all("passed")  # who leaves earlier could make the barrier of another one fail
+            self._all("passed")  # a rank that left earlier could make another's barrier fail
         self.leave()
 
     def break_off(self) -> None:
@@ -254,7 +254,7 @@ class Place:
         if seat.number:
             ending = dist.group.WORLD, self._connections, seat.rank, seat.size
             threading.Thread(target=let_go, args=ending, name="leaving").start()
-        # Does not wait for what that thread still has.
+        # Does not wait for what that thread still holds.
         end_group(is_aborted=self._connections.has_nccl)
 
     def _all(self, what: str, limit_s: float = 10.0) -> None:
@@ -282,12 +282,12 @@ def through_generations(
     """Trains, and continues in the next generation whenever another rank is lost.
 
     Args:
-        make: what the run is made of, from nothing; given whether this process has a state.
-        start: the session of a generation, given the state that this process has.
-        run: trains in it.
-        is_loss: whether an error only says that another rank is gone.
-        most: losses in a row without a further step; one more is an error.
-        build: what this process has made ahead.
+        make: makes the parts of the run anew; receives whether this process has a state.
+        start: starts the session of a generation; receives the state of this process.
+        run: trains in the session.
+        is_loss: whether an error only means that another rank is gone.
+        most: allowed losses in a row without a further step; one more is an error.
+        build: the parts that this process has made ahead of time.
     """
     live: Any = None
     recorder: Any = None
@@ -300,7 +300,7 @@ def through_generations(
 
     try:
         while place.join():
-            if build is None or (build.is_begun and live is None):  # others could not go on
+            if build is None or (build.is_begun and live is None):  # no rank can use its state
                 build = make(live is not None)
             session, live = start(build, live), None
             session.take_over(recorder)
@@ -338,18 +338,18 @@ def through_generations(
 def open_store(seat: Seat, offered: Any, rank: int, is_over: Callable[[], bool]) -> Any:
     """Waits until all ranks of a generation have reached its store, and returns it.
 
-    A rank that has died in the meantime is missed here, not while the others connect to it. That
-    may be the one that serves the store: torch's client waits for it much longer than the roster
+    A rank that has died in the meantime is noticed here, not while the others connect to it. It
+    may be the rank that serves the store: torch's client waits for it much longer than the roster
     needs to notice, and without a limit if its machine does not answer.
 
     Args:
-        seat: in the generation.
+        seat: the seat of this process in the generation.
         offered: the store, if this process serves it.
-        rank: of the run.
-        is_over: whether the generation is.
+        rank: the rank of this process in the run.
+        is_over: whether the generation is over.
 
     Raises:
-        RuntimeError: a rank was lost, or does not come.
+        RuntimeError: a rank was lost, or does not arrive.
     """
     given_up = threading.Event()
 

@@ -31,15 +31,15 @@ class Member:
     """A process of a rank that is in a generation, or wants to join the next one.
 
     Args:
-        rank: of the run.
-        size: ranks that the run begins with; further ones join later.
-        least: how many may train without the others; `size`: all are waited for.
+        rank: its rank in the run.
+        size: the number of ranks that the run begins with; further ranks join later.
+        least: how many may train without the others; `size`: the roster waits for all.
         token: identifies the process.
         last: the number of its newest generation; 0: none.
         node: its host name.
-        node_id: Ray's id of it.
+        node_id: Ray's id of its node.
         address: HOST:PORT of the store that it offers, as the first member has to; else "".
-        most: ranks that the run may have; 0: `size`.
+        most: the most ranks that the run may have; 0: `size`.
     """
 
     rank: int
@@ -62,11 +62,11 @@ class Seat(NamedTuple):
     """A process's place in a generation: a process group with a store of its own.
 
     Args:
-        number: of the generation, from 1; 0: none yet.
-        address: of its store.
-        key: that no other generation has, also of another roster.
-        rank: in the generation, as are `size`, `local_rank` and so on.
-        ranks: those that the members have in the run; empty: the same.
+        number: the number of the generation, from 1; 0: none yet.
+        address: the address of its store.
+        key: unique to this generation, even across rosters.
+        rank: the rank in the generation; `size`, `local_rank` and so on also refer to it.
+        ranks: the ranks of the members in the run; empty: the same as in the generation.
     """
 
     number: int
@@ -86,7 +86,7 @@ class Seat(NamedTuple):
 
 
 class Registry(Protocol):
-    """A roster, as a member reaches it."""
+    """A roster, as its members access it."""
 
     def meet(self, member: Member) -> Seat | None:
         """See Roster."""
@@ -111,7 +111,7 @@ class CallClock:
 class Roster:
     """Forms generations of members.
 
-    A member asks again and again until its generation is complete; so a roster that is lost, or a
+    A member asks repeatedly until its generation is complete, so a roster that is lost, or a
     member that dies while it waits, does no harm. Whatever a member does, it sends heartbeats.
     The first generation has the first `size` ranks, as does one after all have died, unless some do
     not appear for a long time. The others continue without the dead if their `least` allows.
@@ -122,7 +122,7 @@ class Roster:
         self._newest = 0
         self._running: dict[int, str] = {}  # rank -> token, of the newest generation
         self._seats: dict[str, Seat] = {}  # by token, of the newest generation
-        self._waiting: dict[int, tuple[Member, float]] = {}  # by rank, and when it asked last
+        self._waiting: dict[int, tuple[Member, float]] = {}  # by rank; with when it last asked
         self._since: dict[str, float] = {}  # token -> when a process that waits asked first
         self._processes: dict[int, list[str]] = {}  # rank -> its tokens, oldest first
         self._heard: dict[str, float] = {}  # token -> when
@@ -134,10 +134,11 @@ class Roster:
         self.node_ids: dict[int, str] = {}  # rank -> node, of the newest generation
 
     def meet(self, member: Member) -> tuple[Seat | None, Mapping[int, str]]:
-        """The seat of this member once its generation is complete; and the host names of all its
-        ranks, when this call completes it.
+        """The seat of this member once its generation is complete, and the host names of all its
+        ranks if this call completes it.
 
-        A process that another one of its rank has replaced gets a seat in generation `OVER`.
+        A process that has been replaced by another one of its rank gets a seat in generation
+        `OVER`.
         """
         if not self._hear(member):
             return Seat(OVER), {}
@@ -179,14 +180,15 @@ class Roster:
         return self._newest > 0
 
     def died(self, rank: int) -> None:
-        """Ray reports that the process of this rank is dead. One that asks again is not."""
+        """Called when Ray reports that the process of this rank is dead. If it asks again, it is
+        not."""
         if rank in self._running:
             self._died.add(self._running[rank])
             self._checked = -1.0, True
 
     def has_newcomer(self) -> bool:
-        """Whether a process waits that could join those that train, and need not wait for others
-        that may come soon."""
+        """Whether a process is waiting that could join those that train, and need not wait for
+        others that may arrive soon."""
         new = {
             rank: member
             for rank, (member, at) in self._waiting.items()

@@ -20,7 +20,7 @@ class Task:
     are seeded with the run's seed before the constructor, `model()`, `train_data()` and
     `eval_data()`.
 
-    What is None here may be a method of that name.
+    Each attribute that is None here may be a method of that name in a subclass.
     """
 
     monitor: str = "loss"
@@ -30,17 +30,17 @@ class Task:
     unit: str = "samples"
     """What the display calls samples."""
     class_names: Sequence[str] = ()
-    """Of the classes, if there are some; a checkpoint records them."""
+    """Names of the classes, if there are any; a checkpoint records them."""
     pretrained: bool = True
     """False when `model()` is called: its weights are replaced by those of a checkpoint."""
     notes: Sequence[str] = ()
     """Lines that are shown before the first step; read after `model()`."""
     splits: Any = None
-    """The `Splits` that the data are of, if any: the display summarizes them."""
+    """The `Splits` that the data come from, if any: the display summarizes them."""
 
     @property
     def stored_image_size(self) -> int:
-        """Side of the training images as they are stored, in pixels; 0: unknown."""
+        """Side length of the training images as they are stored, in pixels; 0: unknown."""
         return 0
 
     def model(self) -> nn.Module:
@@ -80,21 +80,22 @@ class Task:
     """``optimizer(model)`` returns any `torch.optim.Optimizer` that needs no closure, or parameter
     groups for the configured one. A group's ``lr`` is its peak.
 
-    Or several by name, each for its own parameters (a GAN), which take turns in each step: each
-    makes ``loss(model, batch, name)`` smaller, while all other parameters are frozen.
+    It may also return a dict of several by name, each for its own parameters (a GAN). They take
+    turns in each step: each minimizes ``loss(model, batch, name)``; other parameters are frozen.
     """
     turns: Any = None
-    """``turns(step)`` returns the names of the optimizers that take a turn in `step` (from 0), in
-    order. None: all."""
+    """``turns(step)`` returns the names of the optimizers that take a turn in `step` (counted from
+    0), in order. None: all."""
     schedule: Any = None
-    """``schedule(step)`` returns the factor of the learning rates in `step` (from 0), or one for
-    each parameter group, instead of ``--schedule.*``."""
+    """``schedule(step)`` returns the factor of the learning rates in `step` (counted from 0), or a
+    factor for each parameter group. It replaces ``--schedule.*``."""
     after_step: Any = None
-    """``after_step(model, step)`` follows each update that was applied, once for all slots, without
-    gradients; `step` is from 1. It may change weights and buffers, equally on all workers."""
+    """``after_step(model, step)`` runs after each update that was applied, once for all slots,
+    without gradients; `step` counts from 1. It may change weights and buffers, equally on all
+    workers."""
     predict: Any = None
     """``predict(model, batch)`` returns what ``raytrain predict`` writes for a batch of the data: a
     dict of tensors or lists by name, with an entry for each sample."""
     per_class_metrics: Any = None
-    """``per_class_metrics()`` returns metrics as `metrics`, for ``raytrain evaluate --per-class``.
-    """
+    """``per_class_metrics()`` returns metrics, as `metrics()` does, for ``raytrain evaluate
+    --per-class``."""

@@ -38,7 +38,7 @@ def model_of(task: Task, pretrained: bool = True) -> nn.Module:
     from torch import nn
 
     if not pretrained:
-        with suppress(AttributeError):  # of a frozen one
+        with suppress(AttributeError):  # it may be frozen
             task.pretrained = False
     model = task.model()
     if not isinstance(model, nn.Module):

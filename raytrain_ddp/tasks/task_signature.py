@@ -76,8 +76,8 @@ def check_task(task: Any) -> None:
     """Checks a class or an object.
 
     Raises:
-        TaskError: it is no `Task`, it lacks a method, a method takes other arguments, or nothing
-            calls a method.
+        TaskError: it is not a `Task`, it lacks a method, a method takes the wrong arguments, or
+            nothing calls a method.
     """
     kind = task if isinstance(task, type) else type(task)
     where = _place_of_class(kind)
@@ -96,7 +96,8 @@ def check_task(task: Any) -> None:
         )
     if not issubclass(kind, Task):
         raise TaskError(
-            f"{where}: {kind.__qualname__} is not a subclass of raytrain_ddp.Task: make it one."
+            f"{where}: {kind.__qualname__} is not a subclass of raytrain_ddp.Task: derive it from "
+            "raytrain_ddp.Task."
         )
     given = [name for name in _OPTIONAL if getattr(task, name) is not None]
     for name in (*_ARGUMENTS, *given):

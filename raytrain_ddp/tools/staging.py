@@ -50,9 +50,9 @@ class Staging:
         """Raises ConfigError if the result cannot be at `out`, or `out` is there already.
 
         Args:
-            other: why what is there is not replaced; "": with `overwrite`, it is.
+            other: why an existing `out` is never replaced; "": `overwrite` replaces it.
         """
-        require_utf8(self._shown.partition(" ")[0], self.out)  # as writers do
+        require_utf8(self._shown.partition(" ")[0], self.out)  # writers require it, too
         is_there, why = self.out.exists(), "exists already: give another name, or --overwrite"
         if not self.out.parent.is_dir():
             raise ConfigError(f"{self._shown}: there is no folder {self.out.parent}.")

@@ -1,4 +1,4 @@
-"""The parts of a run that follow from its config, each made when it is first asked for."""
+"""The parts of a run that follow from its config, each made when it is first needed."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ _OF_EVALUATION = (
 class Build:
     """The parts of a run: task, data, plan, model, optimizer, state.
 
-    A worker, a dry run, an evaluation and a search for the micro-batch that fits take from it what
-    they need. What a process keeps when it loses a peer is its Build, without what depends on the
-    ranks.
+    A worker, a dry run, an evaluation and a search for the largest micro-batch use the parts that
+    they need. When a process loses a peer, it keeps its Build, except for the parts that depend on
+    the ranks.
 
     Args:
-        world: of this process now.
-        task: instead of the one that the config names.
-        is_begun: the run has other weights than those of a new model: they follow, or the model has
-            been trained.
+        world: the current world of this process.
+        task: replaces the task that the config names.
+        is_begun: the run's weights are not those of a new model: they will be loaded, or the model
+            has been trained.
 
     Attributes:
         reads: the config fields that the task has read; None: unknown.
-        warm_ups: what the warm-ups of the model have found, by optimizer; empty: they follow.
+        warm_ups: the findings of the model's warm-ups, by optimizer; empty: not warmed up yet.
     """
 
     def __init__(
@@ -87,24 +87,24 @@ class Build:
             self.task, self.reads = task, None
 
     def join(self, world: World) -> None:
-        """Enters a process group; model and state, if it is not of this process alone, follow.
+        """Enters a process group. Unless it has only this process, model and state come later.
 
         Raises:
-            ConfigError: its size does not fit the config.
+            ConfigError: the size of the group does not fit the config.
         """
         self.world, config = world, self.config
-        for name in ("plan", "loader"):  # of a warm-up in this process alone
+        for name in ("plan", "loader"):  # left from a warm-up in this process alone
             vars(self).pop(name, None)
         set_up(world, config.compute)
         config.require_slots(world.size)
         config.require_synced(world.size, world.size, world.device.type == "cuda")
 
     def remains(self) -> Build | None:
-        """The parts that can join another process group, when this one has ended.
+        """The parts that can join another process group when this one has ended.
 
-        All or none, as the task, its data and its model may refer to each other: None if anything
-        else refers to the model, as DDP does, or if the data are read by processes: they may hold
-        open files by now, which cannot be copied.
+        It is all or none, as the task, its data and its model may refer to each other. None if
+        anything else refers to the model, as DDP does, or if processes read the data: the data may
+        hold open files by now, which cannot be copied.
         """
         made = vars(self)
         if "model" in made and not self.keeps_model:
@@ -119,7 +119,7 @@ class Build:
 
     @property
     def keeps_model(self) -> bool:
-        """Whether nothing that depends on the ranks refers to the model."""
+        """Whether the model can be kept: nothing that depends on the ranks refers to it."""
         return self.config.exact and self.task.optimizer is None
 
     @cached_property
@@ -146,7 +146,7 @@ class Build:
         """Opens both sets, and starts the processes that read them, if any.
 
         Raises:
-            ConfigError, DataError: one cannot be used, or a field needs an evaluation set.
+            ConfigError, DataError: a set cannot be used, or a field needs an evaluation set.
         """
         config, opened = self.config, self._opened
         for name in _OF_EVALUATION if self.eval_data is None else ():
@@ -192,19 +192,20 @@ class Build:
     def model(self) -> nn.Module:
         """A new model on this worker's device, not wrapped; all ranks take part.
 
-        For a task's own optimizer, which may keep something of them, all have rank 0's weights.
+        If the task has its own optimizer, which may keep copies of weights, all ranks get rank 0's
+        weights.
 
         Raises:
-            ConfigError: it differs from rank 0's, or cannot be stored.
+            ConfigError: the model differs from rank 0's, or cannot be stored.
         """
         config, world = self.config, self.world
         own_optimizer = self.task.optimizer is not None
         seed_all(config.seed)
-        # A resumed run needs no pretrained weights: its own follow.
+        # A resumed run needs no pretrained weights: its own are loaded later.
         is_new = not self.is_begun and newest_manifest(run_storage(config)) is None
         model = model_of(self.task, is_new)
         if not config.exact and not own_optimizer:
-            require_dense(self.task, model)  # else they are dense, or the optimizer takes others
+            require_dense(self.task, model)  # exact or the optimizer may handle sparse
         begin_training(model)
         own_memory(model)
         if config.ddp.sync_batchnorm and world.size > 1:
@@ -226,7 +227,7 @@ class Build:
         """Uses the kept model in this process group, or makes one; all ranks take part.
 
         Raises:
-            ConfigError: it differs from rank 0's.
+            ConfigError: the model differs from rank 0's.
         """
         if "model" in vars(self):
             self.model.zero_grad()  # frees the old gradients
@@ -234,7 +235,7 @@ class Build:
         _ = self.model
 
     def placed(self, model: nn.Module) -> nn.Module:
-        """The model on the device, in the layout and the form of the config."""
+        """The model on the device, in the memory layout and form that the config says."""
         if self.config.compute.channels_last is True:
             model = model.to(memory_format=torch.channels_last)
         model = model.to(self.world.device)
@@ -260,7 +261,7 @@ class Build:
 
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:
-    """auto: one, and up to the worker's `cpus` as long as the training waits for data."""
+    """The loader's threads. auto: one at first, up to `cpus` as long as training waits for data."""
     most, first = (cpus, 1) if config.workers == "auto" else (config.workers, None)
     return LoaderThreads(most, first, config.prefetch, config.prefetch_mib * 2**20)
 
@@ -269,7 +270,7 @@ def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
     """How an epoch of the training data is divided.
 
     Raises:
-        ConfigError: a slot is empty that ddp.sync_batchnorm needs with several workers.
+        ConfigError: a slot is empty, but ddp.sync_batchnorm with several workers needs samples.
     """
     limit = config.overfit_batches or config.limit_train_batches
     repeats, spread = config.augment.repeats, config.augment.spread_repeats
@@ -277,7 +278,7 @@ def plan_for(config: TrainConfig, data: Data, workers: int) -> Plan:
     if config.ddp.sync_batchnorm and workers > 1 and plan.has_empty_slots:
         raise ConfigError(
             f"ddp.sync_batchnorm needs samples for all {plan.slots} slots in the last step of an "
-            f"epoch, which has {plan.samples(plan.steps_per_epoch - 1)}: change batch_size or the "
-            "data."
+            f"epoch, but that step has only {plan.samples(plan.steps_per_epoch - 1)}: change "
+            "batch_size or the data."
         )
     return plan

@@ -1,4 +1,4 @@
-"""``fit --find-micro-batch``: the largest micro-batch that fits the memory of a GPU."""
+"""``fit --find-micro-batch``: finds the largest micro-batch that fits in the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMORY = 0.9  # of a GPU; the rest is for NCCL, the driver, and what fragments
 
 
 def find_micro_batch(config: TrainConfig, workers: int) -> int:
-    """The largest size that gives each of `workers` a slot and fits the first GPU of this machine.
+    """The largest size that gives each of `workers` a slot and fits on this machine's first GPU.
 
     Raises:
         PreflightError: there is no GPU. ConfigError: no size fits its memory.
@@ -50,8 +50,8 @@ def find_micro_batch(config: TrainConfig, workers: int) -> int:
 def largest_that_fits(config: TrainConfig, world: World, sizes: Sequence[int]) -> int:
     """The first of the sizes, from large to small, whose passes fit this worker's memory; 0: none.
 
-    Tries them with the task's own model, data and optimizer, which are thrown away. Does not
-    compile: that needs no more memory, and would do so for each size.
+    Tries them with the task's own model, data and optimizer, which are then discarded. Does not
+    compile the model: that needs no more memory, and would be repeated for each size.
     """
     if not sizes:
         return 0
@@ -90,8 +90,8 @@ def _fits(passes: Callable[[int], None], size: int) -> bool:
 
 
 def _kept(config: TrainConfig, model: nn.Module, world: World, size: int) -> list[torch.Tensor]:
-    """Memory that the run takes besides, each as large as the gradients: the buckets of DDP; the
-    average of the weights; compressed gradients; with exact the partial sums of slots."""
+    """Memory that the run needs in addition, each as large as the gradients: the buckets of DDP;
+    the average of the weights; compressed gradients; with exact, the partial sums of slots."""
     slots = -(-config.batch_size // size // max(1, world.size))
     copies = (world.size > 1) + (config.ema.decay > 0) + (config.ddp.compression != "none")
     copies += slots.bit_length() if config.exact else 0

@@ -28,7 +28,7 @@ from raytrain_ddp.training.session import Requests, Session
 class LocalSession(Session):
     """Runs `train` in this process, for debugging, tests and torchrun."""
 
-    _signal = 0  # that requests a stop
+    _signal = 0  # the signal that requests a stop
     _reported = False
     _handlers = ExitStack()
 
@@ -92,8 +92,8 @@ def join_world(
         tell: see `Waiting`.
 
     Raises:
-        PreflightError: torchrun's variables do not fit together, the other processes do not
-            connect, or a GPU is wanted, and there is none for this process.
+        PreflightError: torchrun's variables contradict each other, the other processes do not
+            connect, or a GPU is wanted but there is none for this process.
     """
     rank, size, local_rank = ranks_of_launcher()
     gpus = torch.cuda.device_count()
@@ -128,11 +128,11 @@ def join_world(
 
 
 def idle_gpus_note(world: World) -> str:
-    """A note if a process that trains alone leaves GPUs of its machine idle."""
+    """A note if a process that trains alone leaves other GPUs of its machine idle."""
     gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
     if world.size > 1 or gpus < 2:
         return ""
     return (
-        f"1 of {gpus} GPUs is used: this is one process. For all of them, leave --local out, or "
+        f"1 of {gpus} GPUs is used: this is one process. To use all of them, omit --local, or "
         f"use torchrun --nproc-per-node {gpus}."
     )

@@ -1,4 +1,4 @@
-"""What a run needs from its environment: other ranks, checkpoints and the log, and who watches."""
+"""What a run needs from its environment: other ranks, checkpoints, the log, and its observers."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Requests(NamedTuple):
 class Session:
     """What a run in one process group needs from its environment; only rank 0 has a recorder.
 
-    `requests` and `look`, and how ranks are watched, depend on whether there is Ray: RaySession and
-    LocalSession.
+    `requests` and `look`, and how ranks are watched, depend on whether Ray is used: see RaySession
+    and LocalSession.
 
     Args:
         show: receives each event on rank 0, also from the committing and watching threads.
-        live: the state that this process has, if it survived others.
+        live: the state of this process, if it has survived the loss of other ranks.
 
     Attributes:
-        hosts: of all ranks; empty before `watch`.
+        hosts: the hosts of all ranks; empty before `watch`.
         only_main_asks: whether `requests` of ranks other than 0 are always empty.
-        is_continued: another generation follows.
-        suspended: the recorder that goes on in it, after `close`.
+        is_continued: whether another generation follows.
+        suspended: the recorder that continues in the next generation; set by `close`.
     """
 
     only_main_asks = is_continued = False
@@ -141,19 +141,19 @@ class Session:
 
     def require_ranks(self) -> None:
         """Called during a step; raises an error if another rank is gone, so that the step cannot
-        end. Cheap, and without waiting for the device."""
+        end. It is cheap, and does not wait for the device."""
 
     def confirm(self) -> None:
         """Called before the results of a step's collectives change the state; raises an error if a
         rank was lost before all of them were done."""
 
     def requests(self) -> Requests:
-        """This rank's requests; called once per step, before its compute; cheap."""
+        """This rank's requests. Called once per step, before its compute; must be cheap."""
         raise NotImplementedError
 
     def requests_in_evaluation(self) -> Requests:
-        """Like `requests`, but before a chunk of an evaluation, where nothing can be saved;
-        cheap."""
+        """Like `requests`, but called before each chunk of an evaluation, when nothing can be
+        saved. Must be cheap."""
         raise NotImplementedError
 
     def look(self) -> None:
@@ -166,28 +166,29 @@ class Session:
 
     def latest(self, existing: Existing | None = None) -> Checkpoint | None:
         """The state of survivors, or the newest good checkpoint. All ranks take part and get the
-        same.
+        same result.
 
-        From the storage, not from Ray's register: that lags behind by one poll, and may list a
-        damaged checkpoint. A recorder that goes on from the generation before has claimed the run
-        already, and reads nothing.
+        Checkpoints come from the storage, not from Ray's register, which lags behind by one poll
+        and may list a damaged checkpoint. A recorder that continues from the previous generation
+        has already claimed the run, and reads nothing.
 
         Args:
-            existing: may be read into; it is to be loaded from the result, or the run ends.
+            existing: tensors to read into; they must then be loaded from the result, or the run
+                must end.
 
         Raises:
             CheckpointError: there is none although there must be one, or the storage fails.
             RunLockedError: another start is claiming the run.
         """
         world, relay = self.world, Relay(self.world, existing=existing)
-        # A state that survivors have must not be lost to an outage of the storage.
+        # The state of survivors must not be lost because of a storage outage.
         outage_s = OUTAGE_S * any(from_all_ranks(self._live is not None, world))
         steps, begun = self._of_main(lambda r: (r.steps(outage_s), r.may_go_on()), relay)
         live = most_advanced(self._live, steps, self._checkpoints, world, existing)
         if live is not None and begun:
             return replace(live, timer_runs=True)
         stored, now = self._stored(relay, may_read=live is None)
-        if now != steps:  # a damaged one was set aside
+        if now != steps:  # a damaged checkpoint was set aside
             before = live
             live = most_advanced(self._live, now, self._checkpoints, world, existing)
             if before is not None and live is None:
@@ -195,8 +196,8 @@ class Session:
         return live or stored
 
     def _stored(self, relay: Relay, may_read: bool) -> tuple[SharedCheckpoint | None, list[int]]:
-        """The newest stored checkpoint, and the steps of all. Survivors that continue from their
-        own state do not read it."""
+        """The newest stored checkpoint, and the steps of all checkpoints. Survivors that continue
+        from their own state do not read it."""
 
         def begin(recorder: Recorder) -> tuple[Any, list[int]]:
             newest = recorder.begin(relay.read_all if may_read else lambda _: None)
@@ -210,7 +211,7 @@ class Session:
         return SharedCheckpoint(name, manifest, place, again, self.world, relay), steps
 
     def _of_main(self, ask: Callable[[Recorder], T], relay: Relay) -> T:
-        """What rank 0's recorder answers, on all ranks; they receive what it reads."""
+        """The answer of rank 0's recorder, on all ranks, which also receive what it reads."""
         answer: Any = None
         if self.recorder is not None:
             try:
@@ -230,14 +231,14 @@ class Session:
         return not self._closing.wait(wait_s)
 
     def begin(self, take_live: Callable[[], Snapshot | None]) -> None:
-        """The training begins: from now on, a rank that loses a peer takes the state after the
-        last complete step with `take_live`. If that returns None, no rank could continue from it.
+        """Begins the training: from now on, a rank that loses a peer calls `take_live` to take the
+        state after the last complete step. None means that no rank could continue from it.
         """
         self._live, self._take_live = None, take_live
 
     def live_state(self) -> LiveState | None:
-        """The state that this process has; None if others could not continue from it."""
-        take, self._take_live = self._take_live, None  # the run is free then
+        """The state of this process; None if other ranks could not continue from it."""
+        take, self._take_live = self._take_live, None  # the run can be freed then
         if take is None:
             return self._live
         taken = take()
@@ -275,14 +276,14 @@ class Session:
     # ------------------------------------------------------------------ what is shown and logged
 
     def restore_log(self, records: Sequence[LogRecord]) -> None:
-        """Restores the log of a checkpoint."""
+        """Restores the log from a checkpoint."""
         if self.recorder is not None:
             self.recorder.log.restore(records)
         else:
             self._records[:] = records
 
     def log(self, record: LogRecord) -> None:
-        """Adds a record to the run's log, the same on all ranks; rank 0 shows it. Cheap."""
+        """Adds a record, the same on all ranks, to the run's log; rank 0 shows it. It is cheap."""
         if self.recorder is None:
             self._records.append(record)
             return
@@ -326,13 +327,13 @@ class Session:
     # ------------------------------------------------------------------ its end
 
     def finish(self) -> None:
-        """Waits for the last commit; CheckpointError if it failed. Only rank 0 acts."""
+        """Waits for the last commit; raises CheckpointError if it failed. Only rank 0 acts."""
         self._watch_no_more()
         if self.recorder is not None:
             self.recorder.finish()
 
     def close(self) -> None:
-        """Waits for the current commit, unless it goes on in the next generation."""
+        """Waits for the current commit, unless it continues in the next generation."""
         self._closing.set()
         with self._doing("checkpoint"):
             if self.recorder is not None:
@@ -343,7 +344,7 @@ class Session:
         self._watch_no_more()
 
     def take_over(self, recorder: Recorder | None) -> None:
-        """Continues with the recorder of the generation before, which this process has; or closes
+        """Continues with the recorder of the previous generation, which this process has; or closes
         it, if another process is rank 0 now and has claimed nothing yet."""
         if recorder is not None and self.recorder is not None:
             recorder.resume(self.world.size, self._show)

@@ -1,4 +1,4 @@
-"""A run in one process group: it joins, takes steps, and does what may follow each."""
+"""A run in one process group: it joins, takes steps, and does what may follow each step."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ from raytrain_ddp.training.steps.warm_up import (
 
 
 class Run:
-    """A run in one process group, from the newest state on.
+    """A run in one process group, starting from the newest state.
 
-    All ranks make one and take part in everything, unless it says otherwise.
+    All ranks make a Run and take part in every method that does not say otherwise.
 
     Args:
-        build: its parts; those that are there already are used.
+        build: the parts of the run; those that have been made already are used.
 
     Attributes:
         cadence: what is due after which step.
-        rates: the learning rates of the parameter groups in a step, from 0.
+        rates: the learning rates of the parameter groups in a step, counted from 0.
         stepper: takes a step.
         feed: yields the samples of each step.
         clock: measures where time goes.
@@ -101,7 +101,7 @@ class Run:
     # ------------------------------------------------------------------ the start
 
     def _warm_up(self) -> None:
-        """Makes what takes steps, which a warm-up shows to work."""
+        """Makes the stepper and the feed; a warm-up shows that they work."""
         build, session, is_tried = self.build, self.session, bool(self.build.warm_ups)
         build.agree_on_model()
         self.state, self.rates = build.state, build.rates
@@ -125,7 +125,7 @@ class Run:
         elif build.is_begun:
             text = "neither a usable state nor a checkpoint is left: training starts over"
             raise NoStateLeft(text)
-        # The state of survivors that this start goes on from.
+        # The state of survivors from which this start continues.
         self._live = checkpoint if isinstance(checkpoint, LiveCheckpoint) else None
         log = [] if checkpoint is None else state.load(checkpoint)
         broadcast_model(state.model, world, is_loaded=checkpoint is not None)
@@ -133,8 +133,8 @@ class Run:
             state.average.restart()
         if state.kept_options and self._live is None:
             self._tell(
-                f"the optimizer continues with {first_names(state.kept_options)}, as the "
-                "checkpoint has it; to use the new value, start a new run with --model.weights "
+                f"the optimizer continues with {first_names(state.kept_options)}, as in the "
+                "checkpoint; to use the new value, start a new run with --model.weights "
                 f"{build.config.name}."
             )
         session.restore_log(log)
@@ -145,12 +145,12 @@ class Run:
         slots = build.plan.slots
         self._stragglers = step_timing.Stragglers(slots, world.size, world.of_run)
         evals = [r for r in log if isinstance(r, events.Eval) and r.step == state.step]
-        # Of the evaluation after this step.
+        # The metrics of the evaluation after this step.
         self._metrics: Mapping[str, float] = dict(evals[-1].metrics) if evals else {}
 
     def _end_if_over(self, log: Sequence[events.LogRecord]) -> None:
-        """Makes the run have no further step if it has ended already. What it has from another run
-        (`TrainState.branched_at`) does not count."""
+        """Ensures that a run that has ended already takes no further steps. The part of its log
+        that comes from another run (`TrainState.branched_at`) does not count."""
         config, task, state = self.build.config, self.build.task, self.state
         own = [record for record in log if record.step > state.branched_at]
         times = (r.seconds_total for r in reversed(own) if isinstance(r, events.Train))
@@ -186,7 +186,7 @@ class Run:
         )
 
     def _tell(self, *notes: str | None) -> None:
-        """Shows those that are not empty."""
+        """Shows the notes that are not empty."""
         for text in filter(None, notes):
             self.session.tell(events.Note(text))
 
@@ -212,8 +212,8 @@ class Run:
         return stop
 
     def _is_to_be_saved(self, last: bool) -> bool:
-        """Whether the state of survivors is to be saved: if that was due, or if checkpoints are due
-        by time and their timer has started anew."""
+        """Whether the state of survivors is to be saved: if a save was due, or if checkpoints are
+        due by time and their timer has been restarted."""
         state = self.state
         best = state.evaluated_step == state.best_step == state.step
         every_s = self.build.config.checkpoint.every_s
@@ -225,7 +225,7 @@ class Run:
     def log(self, shares: Tensor, rate: float) -> None:
         """Logs the step's loss, scalars, and speed since the last record.
 
-        The one place where the host waits for the device.
+        This is the only place where the host waits for the device.
         """
         build, state, step, world = self.build, self.state, self.state.step, self.build.world
         failpoint("train.log", world.rank, step)
@@ -294,7 +294,7 @@ class Run:
         started = time.monotonic()
         self.session.tell(messages.Evaluating(step))
         with self.clock.part("evaluation"), state.evaluated():
-            threads = replace(build.loader.threads, begin=None)  # nothing runs meanwhile
+            threads = replace(build.loader.threads, begin=None)  # nothing else runs meanwhile
             try:
                 self._metrics, tables = evaluation_of(build, threads, beat)
             except Abandoned as abandoned:
@@ -337,7 +337,7 @@ class Run:
         Training waits for the copy to the host, and for the previous commit if it is not done.
 
         Args:
-            last: the run ends normally with it.
+            last: whether the run ends normally with this checkpoint.
         """
         step, world, asked = self.state.step, self.build.world, time.monotonic()
         self.stepper.settle()  # the device finishes its work first, which is not stall time
@@ -393,7 +393,7 @@ class Run:
         return replace(taken, log=log, documents={**taken.documents, OWED_FILE: owed})
 
     def outcome(self, signal: int) -> messages.Outcome:
-        """How the run has ended here; `signal`: the number of the one that stopped it, else 0."""
+        """How the run ended. `signal`: the number of the signal that stopped it, else 0."""
         state, total_steps = self.state, self.cadence.total_steps
         seconds = {**self.clock.seconds, "total": self.clock.elapsed()}
         if state.step == total_steps and not self._owes_evaluation():
@@ -403,11 +403,11 @@ class Run:
 
 
 def made_ahead(build: Build) -> Build:
-    """The build, with what a process can make before it joins a run in progress; its world is of
-    this process alone.
+    """The build, with everything that a process can make before it joins a run in progress; its
+    world contains only this process.
 
     Raises:
-        ConfigError, DataError, TaskError: as `Run`.
+        ConfigError, DataError, TaskError: see `Run`.
     """
     build.join(build.world)
     build.open_data()
@@ -422,7 +422,7 @@ def made_ahead(build: Build) -> Build:
 
 
 def _notes(build: Build) -> list[str | None]:
-    """What is allowed, but may not be intended."""
+    """Notes on settings that are allowed but may not be intended."""
     config, task, model = build.config, build.task, build.model
     compiled = next((name for name in model.state_dict() if "_orig_mod." in name), None)
     notes = [
@@ -431,12 +431,12 @@ def _notes(build: Build) -> list[str | None]:
         memory_note(build.loader, config.data.memory_mib * 2**20),
         *task.notes,
     ]
-    if not any(module.training for module in model.modules()):  # as some libraries return it
+    if not any(module.training for module in model.modules()):  # some libraries return it so
         notes.append(
             "model() returned the whole model in evaluation mode, and it stays there: no dropout, "
             "fixed batch norm statistics. If that is not intended, call train() on it in model()."
         )
-    if compiled is not None:  # which renames parameters
+    if compiled is not None:  # compiling renames parameters
         notes.append(
             f"model() has compiled modules, so names in checkpoints contain _orig_mod. "
             f"({compiled}). To keep the names, use --compute.compile, or module.compile() instead "
@@ -447,14 +447,14 @@ def _notes(build: Build) -> list[str | None]:
 
 
 def _require_finite(model: nn.Module, step: int) -> None:
-    """Raises DivergedError if weights or buffers are not finite; they are equal on all ranks."""
+    """Raises DivergedError if weights or buffers, equal on all ranks, are not finite."""
     names = nonfinite(model)
     if not names:
         return
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     what, remedy = "weights are not finite", REMEDY
     if not trained & {*names}:
-        what, remedy = "nan in values without updates", "check the task's code, which set them"
+        what, remedy = "nan in values without updates", "check the task's code, which sets them"
     raise DivergedError(
         f"{what} after step {step}: {first_names(names)}. Committed checkpoints are kept; {remedy}."
     )

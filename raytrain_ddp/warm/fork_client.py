@@ -2,8 +2,8 @@
 
 Ray's raylet runs ``python -I -S fork_client.py OWNER THREADS default_worker.py ARGUMENTS`` in place
 of Python. The forked process gets the arguments, environment, open files, working folder, limits,
-niceness and signal handling of this one, and this one ends. If anything is not as it should be,
-this process becomes the usual worker by exec.
+niceness and signal handling of this one, and this one ends. If anything is not as expected,
+this process turns into an ordinary worker by exec.
 
 It imports nothing but the standard library: starting it must cost milliseconds.
 """
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def unsuited(environment: Mapping[str, str] = os.environ) -> str:
-    """Why a process with this environment is not forked; "" if it is."""
+    """Why a process with this environment cannot be forked; "" if it can."""
     names = [f"PYTHON{name}" for name in _OF_PYTHON if environment.get(f"PYTHON{name}")]
     return f"{names[0]} is set" if names else ""
 

@@ -1,8 +1,8 @@
-"""A Python that has the heavy modules loaded, and forks from itself what it is asked for.
+"""A Python process that has the heavy modules loaded, and forks itself on request.
 
-Run by fork_client.py as ``python fork_server.py ADDRESS OWNER [MODULE ...]``. It has no
-thread and no CUDA context, and never imports Ray, whose random numbers would then be equal in all
-workers. It ends when its owner ends, and ends what it has forked with it.
+fork_client.py runs it as ``python fork_server.py ADDRESS OWNER [MODULE ...]``. It has no extra
+threads and no CUDA context, and never imports Ray, whose random numbers would then be equal in all
+workers. It ends when its owner ends, and then also ends its forks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Server:
     children: dict[int, tuple[int, socket.socket | None]] = field(default_factory=dict)
 
     def serve(self) -> dict[int, int]:
-        """Returns the pidfds and pids of the processes that live at its end."""
+        """Serves requests; returns the pidfds and pids of the processes still alive at its end."""
         asked = time.monotonic()
         while True:
             watched = [self.listener.fileno(), self.owner_end, *self.children]

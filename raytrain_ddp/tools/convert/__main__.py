@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"  {title}{found * (title != 'note')}: {text}")
     for record in dataset["skipped"]:
         print(f"  skipped {record['where']}: {record['why']}")
-    print(f"Train on it with --data.source {shlex.quote(args.dest)}")
+    print(f"To train on this data set: --data.source {shlex.quote(args.dest)}")
     return 0
 
 

@@ -110,7 +110,7 @@ def _made(folder: Path) -> dict[str, Any] | None:
     """The content of ``dataset.json``; None: there is no such file.
 
     Raises:
-        DataError: it is damaged; or a file that it lists is missing, or has another size.
+        DataError: it is damaged, or a file that it lists is missing or has the wrong size.
     """
     if not folder.is_dir() or (content := read_json(folder / DATASET_FILE)) is None:
         return None
@@ -126,7 +126,7 @@ def _convert_split(
     write: Writer,
     phase: Phase,
 ) -> None:
-    """Writes the shards that are missing, and adds all to `dataset`."""
+    """Writes the shards that are missing, and adds all shards to `dataset`."""
     source, copy = split.source, stage.folder / f"{split.name}.arrow"
     rows = list_rows(split, copy, phase)
     order = np.arange(len(rows))

@@ -53,7 +53,7 @@ class ConvertArgs:
     shuffle: bool = True
     """Shuffle each split once, over all its rows."""
     shard_mib: float = 256.0
-    """Approximate size of the images in a file, in MiB, before they are resized."""
+    """Approximate total size of the images in a file, in MiB, before they are resized."""
     bad_records: Literal["error", "skip"] = "error"
     """What to do with images that cannot be decoded. error: stop (exit status 4); skip: leave them
     out, and list them in dataset.json."""

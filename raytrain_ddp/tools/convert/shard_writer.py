@@ -27,7 +27,7 @@ _ROW_GROUP_BYTES = 8 * MIB
 _ROW_GROUP_ROWS = 256
 
 Record = dict[str, Any]
-"""Of a complete shard: path, rows, bytes, sha256; bad: (row, why) of those without an image."""
+"""A complete shard: path, rows, bytes, sha256; bad: (row, why) for each row without an image."""
 
 
 class ShardTask(NamedTuple):
@@ -82,7 +82,7 @@ def _schema(class_names: list[str]) -> pa.Schema:
 
 
 def _row_groups(task: ShardTask, record: Record) -> Iterator[list[dict[str, Any]]]:
-    """The rows to store. Adds those that are bad to `record`."""
+    """Yields the rows to store, in groups. Adds bad rows to `record`."""
     group: list[dict[str, Any]] = []
     size = 0
     copied = open_copy(task.copy)["image"] if task.copy.exists() else None
@@ -120,8 +120,8 @@ def _image(row: Row, copied: Any, args: ConvertArgs) -> bytes:
 
 
 def in_threads(workers: int, tasks: Iterable[ShardTask]) -> Iterator[Record]:
-    """Writes shards, in any order, in threads: what takes time (decoding, hashing, files) releases
-    the GIL. After an error, those that are being written are completed."""
+    """Writes shards, in any order, in threads: the slow work (decoding, hashing, file access)
+    releases the GIL. After an error, shards that are being written are completed."""
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(write_shard, task) for task in tasks]
         try:

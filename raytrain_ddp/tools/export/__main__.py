@@ -20,8 +20,8 @@ from raytrain_ddp.tools.staging import Staging
 class ExportArgs:
     """Export the model of a checkpoint, with its preprocessing, its classes and a README.md.
 
-    The export is loaded again and computes images. The folder gets its name only if the results are
-    those of the model.
+    The export is loaded again and run on images. The folder gets its final name only if the results
+    match those of the model.
     """
 
     run: str = field(metadata=positional("RUN"))
@@ -68,8 +68,8 @@ def main(argv: Sequence[str]) -> int:
     images = formats.images_of(model, args.data, args.image_size or 0)
     facts, folder = formats.facts_of(model, *images.shape[-2:]), staging.result
     with staging.held(), staging.writing():
-        staging.require_place(args.overwrite, other)  # it may be there by now
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed export
+        staging.require_place(args.overwrite, other)  # `out` may exist by now
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed export
         folder.mkdir()
         formats.write(args.format, model, torch.cat([images, images])[:2], facts, folder)
         found = formats.checked(folder, form, model, images)

@@ -1,5 +1,5 @@
-"""Writes a trained model in the formats of other programs, with a README.md, and compares what the
-code there computes with the model."""
+"""Writes a trained model in the formats of other programs, with a README.md, and compares the
+results of the code in the README.md with those of the model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from raytrain_ddp.tasks.task_check import model_of
 from raytrain_ddp.tools.inference.inputs import open_input
 from raytrain_ddp.tools.inference.loaded_model import LoadedModel
 
-_ROWS = 64  # to compare on
-_TOLERANCE = 1e-3  # of the largest logit
+_ROWS = 64  # rows used for the comparison
+_TOLERANCE = 1e-3  # relative to the largest logit
 
 Facts = Mapping[str, Any]  # preprocessing.json
 
@@ -73,11 +73,11 @@ def write(name: str, model: LoadedModel, images: Tensor, facts: Facts, folder: P
     """Writes the model and its preprocessing.json.
 
     Args:
-        name: of one of the `FORMATS`. images: an example of two.
+        name: a key of `FORMATS`. images: an example batch of two.
 
     Raises:
         PreflightError: a package is missing.
-        RaytrainError: the exporter fails, in whatever way.
+        RaytrainError: the exporter fails in any way.
     """
     text = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
     (folder / "preprocessing.json").write_text(text, encoding="utf-8")
@@ -121,11 +121,11 @@ def _write(model: LoadedModel, images: Tensor, facts: dict[str, str], path: Path
 
 
 class Format(NamedTuple):
-    """A format.
+    """An export format.
 
     Args:
-        file: that has the model. package: that computes with it.
-        use: how to compute logits in Python, in the folder.
+        file: the file that contains the model. package: the package that runs it.
+        use: Python code that computes logits, to be run in the folder.
     """
 
     file: str
@@ -177,13 +177,13 @@ with torch.no_grad():  # images: NumPy, uint8 (n, 3, height, width)
 _CARD = """\
 # {name}
 
-`{model}`, trained by raytrain_ddp {version} on `{source}`. The export was {checked}.
+This is `{model}`, trained by raytrain_ddp {version} on `{source}`. The export was {checked}.
 
 ```python
 {use}```
 
 `preprocessing.json` has the names of the outputs in order, the sizes to which RGB images are
-resized and cropped, their normalization, and the activation that makes probabilities of logits.
+resized and cropped, their normalization, and the activation that turns logits into probabilities.
 
 ## Metrics
 
@@ -191,7 +191,7 @@ resized and cropped, their normalization, and the activation that makes probabil
 
 ## Origin
 
-- checkpoint: `{checkpoint}`, its `model.safetensors` has the sha256 `{sha256}`
+- checkpoint: `{checkpoint}`, whose `model.safetensors` has the sha256 `{sha256}`
 - training data: fingerprint `{data}`
 
 ```toml
@@ -200,7 +200,7 @@ resized and cropped, their normalization, and the activation that makes probabil
 
 
 def model_card(model: LoadedModel, use: str, checked: str) -> str:
-    """How to use it, metrics with their counts, hashes, and config.
+    """The README.md: how to use the export, metrics with their counts, hashes, and config.
 
     Args:
         use: code that computes logits.
@@ -228,13 +228,13 @@ def model_card(model: LoadedModel, use: str, checked: str) -> str:
 
 
 def images_of(model: LoadedModel, data: str | None, image_size: int) -> Tensor:
-    """Images to compare on, uint8 (n, 3, h, w), from all over the data.
+    """Images for the comparison, uint8 (n, 3, h, w), spread over all of the data.
 
     Args:
         data, image_size: see `open_input`. None: the evaluation data of the run.
 
     Raises:
-        DataError: there are none that can be read.
+        DataError: no image can be read.
     """
     bad: dict[int, str] = {}
     try:
@@ -252,10 +252,10 @@ def images_of(model: LoadedModel, data: str | None, image_size: int) -> Tensor:
 
 
 def checked(folder: Path, form: Format, model: LoadedModel, images: Tensor) -> str:
-    """How far the export is from the model: ``checked by onnxruntime ...``.
+    """How far the export's logits are from the model's: ``checked by onnxruntime ...``.
 
     Raises:
-        RaytrainError: they differ, or the export cannot be loaded.
+        RaytrainError: they differ too much, or the export cannot be loaded.
     """
     theirs = _computed(folder, form, model, images)
     with torch.inference_mode():
@@ -263,12 +263,13 @@ def checked(folder: Path, form: Format, model: LoadedModel, images: Tensor) -> s
     apart = (theirs - ours).abs().max().item()
     by = f"by {form.package} {version(form.package)} on {len(images)} images"
     if not apart <= _TOLERANCE * max(1.0, ours.abs().max().item()):
-        raise RaytrainError(f"the export gives other results, {by}: one differs by {apart:.3g}.")
-    return f"checked {by}: a result differs by at most {apart:.2g}"
+        text = f"the export gives different results than the model, by up to {apart:.3g}"
+        raise RaytrainError(f"{text} (checked {by}).")
+    return f"checked {by}: results differ by at most {apart:.2g}"
 
 
 def _computed(folder: Path, form: Format, model: LoadedModel, images: Tensor) -> Tensor:
-    """What the export computes: the logits of the first image, and of all others."""
+    """The logits that the export computes, for the first image and then for all others."""
     found, here = [], Path.cwd()
     names: dict[str, Any] = {"model": model_of(model.task, pretrained=False)}
     try:

@@ -1,4 +1,4 @@
-"""What a model is used on: images by path or URI, tables of images, or the data of its run."""
+"""The inputs of a model: images by path or URI, tables of images, or the data of its run."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 _ROWS_PER_BLOCK = 256
 
 Column = tuple[str, Any, Sequence[str]]
-"""The name of what is said of rows, its value for each, and the names of the numbers in it."""
+"""The name of a column, its value for each row, and the names of the numbers in a value."""
 Places = Callable[[Sequence[int]], list[Column]]
-"""Says which images these rows are."""
+"""Returns the columns that identify the images of these rows."""
 
 
 class GivenImages(ImageSource):
@@ -71,7 +71,7 @@ class GivenImages(ImageSource):
         return without_secrets(os.fspath(image)) if named else f"image {row}"
 
     def fingerprint(self) -> str:
-        """Of the paths, and of the sizes of local files."""
+        """A hash of the paths, and of the sizes of local files."""
         paths = [self.where(row) for row in range(len(self._images))]
         lines = [f"{path} {size}" for path, size in zip(paths, sizes_of(paths), strict=True)]
         return sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
@@ -106,8 +106,8 @@ class Input:
     """The rows to predict.
 
     Args:
-        data: batches of them; rows of bad records are omitted.
-        places: also has the labels of rows, if they are known.
+        data: batches of the rows, without those of bad records.
+        places: also returns the labels of rows, if they are known.
         notes: sentences about files that are not used.
     """
 
@@ -140,7 +140,7 @@ def open_input(
         return _of_task(words, model)
     images, tables, notes = _files(words)
     if image_column is not None and not tables:
-        raise ConfigError("--image-column has no effect, as INPUT is not tables: remove it.")
+        raise ConfigError("--image-column has no effect, as INPUT has no tables: remove it.")
     if not words:
         return _own(model, on_bad, image_size)
     source: GivenImages | ShardImages = GivenImages(images)
@@ -179,13 +179,13 @@ def _own(model: LoadedModel, on_bad: OnBad, image_size: int) -> Input:
 
 def evaluation_of_run(config: TrainConfig, class_names: list[str]) -> ImageSource | None:
     """The evaluation data of a run, with the classes that its model knows; its training data need
-    not be there if these are others."""
+    not be available if the evaluation data are separate."""
     data, binary = config.data, config.loss.name == "bce"
     if data.eval_source is not None and not data.holdout:
         return open_evaluation(data, class_names, binary)
     splits = open_splits(data, binary=binary)
     if splits.class_names != class_names and not were_numbers(class_names, splits.class_names):
-        raise DataError("the data of the run have other classes now.")
+        raise DataError("the classes in the run's data have changed.")
     return splits.eval
 
 
@@ -208,7 +208,7 @@ def _places_of(source: Any) -> Places:
 
 
 def _files(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The images and the tables that the words name, each once, and notes about other files."""
+    """The images and tables that the words name, without duplicates; notes about other files."""
     found: dict[str, None] = {}
     left_out: list[str] = []
     for word in words:

@@ -1,5 +1,5 @@
-"""``raytrain_ddp.load(RUN)``: a trained model with its preprocessing and its classes, and what it
-says of each row of the data, in the chunks in which it is evaluated."""
+"""``raytrain_ddp.load(RUN)``: a trained model with its preprocessing and its classes, and its
+outputs for each row of the data, computed in the same chunks as in an evaluation."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class LoadedModel(nn.Module):
 
 
 def _of(value: Any, names: Sequence[str]) -> Any:
-    """What is said of one row: numbers by their names, if they have names."""
+    """The output for one row: numbers by their names, if they have names."""
     if names:
         return dict(zip(names, value.tolist(), strict=True))
     return value.item() if isinstance(value, Tensor) and not value.ndim else value
@@ -190,7 +190,7 @@ def loaded(
     device: torch.device,
     reads: set[str] | None = None,
 ) -> LoadedModel:
-    """As `load`, with the config given. `reads`: see `load_task`."""
+    """Like `load`, with a given config. `reads`: see `load_task`."""
     names = recorded_classes(checkpoint)
     if config.task in BUILT_IN and names:
         task: Task = ImageClassification.without_data(config, names)
@@ -205,8 +205,8 @@ class Outputs(NamedTuple):
     """The outputs of a chunk.
 
     Args:
-        rows: all rows of the chunk. kept: those that are not bad records, in order.
-        values: tensors on the CPU, or lists, with an entry for each of `kept`.
+        rows: all rows of the chunk. kept: the rows that are not bad records, in order.
+        values: tensors on the CPU, or lists, with an entry for each row in `kept`.
     """
 
     rows: range
@@ -223,23 +223,23 @@ def outputs(
     size: int,
     layer: str | None = None,
 ) -> Iterator[Outputs]:
-    """Yields the outputs of each chunk, in order; computed as `evaluate` does.
+    """Yields the outputs of each chunk, in order, computed in the same way as in `evaluate`.
 
     Args:
-        bad: has the rows that were omitted from the batches that were yielded so far.
-        size: rows of a chunk. Kernels of other sizes may round in another way.
+        bad: the rows that were omitted from the batches yielded so far.
+        size: rows in a chunk. Kernels for other sizes may round differently.
         layer: a module whose output is added as "embedding", (n, numbers).
 
     Raises:
-        ConfigError: the task cannot predict, or has no such layer.
-        DataError: a batch has other samples than the rows that are not bad.
+        ConfigError: the task cannot predict, or the model has no such layer.
+        DataError: a batch has more or fewer samples than rows that are not bad.
         TaskError: `predict` returns something else.
     """
     predict = getattr(loaded.task, "predict", None)
     if predict is None:
         raise ConfigError(
-            f"{type(loaded.task).__name__} has no predict(model, batch), which returns a dict of "
-            "tensors or lists by name, with an entry for each sample: add it to the task."
+            f"{type(loaded.task).__name__} has no predict(model, batch): add one that returns a "
+            "dict of tensors or lists by name, with an entry for each sample."
         )
     model, given = loaded.model, (chunks, size, loaded.device, threads)
     made = passes(loaded.config, model, data, *given)
@@ -251,7 +251,7 @@ def outputs(
             if samples != len(kept):
                 raise DataError(
                     f"rows {rows[0]} to {rows[-1]} gave {samples} samples: predictions cannot be "
-                    "assigned to rows, because collate has dropped some."
+                    "assigned to rows, because collate dropped some of them."
                 )
             values = _checked(predict, predict(model, own), samples) if samples else {}
             layers = {"embedding": _on_cpu(captured.pop().flatten(1))} if captured else {}
@@ -261,12 +261,13 @@ def outputs(
 def columns_of(
     values: Mapping[str, Any], class_names: Sequence[str], top: int, probabilities: bool
 ) -> Iterator[Column]:
-    """What a model says of rows. Classes are ordered as the metrics top1 and top5 count them.
+    """A model's predictions for rows. Classes are ordered as in the metrics top1 and top5.
 
     Args:
-        values: of `Outputs`.
-        top: classes for each row, the most probable first; 0: the outputs are no classes.
-        probabilities: adds those of all classes.
+        values: see `Outputs`.
+        top: number of classes for each row, the most probable first; 0: the outputs are not
+            classes.
+        probabilities: adds the probabilities of all classes.
     """
     others = dict(values)
     probability = others.pop("probability", None)

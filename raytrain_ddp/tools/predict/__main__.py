@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
     found = find_checkpoint(args.run, args.checkpoint)
     maker, bad = _predict(replace(args, run=found.storage.address), file)
     rows, unit = maker.rows, maker.model.task.unit
-    print(f"{found}\n{rows:,} {unit}, each once, in {time.monotonic() - began:.1f} s")
+    took = f"{time.monotonic() - began:.1f} s"
+    print(f"{found}\nwrote a row for each of {rows:,} {unit} in {took}")
     if bad:
         print(f"  {bad:,} cannot be read: see the column error")
     print(f"{file.out}: {file.out.stat().st_size / 1000:,.0f} kB")
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _predict(job: PredictArgs, file: ResultFile) -> tuple[PartMaker, int]:
-    """Returns what has made the file, and how many rows cannot be read.
+    """Returns the maker that wrote the file, and how many rows cannot be read.
 
     Args:
         job: see `PartMaker`.

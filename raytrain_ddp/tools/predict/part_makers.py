@@ -1,5 +1,5 @@
-"""Makes parts of the output, in this process or on the nodes of a Ray cluster: an actor for each
-device. The rows of a part depend on the job only.
+"""Makes parts of the output, in this process or on the nodes of a Ray cluster, with an actor for
+each device. The rows of a part depend only on the job.
 
 `ray.util.ActorPool` also gives work to actors that have not started, and may never start.
 """
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _ROWS_PER_PART = 2048
 _DECIDING = ("image_column", "image_size", "top", "probabilities", "layer")
-_MAX_RETRIES = 2  # of a part
-_MAX_PARTS = 4  # made at once; at the end fewer, so that all workers end together
-_START_S = 300.0  # for a worker, while none is ready
+_MAX_RETRIES = 2  # per part
+_MAX_PARTS = 4  # per call; fewer at the end, so that all workers end together
+_START_S = 300.0  # time limit for a worker to start, while none is ready
 _KEPT = "Finished work is kept: the same command continues."
 
 Part = tuple[int, Any]  # its number and its table
@@ -76,7 +76,7 @@ class PartMaker:
         self.parts = -(-self.rows // (self._each * self._batch))
 
     def plan(self) -> dict[str, Any]:
-        """All that decides the bytes of the output, but for the kind of device."""
+        """Everything that decides the bytes of the output, except the kind of device."""
         weights = self.model.checkpoint.manifest.files["model.safetensors"].sha256
         flags = {name: getattr(self._job, name) for name in _DECIDING}
         source = {"input": self.given.data.source.fingerprint(), "rows": self.rows}
@@ -95,7 +95,7 @@ class PartMaker:
             tell: called with the number of rows after each batch.
 
         Raises:
-            ConfigError, DataError, TaskError: as `outputs`.
+            ConfigError, DataError, TaskError: see `outputs`.
         """
         each, last = self._each, -(-self.rows // self._batch)
         wanted = [n for part in parts for n in range(part * each, min(part * each + each, last))]
@@ -112,7 +112,7 @@ class PartMaker:
 
 
 class Places(NamedTuple):
-    """Where workers run: their number, and what each has of its node."""
+    """Where workers run: their number, and the share of its node that each has."""
 
     workers: int
     cpus: int
@@ -129,7 +129,7 @@ def places_for(nodes: Sequence[Mapping[str, float]], workers: int | None, device
     with_gpus = [n for n in nodes if n.get("GPU", 0) >= 1 and device in ("auto", "cuda")]
     usable = with_gpus or [n for n in nodes if n.get("CPU", 0) >= 1 and device in ("auto", "cpu")]
     if not usable:
-        raise PreflightError(f"--device {device}: no node of the cluster has one.")
+        raise PreflightError(f"--device {device}: no node of the cluster has such a device.")
     gpus = [int(node["GPU"]) for node in with_gpus]
     count = workers or sum(gpus) or len(usable)
     on_a_node = max(gpus, default=-(-count // len(usable)))
@@ -138,10 +138,10 @@ def places_for(nodes: Sequence[Mapping[str, float]], workers: int | None, device
 
 
 class PartActor:
-    """A worker: it has the model on its device.
+    """A worker, which has the model on its device.
 
     Args:
-        plan: that of the driver, as are `folder` and the import `paths`.
+        plan: the plan of the driver; `folder` and the import `paths` are also the driver's.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class PartActor:
         try:
             maker = PartMaker(self._job, device, threads)
             if changes := "; ".join(different(self._plan, maker.plan())):
-                raise DataError(f"sees other files than this machine ({changes}).")
+                raise DataError(f"sees different files than this machine ({changes}).")
         except RaytrainError as error:
             remedy = "All nodes must see the same files: use a shared folder or URIs."
             raise type(error)(f"node {socket.gethostname()}: {error} {remedy}") from None
@@ -182,7 +182,7 @@ def made_on_cluster(
     """
     import ray
 
-    restarts = {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}  # those of a call
+    restarts = {"max_restarts": -1, "max_task_retries": _MAX_RETRIES}  # retries of each call
     gpus = int(places.device == "cuda")
     kind = ray.remote(num_cpus=places.cpus, num_gpus=gpus, **restarts)(PartActor)
     given = job, maker.plan(), places, str(Path.cwd()), import_paths(maker.model.config)
@@ -200,7 +200,7 @@ def made_on_cluster(
             done, actor = ray.get(ready[0]), calls.pop(ready[0])
             begun -= len(done)
             share = min(len(waiting), max(1, len(waiting) // (2 * places.workers)), _MAX_PARTS)
-            if share:  # a worker without parts ends, and leaves its place to one that restarts
+            if share:  # a worker without parts ends, and makes room for one that restarts
                 calls[actor.made.remote([waiting.popleft() for _ in range(share)])] = actor
                 begun += share
             yield from done
@@ -211,5 +211,5 @@ def made_on_cluster(
         raise RaytrainError(text) from None
     finally:
         for actor in calls.values():
-            with suppress(Exception):  # it or the cluster is lost
+            with suppress(Exception):  # the actor or the cluster is lost
                 ray.kill(actor)

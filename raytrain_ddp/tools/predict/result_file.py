@@ -1,5 +1,5 @@
-"""Outputs as tables, with a row for each row of the input: the file of predictions, and its parts
-in the hidden folder in which it is made.
+"""Outputs as tables, with a row for each row of the input: the file of predictions, and its parts,
+which are kept in a hidden folder until the file is complete.
 
 .NAME.predicting/            see `Staging`
   part-00000000.parquet      the rows of a few chunks"""
@@ -28,7 +28,7 @@ _ONE_OF = {"probabilities": "probability", "values": "value"}
 
 
 class ResultFile(Staging):
-    """The file `out`. Nothing is written before `held`.
+    """The file `out`. Nothing is written before `held()`.
 
     Raises:
         ConfigError: the format is unknown, there is no such folder, or the file exists already.
@@ -80,7 +80,7 @@ def table_of(
     """The rows of a chunk: `places`, what the model says of them, and the errors of bad ones.
 
     Args:
-        said: of the rows without an error.
+        said: what the model says of the rows without an error.
 
     Raises:
         TaskError: a value of the task cannot be a column.
@@ -99,7 +99,7 @@ def table_of(
 
 
 def flat(columns: Iterable[Column]) -> Iterator[Column]:
-    """The same with a column for each number that has a name, such as ``probability:cat``."""
+    """The same columns, with one for each number that has a name, such as ``probability:cat``."""
     for name, value, names in columns:
         for place, one in enumerate(names):
             yield f"{_ONE_OF.get(name, name)}:{one}", torch.as_tensor(value)[:, place], ()
@@ -111,7 +111,7 @@ def _array(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         numbers = value.numpy()
         value = numbers if numbers.ndim == 1 else [*numbers.reshape(len(numbers), -1)]
-    else:  # a path whose bytes are no UTF-8 has `?` instead of these
+    else:  # bytes of a path that are not valid UTF-8 are replaced by `?`
         value = [e.encode("utf-8", "replace").decode() if isinstance(e, str) else e for e in value]
     try:
         return pa.array(value)
@@ -120,11 +120,11 @@ def _array(name: str, value: Any) -> Any:
 
 
 def joined(tables: Sequence[Any]) -> Any:
-    """One table with the columns of all, in the order of the widest, and of types that hold all
-    values; what a table lacks is null, such as all that a model says where all rows are bad.
+    """One table with the columns of all tables, in the order of the widest, with types that hold
+    all values. Columns that a table lacks are null: for example, all outputs if all rows are bad.
 
     Raises:
-        TaskError: a column has values of types that have none in common.
+        TaskError: a column has values of types that have no common type.
     """
     widest = max(tables, key=lambda table: len(table.schema))
     try:

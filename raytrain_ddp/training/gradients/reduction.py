@@ -355,8 +355,8 @@ def compress(
 ) -> None:
     """Makes DDP, if `net` is wrapped in it, send gradients as the config says.
 
-    DDP divides by the world size, which is compensated by multiplying the loss (see DdpReduction);
-    not for fp16, where a loss of another size overflows at another scale.
+    DDP divides by the world size. Multiplying the loss compensates for this (see DdpReduction), but
+    not with fp16, where a loss of a different magnitude would overflow at a different scale.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -371,7 +371,7 @@ def compress(
     send = partial(hook_of_torch, None)  # None: all ranks
 
     # No annotations: DDP checks them by identity and refuses strings. It also refuses the bf16
-    # hook's name in a torch without CUDA, where bf16 does work over gloo.
+    # hook by name in a torch build without CUDA, although bf16 does work over gloo there.
     def hook(_, bucket):  # type: ignore[no-untyped-def]
         if scaler.is_enabled():
             bucket.buffer().mul_(world.size)
@@ -380,7 +380,7 @@ def compress(
     net.register_comm_hook(None, hook)  # type: ignore[operator]
 
 
-# No annotations, as for the hook above.
+# No annotations, for the same reason as for the hook above.
 def _summed_bucket(_, bucket):  # type: ignore[no-untyped-def]
     """A DDP hook for sums instead of means; its result has the dtype of the gradients."""
     summed = dist.all_reduce(bucket.buffer(), async_op=True).get_future()

@@ -70,23 +70,23 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Metric values over all evaluation data, on the CPU. All ranks take part and get the same.
 
-    The rows are cut into chunks of `config.eval_micro_batch`, independent of the number of workers.
-    The metric states of the chunks are merged along a tree over all chunks, so floating-point sums
-    are the same for any number of workers; see `TreeMetrics`. Random numbers that `Task.evaluate`
-    draws from torch's, numpy's and Python's generators are a function of the chunk, the same in
-    all evaluations.
+    The rows are divided into chunks of `config.eval_micro_batch`, independent of the number of
+    workers. The metric states of the chunks are merged along a tree over all chunks, so
+    floating-point sums are the same for any number of workers; see `TreeMetrics`. Random numbers
+    that `Task.evaluate` draws from torch's, numpy's and Python's generators depend only on the
+    chunk, and are the same in all evaluations.
 
     The values include "skipped", the number of bad records, if any were skipped.
 
     Args:
-        build: with evaluation data.
-        metrics: instead of the task's.
+        build: must have evaluation data.
+        metrics: used instead of the task's metrics.
         beat: called before each batch.
-        limit: the most chunks, spread evenly over the data; 0: all.
+        limit: the maximum number of chunks, spread evenly over the data; 0: all.
 
     Raises:
         DataError: collate left out records although data.bad_records is not skip.
-        TaskError: a metric's states of two chunks cannot be merged.
+        TaskError: the states of a metric for two chunks cannot be merged.
     """
     config, task, model, world = build.config, build.task, build.model, build.world
     data = build.eval_data
@@ -123,8 +123,8 @@ def passes(
     device: torch.device,
     threads: LoaderThreads,
 ) -> Generator[tuple[int, Batch, Batch], None, None]:
-    """Yields each chunk, its batch, and that on the device; the model is as an evaluation has it,
-    and a pass affects neither the next one nor the training."""
+    """Yields each chunk, its batch, and the batch on the device. The model is in the state for an
+    evaluation, and a pass affects neither the next pass nor the training."""
     buffers = SavedBuffers(model)
     loaded = eval_batches(data, batch_size, chunks, threads, pin=device.type == "cuda")
     with (
@@ -152,10 +152,10 @@ def try_evaluation(
     build: Build, tell: Callable[[Event], None], micro_batch: int | None = None
 ) -> None:
     """Evaluates the first chunk, if there is evaluation data, without side effects. Each rank does
-    the same, alone.
+    this on its own.
 
     Args:
-        micro_batch: size of the chunk, if not that of the config.
+        micro_batch: size of the chunk; None: that of the config.
 
     Raises:
         TaskError: the metrics' states cannot be merged, or the task's monitor is not a metric.
@@ -164,7 +164,7 @@ def try_evaluation(
     data, size = build.eval_data, micro_batch or config.eval_micro_batch
     batch = None if data is None else _readable(data, size, config.data.may_skip)
     if batch is None:
-        return  # all are bad records; the evaluation will count them
+        return  # all records are bad; the evaluation will count them
     metrics = metrics_of(task)
     fresh = TreeMetrics(task, _copied(task, metrics), world.device)
     scores = TreeMetrics(task, metrics, world.device)
@@ -241,7 +241,7 @@ def _note_goal(task: Task, scores: TreeMetrics, tell: Callable[[Event], None]) -
     better = getattr(scores.metric(task.monitor), "higher_is_better", None)
     if better is not None and better != (task.goal == "max"):
         what = f"the metric says that a {'higher' if better else 'lower'} {task.monitor} is better"
-        text = f"goal = {task.goal!r}, but {what} (higher_is_better)."
+        text = f"goal = {task.goal!r}, but {what} (see its higher_is_better)."
         tell(Note(f"{place_of(task.metrics)}: {text}"))
 
 

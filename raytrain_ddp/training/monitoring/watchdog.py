@@ -323,7 +323,7 @@ def start_folder(owners: Sequence[Owner]) -> str:
 
 
 def through_folder(run: Storage, rank: int, owners: Sequence[Owner]) -> Exchange:
-    """An exchange by files in the run's folder; nothing is written before a hang."""
+    """An exchange through files in the run's folder; nothing is written before a hang."""
     folder = run.join(HANGS).join(start_folder(owners))
 
     def exchange(status: RankStatus | None) -> dict[int, RankStatus]:

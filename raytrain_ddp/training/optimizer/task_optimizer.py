@@ -164,8 +164,8 @@ def _require_steps(function: Any, optimizer: Optimizer, config: TrainConfig) -> 
 
 
 def problem_of(optimizer: Optimizer, config: TrainConfig) -> str:
-    """Why it cannot be used; "" if it can. Its steps have no side effects: its state must be
-    storable, and whole, so that a resumed run takes the same steps.
+    """Why the optimizer cannot be used; "" if it can. Its state must be storable and complete, so
+    that a resumed run takes the same steps. The trial steps have no side effects.
 
     Raises:
         Exception: a step fails, or the state cannot be stored.
@@ -209,7 +209,7 @@ class _Trial:
         with torch.no_grad():
             for parameter, value in zip(self.parameters, weights, strict=True):
                 parameter.copy_(value)
-        load_optimizer(self._optimizer, deepcopy(state))  # it becomes its own
+        load_optimizer(self._optimizer, deepcopy(state))  # the optimizer keeps the copy
 
     def undo(self) -> None:
         optimizer = self._optimizer
@@ -227,12 +227,12 @@ class _Trial:
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """On the CPU, as a GPU may have no room for them."""
+    """Copies on the CPU, as a GPU may have no room for them."""
     return [each.detach().to("cpu", copy=True) for each in tensors]
 
 
 def _stored(optimizer: Optimizer) -> Any:
-    """Its state as a checkpoint returns it."""
+    """The optimizer's state as it would be loaded from a checkpoint."""
     tensors, rest = flatten_state(optimizer.state_dict())
     copies = dict(zip(tensors, _copies([*tensors.values()]), strict=True))
     return unflatten_state(copies, json.loads(json.dumps(rest)))

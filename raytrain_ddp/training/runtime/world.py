@@ -151,8 +151,8 @@ def versions_here() -> dict[str, str]:
 def require_same_software(world: World) -> None:
     """Compares the versions of all ranks; all ranks take part.
 
-    Ray compares its own version and Python's. A node that joins later may have another torch: the
-    run would continue, but its result could not be reproduced.
+    Ray compares only its own version and Python's. A node that joins later may have a different
+    version of torch: the run would continue, but its result could not be reproduced.
 
     Raises:
         PreflightError: a version on this rank differs from that on rank 0.
@@ -160,7 +160,7 @@ def require_same_software(world: World) -> None:
     mine, here = versions_here(), socket.gethostname()
     first, there = broadcast((mine, here), world)
     for name, own in mine.items():
-        other = first.get(name, own)  # what one node lacks is not used
+        other = first.get(name, own)  # a package that a node lacks is not used
         if own != other:
             raise PreflightError(
                 f"rank {world.of_run(world.rank)} (host {here}) has {name} {own}, rank "

@@ -26,7 +26,7 @@ from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.state.shared_checkpoint import Relay, tensors_in
 
 OWED_FILE = "owed.json"
-"""What was due after the step and is not done; see `Run.make_up`."""
+"""What was due after the step and has not been done; see `Run.make_up`."""
 
 
 @dataclass(frozen=True)

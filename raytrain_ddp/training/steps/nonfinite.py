@@ -68,7 +68,8 @@ class NonfiniteGuard:
 
     Args:
         on_refused: called for each refused step, in order, on all ranks; it may end the run. On a
-            GPU it is called a step later, so that the host is a step ahead and the GPU never idle.
+            GPU it is called a step later, so that the host stays a step ahead and the GPU is never
+            idle.
     """
 
     def __init__(

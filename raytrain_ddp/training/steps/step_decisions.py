@@ -1,5 +1,5 @@
-"""Decides what follows a step: due actions, a vote of the ranks while the step computes, and an
-end of the run before its last step."""
+"""Decides what follows a step: actions that are due, requests on which the ranks vote while the
+step computes, and an early end of the run."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Cadence:
 
 
 class Patience:
-    """Counts evaluations without improvement; the same after a restart, which sees the log again.
+    """Counts evaluations without improvement. A restart replays the log, so it counts the same.
 
     Args:
-        goal: "min" or "max", of the metric `monitor`.
+        goal: "min" or "max", for the metric `monitor`.
     """
 
     def __init__(self, config: StopConfig, monitor: str, goal: str) -> None:
@@ -62,12 +62,12 @@ class Patience:
         self.count = 0
 
     def replay(self, log: Iterable[LogRecord]) -> bool:
-        """Sees the evaluations of a log; whether the run is to end after the last one."""
+        """Counts the evaluations in a log; returns whether the run is to end after the last one."""
         ends = [self.see(record.metrics) for record in log if isinstance(record, Eval)]
         return bool(ends) and ends[-1]
 
     def see(self, metrics: Mapping[str, float]) -> bool:
-        """Sees an evaluation; whether the run is to end after it."""
+        """Counts an evaluation; returns whether the run is to end after it."""
         value = self._sign * metrics.get(self._monitor, math.nan)
         if value > self._best + self._config.min_delta:
             self._best, self.count = value, 0

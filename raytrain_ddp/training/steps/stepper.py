@@ -43,11 +43,11 @@ _FIRST = 100  # steps whose turns are counted for the operations of a step
 class Stepper:
     """Takes steps: one turn, or those of several optimizers one after another.
 
-    All ranks make one, as the model may be wrapped in DDP.
+    All ranks make a Stepper, as the model may be wrapped in DDP.
 
     Attributes:
         shares: the result of the last step; see `__call__`.
-        flops: operations of a sample, forward and backward: the mean over the first steps; known
+        flops: operations per sample, forward and backward, averaged over the first steps; known
             after `warm_up`.
     """
 
@@ -142,8 +142,8 @@ class Stepper:
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
-        """Of the scalars that are logged with the loss; known after `warm_up`. With several
-        optimizers: the loss of each, and its scalars."""
+        """Names of the scalars that are logged with the loss; known after `warm_up`. With several
+        optimizers: a name for the loss of each, and the names of its scalars."""
         if self._is_one:
             return next(iter(self._turns.values())).scalar_names
         return tuple(
@@ -199,17 +199,17 @@ class Stepper:
 
 
 class _Turn:
-    """What one optimizer does in a step; the only one, unless a task returns several.
+    """What one optimizer does in a step; it is the only one, unless the task returns several.
 
     The loss of a slot is weighted by its share of the step's samples, so uneven slots and a short
     last step are exact.
 
     Args:
-        name: of the optimizer, for the task's loss; "" if it is the only one.
-        optimizer: steps over its own parameters; those of others are frozen meanwhile.
+        name: the optimizer's name, for the task's loss; "" if it is the only one.
+        optimizer: updates its own parameters; those of the others are frozen meanwhile.
 
     Attributes:
-        scalar_names: of the scalars that the task logs with the loss; set by `adopt`.
+        scalar_names: names of the scalars that the task logs with the loss; set by `adopt`.
     """
 
     def __init__(
@@ -241,19 +241,19 @@ class _Turn:
         self._net, self.forward = net, Forward(build, net, name)
         exact_slots = config.slots if config.exact else 0
         self._make_buffers = partial(SlotBuffers, model, world, is_scaled, exact_slots)
-        # The host waits for it anyway.
+        # With `after_step`, the host waits for the device anyway.
         followed = build.task.after_step is not None
         self._on_device = skips_on_device(optimizer) and not followed
         self._is_updating = False
 
     def adopt(self, found: WarmUp) -> None:
-        """Applies what a warm-up has found, also one of another turn over the same model."""
+        """Applies the findings of a warm-up, even of another turn's over the same model."""
         self.scalar_names, self._fewest = found.scalar_names, found.fewest
         self._buffers = self._make_buffers(found.changing, len(found.scalar_names))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """The parameters of the other optimizers are frozen; afterward, they are trained."""
+        """Freezes the parameters of the other optimizers; afterward, they are trained again."""
         for parameter in self._others:
             parameter.requires_grad_(False)
         try:
@@ -265,16 +265,16 @@ class _Turn:
     def __call__(
         self, slots: list[Slot], samples: int, number: int, gathers: bool
     ) -> tuple[Tensor, Tensor]:
-        """Takes the turn; all ranks take part. One that is not finite changes nothing.
+        """Takes the turn; all ranks take part. If it is not finite, it changes nothing.
 
         The end of the last collective is its commit point: before it, a rank that loses a peer has
         changed nothing that `roll_back` does not restore; after it, the update needs no other rank.
 
         Args:
-            number: of the turn in its step, from 0; random numbers depend on it.
-            gathers: all ranks get the shares of all.
+            number: index of the turn in its step, from 0; random numbers depend on it.
+            gathers: whether each rank gets the shares of all ranks.
 
-        Returns the workers' shares of this turn, see `Stepper.__call__`; and whether it was
+        Returns the workers' shares of this turn (see `Stepper.__call__`), and whether the turn was
         refused, shape ().
         """
         state, device = self._state, self._world.device
@@ -320,23 +320,23 @@ class _Turn:
         return shares, refused
 
     def roll_back(self) -> bool:
-        """Restores what a turn that did not end has changed; returns False if it cannot: during an
-        update, or if one was refused and not all ranks know of it."""
+        """Restores what an unfinished turn has changed; returns False if this is impossible: during
+        an update, or if an update was refused and not all ranks know of it."""
         if self._is_updating or not self.guard.all_applied():
             return False
         self._buffers.roll_back()
         return True
 
     def _update(self, agreed: Tensor, number: int) -> Tensor:
-        """Applies the gradients unless something is not finite; returns whether that was so.
+        """Applies the gradients unless something is not finite; returns whether it is not.
 
-        A fused optimizer skips a refused step on the device. For another one, the host waits for
-        the device and decides.
+        A fused optimizer skips a refused step on the device. For any other optimizer, the host
+        waits for the device and decides.
 
         Args:
             agreed: see `SlotBuffers.agree`.
-            number: after those of the slots, which the random numbers of the optimizer and of
-                `after_step` depend on; they are equal on all ranks.
+            number: follows the numbers of the slots; the random numbers of the optimizer and of
+                `after_step` depend on it, and are equal on all ranks.
         """
         state, optimizer, config = self._state, self._optimizer, self._config
         lr = float(optimizer.param_groups[0]["lr"])
@@ -356,7 +356,7 @@ class _Turn:
         return refused
 
     def _beside(self, scalars: dict[str, Tensor], counts: bool) -> list[Tensor]:
-        """The scalars in the order of their names; 0 for a slot without samples."""
+        """The scalars, ordered by name; 0 for a slot without samples."""
         if (*scalars,) != self.scalar_names:
             names = [" ".join(each) or "none" for each in (scalars, self.scalar_names)]
             hint = f" Now: {names[0]}; before: {names[1]}."

@@ -1,4 +1,4 @@
-"""The forward pass of a turn, and its warm-up, which shows what a pass changes."""
+"""The forward pass of a turn, and its warm-up, which finds out what a pass changes."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _TOO_SMALL = "more than 1 value per channel"  # for batch norm, says torch
 Attributes = dict[str, list[Any]]
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
-_MAX_LEAVES = 1000  # of an attribute
-_MAX_COPIED = 2**16  # elements
+_MAX_LEAVES = 1000  # per attribute
+_MAX_COPIED = 2**16  # elements per tensor
 
 
 class WarmUp(NamedTuple):
     """What the warm-up of a turn has found out about the model.
 
     Args:
-        scalar_names: of the scalars that the task logs with the loss.
-        fewest: samples with which a slot passes in training mode.
+        scalar_names: names of the scalars that the task logs with the loss.
+        fewest: the fewest samples with which a slot is run in training mode.
         changing: the bool buffers that a forward pass changes.
-        flops: floating-point operations of a sample, forward and backward; 0 if unknown.
-        averaged: other buffers that it changes, but for statistics of normalization layers.
-        unsaved: state that it changes but checkpoints do not contain: non-persistent buffers and
-            attributes.
-        collectives: those that the loss calls.
+        flops: floating-point operations per sample, forward and backward; 0 if unknown.
+        averaged: other buffers that a pass changes, except statistics of normalization layers.
+        unsaved: state that a pass changes but checkpoints do not contain: non-persistent buffers
+            and attributes.
+        collectives: the collectives that the loss calls.
     """
 
     scalar_names: tuple[str, ...]
@@ -62,11 +62,11 @@ class WarmUp(NamedTuple):
 
 
 class Forward:
-    """The task's loss of a batch, in the config's precision.
+    """The task's loss for a batch, in the config's precision.
 
     Args:
         net: the model, possibly wrapped in DDP.
-        name: of the optimizer whose loss it is, if there are several.
+        name: the name of the optimizer whose loss it is, if there are several.
     """
 
     def __init__(self, build: Build, net: nn.Module, name: str = "") -> None:
@@ -92,16 +92,16 @@ def warm_up(
     loader: TrainLoader,
     most: int | None = None,
 ) -> WarmUp:
-    """Makes a pass without side effects, and a second one for static graphs; all ranks take part if
+    """Runs a pass without side effects, and a second one for static graphs; all ranks take part if
     the model is wrapped.
 
-    Also finds what cannot work: kernels, or a smallest micro-batch too small for batch norm. If bad
-    records may leave a slot a single sample, which batch norm refuses, such a slot passes in
-    evaluation mode, for any number of workers.
+    Also detects what cannot work: kernels, or a smallest micro-batch that is too small for batch
+    norm. If bad records may leave a slot with a single sample, which batch norm refuses, such a
+    slot is run in evaluation mode, for any number of workers.
 
     Args:
         require_gradients: called with the model after the backward pass.
-        most: samples of a batch; None: as many as a slot has.
+        most: the most samples in a batch; None: as many as a slot has.
 
     DDP rebuilds its gradient buckets before the second forward pass (with a static graph, after
     the second backward pass), which changes the order of its sums. As the first step follows
@@ -120,7 +120,7 @@ def warm_up(
     buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
     states = [attributes_of(run.task, run.model)]
     compute, unsaved = run.config.compute, list[str]()
-    # Other kernels, and compiled code after its first pass, may have other bits.
+    # Other kernels, and compiled code after its first pass, may give different bits.
     compares = not compute.compile and (run.world.device.type == "cpu" or compute.deterministic)
     try:
         with (
@@ -161,9 +161,9 @@ def warm_up(
 
 
 def _seeded(run: Forward, make: Callable[[Batch], T], batch: Batch) -> T:
-    """Makes a pass with the same seeds over a copy of the batch, which the loss may change."""
+    """Runs a pass with the same seeds over a copy of the batch, which the loss may change."""
     device = run.world.device
-    with suppress(Exception):  # a batch that cannot be copied is used itself
+    with suppress(Exception):  # a batch that cannot be copied is used directly
         batch = deepcopy(batch)
     with keeping_generators(device):
         seed_slot(device, run.config.seed, 0, 0)
@@ -250,8 +250,8 @@ class _Collectives(TorchDispatchMode):
 
 
 def require_equal_calls(build: Build) -> None:
-    """Raises ConfigError if a loss calls collectives, but some ranks could call them more often
-    than others, or in another order relative to those of exact sums."""
+    """Raises ConfigError if a loss calls collectives, and some ranks could call them more often
+    than others, or in a different order relative to those of exact sums."""
     names = dict.fromkeys(name for each in build.warm_ups.values() for name in each.collectives)
     config, size, why = build.config, build.world.size, ""
     if config.exact:
@@ -321,14 +321,14 @@ def attributes_of(task: Task, model: nn.Module) -> Attributes:
     """Returns the plain values and tensors in attributes of the task and the modules, by attribute,
     including those in lists, tuples, dicts and dataclasses.
 
-    A large tensor is kept as its memory and version, others as a copy.
+    A large tensor is represented by its memory address and version, any other by a copy.
     """
     owners: dict[str, object] = {"task": task, "model": model}
     owners |= {f"model.{name}": each for name, each in model.named_modules() if name}
     found: Attributes = {}
     for owner, each in owners.items():
         for key, value in [*getattr(each, "__dict__", {}).items()]:
-            # A config cannot change; to look at its fields would count as reading them.
+            # A config cannot change, and looking at its fields would count as reading them.
             if key not in _OF_MODULES and not isinstance(value, Section):
                 nest = [*value] if isinstance(value, deque | set) else value
                 leaves = (leaf for _, leaf in islice(leaves_of(nest), _MAX_LEAVES))
@@ -344,7 +344,7 @@ def changed(before: Attributes, after: Attributes) -> list[str]:
 
 
 def require_repeatable(task: Task, first: Tensor, second: Tensor, names: list[str]) -> None:
-    """Raises TaskError if two losses of one batch differ, which were computed from the same
+    """Raises TaskError if two losses for one batch differ although they were computed from the same
     weights, buffers and seeds.
 
     Args:
@@ -355,14 +355,14 @@ def require_repeatable(task: Task, first: Tensor, second: Tensor, names: list[st
     where = first_names(names) if names else "a global variable, an object or a generator"
     raise TaskError(
         f"{place_of(task.loss)}: the same batch has a different loss in a second pass, because of "
-        f"what the first one kept in {where}. Checkpoints do not contain this state, and each "
+        f"what the first pass kept in {where}. Checkpoints do not contain this state, and each "
         "worker has its own: keep it in a buffer of the model (register_buffer), and draw random "
         "numbers from torch's, numpy's or Python's global generators."
     )
 
 
 def _kept(leaf: Any) -> Any:
-    """Returns what to compare two states of a leaf by; None for an object that is not a value."""
+    """Returns a value by which states of a leaf are compared; None for an object with no value."""
     if isinstance(leaf, PLAIN):
         return repr(leaf)
     is_usual = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested

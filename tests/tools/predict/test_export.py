@@ -100,7 +100,10 @@ def test_the_readme_has_the_metrics_with_counts_and_the_hashes(digits: str, tmp_
 @pytest.mark.parametrize(
     ("use", "named"),
     [
-        ("import numpy, torch\nlogits = numpy.eye(10)[: len(images)] * 9", "gives other results"),
+        (
+            "import numpy, torch\nlogits = numpy.eye(10)[: len(images)] * 9",
+            "gives different results",
+        ),
         ("import nothing", "cannot be loaded again: .*nothing"),
     ],
 )

@@ -52,7 +52,7 @@ def test_a_node_that_sees_other_files_is_named(photos: tuple[str, Path], tmp_pat
     actor = PartActor(*given)
     assert [len(table) for _, table in actor.made([0])] == [18]
     next(folder.rglob("*.jpg")).unlink()
-    with pytest.raises(DataError, match=r"node \S+ sees other files .*rows 17, was 18"):
+    with pytest.raises(DataError, match=r"node \S+ sees different files .*rows 17, was 18"):
         PartActor(*given).made([])
     shutil.rmtree(folder)
     with pytest.raises(DataError, match=r"node \S+: .*no such file.* use a shared folder or URIs"):
