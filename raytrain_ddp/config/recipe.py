@@ -91,7 +91,9 @@ def _built(section: type[Section], values: Mapping[str, Any], wrong: list[str], 
         if is_ignored(prefix + name, value):
             continue
         if name not in kinds:
-            hint = withdrawn(prefix + name) or did_you_mean(name, kinds)
+            hint = withdrawn(prefix + name) or did_you_mean(
+                prefix + name, [prefix + kind for kind in kinds]
+            )
             wrong.append(f"there is no field {in_one_line(prefix + name)}.{hint}")
         elif dataclasses.is_dataclass(kinds[name]) and isinstance(value, Mapping):
             given[name] = _built(cast(Any, kinds[name]), value, wrong, f"{prefix}{name}.")

@@ -136,7 +136,7 @@ def test_all_errors_of_a_recipe_are_reported_together():
         from_dict(values, where="mine.toml")
     lines = str(caught.value).splitlines()
     fields = ["epochz", "epochs =", "data.prefetch", "schedule.name =", "data.shufle"]
-    fields += ["optim.lr", "model.dropout", "'epochs'", "'shuffle'"]
+    fields += ["optim.lr", "model.dropout", "'epochs'", "'data.shuffle'"]
     assert [field for field in fields if not any(field in line for line in lines)] == []
     assert len(lines) == 7
     assert all(line.startswith("mine.toml: ") for line in lines)

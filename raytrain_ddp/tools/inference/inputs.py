@@ -213,7 +213,7 @@ def _files(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     left_out: list[str] = []
     for word in words:
         place = open_uri(word)[1] if word.startswith("file://") else word
-        shown = f"INPUT {without_secrets(place)}"
+        shown = without_secrets(place)
         is_uri = "://" in place
         files = list_in_store(place, shown) if is_uri else list_on_disk(place, shown, every=True)
         names = [*map(files.uri_of, files.files)]

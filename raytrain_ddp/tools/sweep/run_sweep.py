@@ -52,7 +52,14 @@ def prepared(args: SweepArgs, argv: Sequence[str]) -> Sweep:
     points = random_points(space, config.seed, args.trials)
     configs = [with_point(config, point) for point in points]
     varying = {part for each in space for part in (each.field, each.field.rpartition(".")[0])}
-    require_effect({*given_flags(argv), *varying}, *configs)
+    given = given_flags(argv)
+    for each in space:
+        if each.field in given:
+            raise ConfigError(f"{each.field} has no effect: --space varies it. Remove it.")
+    require_effect({*given, *varying}, *configs)
+    epochs = max(point.epochs for point in configs)
+    if args.asha >= epochs and not config.steps:
+        raise ConfigError(f"--asha {args.asha} has no effect: a trial has {epochs} epochs.")
     _require_valid(configs)
     name = config.name or f"{default_name(args.recipe) or name_by_config(config)}-sweep"
     base = replace(config, name=name, scaling=replace(config.scaling, num_workers=1))

@@ -52,8 +52,10 @@ def parse_space(words: Sequence[str]) -> list[Dimension]:
         ConfigError: a field cannot vary, or its values are wrong.
     """
     found = {each.field: each for each in map(_dimension, words)}
-    if not found or len(found) < len(words):
-        raise ConfigError("--space: give each field that varies once, as in optim.lr=log:1e-3:1.")
+    if not found:
+        raise ConfigError("--space is missing: give the fields to vary, as in optim.lr=log:1e-3:1.")
+    if len(found) < len(words):
+        raise ConfigError("--space: give each field once.")
     return [*found.values()]
 
 

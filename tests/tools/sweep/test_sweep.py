@@ -60,6 +60,8 @@ REFUSED = [  # words, exit status, what the error names
     (f"--space {LR} --search grid", 2, "--search --trials"),
     (f"--space {LR} --search optuna --seeds 2", 2, "--seeds"),
     (f"--space {LR} --asha 1 --seeds 2", 2, "--seeds"),
+    (f"--space {LR} --asha 99", 2, "--asha epochs"),
+    (f"--space {LR} --optim.lr 0.1", 2, "optim.lr --space"),
     (f"--space {LR} --scheduler asha", 2, "--scheduler --asha"),
     (f"--space {LR} --optim.betas 0.8 0.9", 2, "optim.betas optim.name"),
     (f"--space {LR} --scaling.num-workers 2", 2, "scaling.num_workers"),
