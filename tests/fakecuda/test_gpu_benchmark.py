@@ -21,4 +21,4 @@ def test_each_fit_has_a_valid_config(tiny: bool, tmp_path: Path, monkeypatch: py
     commands = [job.command for job in jobs if job.log]
     for command in commands:
         parse_fit(command[command.index("raytrain_ddp.fit") + 1 :])
-    assert len(commands) == 12
+    assert len(commands) == 13
