@@ -141,13 +141,6 @@ class Storage:
         with self.fs.open_input_file(self._at(name)) as file:
             return bytes(file.read_at(most_bytes, offset))
 
-    def stamp(self, name: str) -> tuple[int, int] | None:
-        """The size of a file, and when it was written in ns, 0 if unknown; None if there is none.
-        In one request: a file whose stamp is the same was most likely not written since."""
-        info = self._info(name)
-        is_file = info.type == pafs.FileType.File
-        return (int(info.size), int(info.mtime_ns or 0)) if is_file else None
-
     def sha256(self, name: str) -> str:
         """The hex digest of a stored file, read in chunks."""
         digest = hashlib.sha256()
