@@ -118,6 +118,8 @@ def main() -> int:
         gpus = int(machine.removeprefix("GPUs: ").split()[0])
         images = {"images": images_of(args)}
         call(work("", "images", images, 0).command, 120)
+        if args.timm_train or args.torchvision_train:
+            repeat_images(Path(images["images"]), Path(folder), 1 if args.tiny else 10)
         chosen = []
         for each in jobs(args, Path(folder), gpus):
             if why := left_out(each, args):
@@ -182,7 +184,7 @@ def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
         work("forks of a warm process", "forks", {**base, **one_step}, 150),
         work(
             *("fit on Ray, one GPU", "on_ray", {**base, "wheels": str(args.ray_wheels or "")}),
-            *(120, 8),
+            *(200, 8),
             lacks=no_ray,
         ),
         fit("ResNet-50, JPEGs from disk", disk),
@@ -282,15 +284,23 @@ def peer(name: str, script: Path | None, storage: Path, of: Mapping[str, Any]) -
     command = [str(script), "--model", of["model"], "-b", str(of["batch"]), "--epochs", "1"]
     command += ["--amp", "-j", str(len(os.sched_getaffinity(0)))]
     if name == "torchvision":
-        for split in ("train", "val"):
-            (storage / split).symlink_to(of["images"])
         command += ["--data-path", str(storage), "--print-freq", "1"]
     else:
-        command += ["--data-dir", of["images"], "--train-split", "", "--val-split", ""]
+        command += ["--data-dir", str(storage), "--val-split", "val"]
         command += ["--num-classes", "10", "--img-size", str(of["image_size"]), "--channels-last"]
         command += ["--amp-dtype", "bfloat16", "--log-interval", "1", "--output", str(storage)]
     lacks = "" if script else f"give the path of its script with --{name}-train"
     return Job(f"ResNet-50, {name}'s script", command, 120, 12, lacks=lacks)
+
+
+def repeat_images(images: Path, storage: Path, times: int = 10) -> None:
+    """Links the JPEGs into an epoch that is long enough to measure."""
+    for image in images.glob("*/*"):
+        (storage / "train" / image.parent.name).mkdir(parents=True, exist_ok=True)
+        for number in range(times):
+            link = storage / "train" / image.parent.name / f"{number}-{image.name}"
+            link.symlink_to(image.resolve())
+    (storage / "val").symlink_to(images.resolve())
 
 
 def tests(args: argparse.Namespace, storage: Path) -> list[Job]:

@@ -224,7 +224,8 @@ def _used() -> tuple[int, ...]:
 
 
 def on_ray(options: Options) -> None:
-    """Compares `raytrain fit` on a new Ray with a run without Ray."""
+    """Compares runs on one new Ray, the first, the second, and one whose worker is killed, with a
+    run without Ray."""
     storage, wheels, precision = options["storage"], options["wheels"], list[str]()
     if wheels:
         target = f"{storage}/site"
@@ -233,25 +234,40 @@ def on_ray(options: Options) -> None:
         subprocess.run([*pip, "--no-compile", "--target", target, *files], check=True)
         os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), target])
         sys.path.append(target)
-    if options["tiny"]:
-        import ray
+    import ray
 
-        cores = len(os.sched_getaffinity(0))
-        ray.init(num_cpus=cores, num_gpus=1, include_dashboard=False)  # it sees no emulated GPU
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    cores = len(os.sched_getaffinity(0))
+    ray.init(num_cpus=cores, num_gpus=1, include_dashboard=False)  # it sees no emulated GPU
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    if options["tiny"]:
         precision = ["--compute.precision", "fp32", "--compute.no-channels-last"]  # nor its type
-    found = []
-    for name, flags in (("on-ray", ["--scaling.num-workers", "1"]), ("local", ["--local"])):
-        command = [sys.executable, "-m", "raytrain_ddp.fit", "--storage", storage, "--name", name]
-        command += ["--epochs", "2", "--scaling.use-gpu", "true"]
+    kill = {VARIABLE: "train.after_backward:kill@rank=0,step=40", FOLDER_VARIABLE: f"{storage}/die"}
+    one = ["--scaling.num-workers", "1", "--checkpoint.every-steps", "10"]
+    asked = {
+        "first": (one, {}),
+        "second": (one, {}),
+        "worker killed": (one, kill),
+        "--local": (["--local"], {}),
+    }
+    found, told = dict[str, str](), list[str]()
+    for name, (flags, faults) in asked.items():
+        run = f"on-ray{name.replace(' ', '-')}"
+        command = [sys.executable, "-m", "raytrain_ddp.fit", "--storage", storage, "--name", run]
+        command += ["--epochs", "2", "--scaling.use-gpu", "true", *precision, *flags]
         began = time.monotonic()
-        subprocess.run([*command, *precision, *flags], check=True)
-        found.append((weights(Path(storage) / name), time.monotonic() - began))
-    (on_ray, ray_s), (alone, alone_s) = found
-    same = "same bits" if on_ray == alone else "DIFFERENT BITS"
-    say(f"two epochs of digits in {ray_s:.1f} s, --local {alone_s:.1f} s: {same}")
-    if on_ray != alone:
-        raise RuntimeError("the weights differ")
+        done = subprocess.run(command, env={**os.environ, **faults}, stdout=-1, stderr=-2, text=True)
+        took_s = time.monotonic() - began
+        print(done.stdout, flush=True)
+        done.check_returncode()
+        found[name] = weights(Path(storage) / run)
+        cold = " without warm processes" if "without warm processes" in done.stdout else ""
+        told.append(f"{name} {took_s:.1f} s{cold}")
+        same = "same bits" if len({*found.values()}) == 1 else "DIFFERENT BITS"
+        say(f"two epochs of digits: {', '.join(told)}; {same}")
+    if len({*found.values()}) > 1:
+        raise RuntimeError(f"the weights differ: {found}")
+    if not Path(kill[FOLDER_VARIABLE]).exists():
+        raise RuntimeError("the worker was not killed")
 
 
 # ------------------------------------------------------------------ speed
