@@ -224,8 +224,8 @@ def _used() -> tuple[int, ...]:
 
 
 def on_ray(options: Options) -> None:
-    """Compares runs on one new Ray, the first, the second, and one whose worker is killed, with a
-    run without Ray."""
+    """Compares runs on a new Ray, one left alone and one whose worker is killed, with a run
+    without Ray."""
     storage, wheels, precision = options["storage"], options["wheels"], list[str]()
     if wheels:
         target = f"{storage}/site"
@@ -244,8 +244,7 @@ def on_ray(options: Options) -> None:
     kill = {VARIABLE: "train.after_backward:kill@rank=0,step=40", FOLDER_VARIABLE: f"{storage}/die"}
     one = ["--scaling.num-workers", "1", "--checkpoint.every-steps", "10"]
     asked = {
-        "first": (one, {}),
-        "second": (one, {}),
+        "left alone": (one, {}),
         "worker killed": (one, kill),
         "--local": (["--local"], {}),
     }

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -393,3 +394,32 @@ def test_fault_35_sigterm_exits_with_143_and_the_same_command_resumes_to_the_sam
     reference = dataclasses.replace(config, name="whole")
     assert bits(config) == bits(reference)
     assert log_of(config) == log_of(reference)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_at_most_one_graph_of_a_loss_exists(tmp_path: Path, exact: bool) -> None:
+    """The graphs of two passes, as in the warm-up, would need twice the memory of a step."""
+    full, most = set[int](), list[int]()
+
+    class Graph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.number = len(most)
+            full.add(ctx.number)
+            weakref.finalize(ctx, full.discard, ctx.number)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            full.discard(ctx.number)  # torch frees what is saved
+            return grad
+
+    class OneGraph(TinyTask):
+        def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            most.append(len(full))
+            return cross_entropy(Graph.apply(model(batch["x"])), batch["y"])
+
+    config = tiny_config(tmp_path, "run", exact=exact, epochs=1)
+    run_tiny(0, 1, plain(config), kind=OneGraph)
+    assert len(most) > STEPS_PER_EPOCH
+    assert max(most) == 0

@@ -137,12 +137,12 @@ def warm_up(
         buffers.restore()
         flags.begin()
         if compares:  # a second pass from the same buffers
-            again, _ = _seeded(run, partial(run, is_wrapped=False), batch)
+            made_again = partial(run, is_wrapped=False)
+            again = _seeded(run, made_again, batch)[0].detach()  # frees the graph
             states.append(attributes_of(run.task, run.model))
             require_repeatable(run.task, loss, again, changed(*states[:2]))
             unsaved = changed(*states[1:])
-        again, _ = run(smallest, is_wrapped=False)
-        require_own(run.task, others, others_of(run.model, again))
+        require_own(run.task, others, others_of(run.model, run(smallest, is_wrapped=False)[0]))
         fewest = 1 if single is None else 1 + _is_too_small(run, single)
     except (RuntimeError, ValueError, AttributeError) as error:
         remedy = _remedy_of(str(error))
