@@ -131,17 +131,8 @@ class Outcome:
     seconds: Mapping[str, float]
 
 
-Message = (
-    Phase
-    | Evaluating
-    | Pause
-    | Joined
-    | InProgress
-    | WorkerFailed
-    | Died
-    | Alive
-    | ControllerStarted
-    | Placed
-    | Outcome
+Event = (
+    (LogRecord | StoredEvent)
+    | (Phase | Evaluating | Pause | Joined | InProgress | WorkerFailed)
+    | (Died | Alive | ControllerStarted | Placed | Outcome)
 )
-Event = LogRecord | StoredEvent | Message

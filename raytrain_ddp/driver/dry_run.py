@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
 from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.config.rules import effect_notes, step_notes
+from raytrain_ddp.config.rules import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.unread import unread_notes
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete

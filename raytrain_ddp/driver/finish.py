@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from raytrain_ddp.bottleneck import split_of
-from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -74,12 +73,8 @@ def result_of(
 def is_tidy(run: Storage) -> bool:
     """Whether the last start of a complete run ended normally, and was not killed after its last
     commit."""
-    entries, folder = run.walk(), f"{CHECKPOINTS}/"
-    listing = CheckpointListing.of(e[len(folder) :] for e in entries if e.startswith(folder))
-    if CURVES_FILE not in entries or listing.leftovers():
-        return False
     events = read_events(run)
-    return not events or isinstance(events[-1].event, End)
+    return bool(events) and isinstance(events[-1].event, End)
 
 
 def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:
@@ -124,13 +119,9 @@ def run_summary(
     if result.monitor and config.task == IMAGES:
         out = shlex.quote(f"{name}.csv")
         commands.append(("predict", f"raytrain predict {word} --out {out}"))
-    if not is_importable:
-        commands.append(("train longer", "run the same Python code again, with more epochs"))
-    elif result.status == "interrupted":
-        commands.append(("resume", again if "://" not in place else "the same command again"))
-    elif "://" not in place:
-        commands.append(("train longer", f"{again} {_twice(config, result)}"))
-        commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
+    if result.status == "interrupted":
+        is_file = is_importable and "://" not in place
+        commands.append(("resume", again if is_file else "the same command again"))
     commands.append(("report", f"raytrain report {word}"))
     if config.log.tensorboard and "://" not in place:
         commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))
@@ -153,14 +144,6 @@ def wait_for_rank_0(run: Storage, step: int) -> None:
             if any(name.step >= step for name in checkpoint_store(run).names()):
                 return
         time.sleep(_PAUSE_S if run.is_local else 10 * _PAUSE_S)
-
-
-def _twice(config: TrainConfig, result: FitResult) -> str:
-    """The flag that doubles the training; a run may be longer than its config."""
-    if config.steps:
-        return f"--steps {2 * max(config.steps, result.step)}"
-    epochs = max((record.get("epoch", 0) + 1 for record in result.history), default=1)
-    return f"--epochs {2 * max(config.epochs, epochs)}"
 
 
 def _place(run: Storage, name: CheckpointName | None) -> str | None:

@@ -26,9 +26,8 @@ from raytrain_ddp.driver.finish import (
     tidy,
     wait_for_rank_0,
 )
-from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
-from raytrain_ddp.driver.result import FitResult
+from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line

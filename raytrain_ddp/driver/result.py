@@ -1,10 +1,15 @@
-"""The result of `fit`."""
+"""The result of `fit`, and whom a run is shown to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytrain_ddp.messages import Event
+
+if TYPE_CHECKING:
+    from raytrain_ddp.checkpoint.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -49,3 +54,36 @@ class FitResult:
     def exit_status(self) -> int:
         """0, or 128 + the signal."""
         return 128 + self.signal if self.signal else 0
+
+
+class Listener:
+    """Shows a run; this one shows nothing. Entered before the first event.
+
+    The commands, and `fit` and `fit_locally` of the package, pass one that shows the run on the
+    terminal or in the notebook.
+    """
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def handle(self, event: Event) -> None:
+        """Takes in one event, also from the thread that commits checkpoints."""
+
+    def draw(self, run: Storage, name: str) -> None:
+        """Draws what a finished run's folder has besides its log; called by the run's owner.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def summary(
+        self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Tells the end of a run.
+
+        Args:
+            limit: what stood most in the way of computing.
+            more: (title, path or command).
+        """

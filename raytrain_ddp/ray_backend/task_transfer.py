@@ -53,7 +53,7 @@ def code_of(config: TrainConfig) -> UserCode:
         task_of(config)
     elif ":" in config.model.name and not config.model.name.startswith(TIMM):
         imported("model.name", config.model.name)
-    return user_code.loaded_packages()
+    return user_code.loaded()
 
 
 def _own(name: str) -> list[ModuleType]:

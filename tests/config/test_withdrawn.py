@@ -85,6 +85,7 @@ def ways(name: str, folder: Path) -> list[list[str]]:
 
 
 TOOLS = {
+    "emit=ray-up": "fit --emit ray-up",
     "format=hf": "export r --format hf",
     "format=timm": "export r --format timm",
     "format=torchscript": "export r --format torchscript",

@@ -16,8 +16,8 @@ from processes import module_of
 
 from raytrain_ddp.__main__ import COMMANDS
 from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.field_types import facts
 from raytrain_ddp.config.recipe import flat
-from raytrain_ddp.config.suggestions import OTHER_NAMES, meant
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.recipe_args import parse_with_recipe
 from raytrain_ddp.errors import ConfigError
@@ -191,13 +191,13 @@ def test_an_unknown_flag_gets_a_suggestion():
         assert str(caught.value).endswith(f" Did you mean {right}?"), wrong
 
 
-def test_aliases_refer_to_existing_flags_and_shadow_none():
+def test_names_of_other_trainers_shadow_no_flag_and_suggest_theirs():
     known = {name.replace("_", "-") for name in flat(TrainConfig())}
-    for flag, others in OTHER_NAMES.items():
-        assert flag in known
+    for field, others in facts(TrainConfig, "aka").items():
         for other in others.split():
             assert other not in known, other
-            assert meant(other, known) == [flag]
+            with pytest.raises(ConfigError, match=f"mean --{field.replace('_', '-')}[?]"):
+                parse_fit([f"--{other}", "1"])
 
 
 def test_some_values_may_be_empty():
