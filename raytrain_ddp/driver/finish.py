@@ -119,9 +119,13 @@ def run_summary(
     if result.monitor and config.task == IMAGES:
         out = shlex.quote(f"{name}.csv")
         commands.append(("predict", f"raytrain predict {word} --out {out}"))
-    if result.status == "interrupted":
-        is_file = is_importable and "://" not in place
-        commands.append(("resume", again if is_file else "the same command again"))
+    if not is_importable:
+        commands.append(("train longer", "run the same Python code again, with more epochs"))
+    elif result.status == "interrupted":
+        commands.append(("resume", again if "://" not in place else "the same command again"))
+    elif "://" not in place:
+        commands.append(("train longer", f"{again} {_twice(config, result)}"))
+        commands.append(("train again", f"{again} --name {shlex.quote(f'{name}-2')}"))
     commands.append(("report", f"raytrain report {word}"))
     if config.log.tensorboard and "://" not in place:
         commands.append(("see the curves", f"tensorboard --logdir {word}/{TENSORBOARD}"))
@@ -144,6 +148,14 @@ def wait_for_rank_0(run: Storage, step: int) -> None:
             if any(name.step >= step for name in checkpoint_store(run).names()):
                 return
         time.sleep(_PAUSE_S if run.is_local else 10 * _PAUSE_S)
+
+
+def _twice(config: TrainConfig, result: FitResult) -> str:
+    """The flag that doubles the training; a run may be longer than its config."""
+    if config.steps:
+        return f"--steps {2 * max(config.steps, result.step)}"
+    epochs = max((record.get("epoch", 0) + 1 for record in result.history), default=1)
+    return f"--epochs {2 * max(config.epochs, epochs)}"
 
 
 def _place(run: Storage, name: CheckpointName | None) -> str | None:
