@@ -297,9 +297,6 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     """Start Ray's processes as forks of one process per node, which already has torch loaded.
     Works on Linux, with or without GPUs. auto: true. On a running cluster, that process stays for
     an hour after its last fork."""
-    max_preemptions: int = setting(-1, least=-1)
-    """How many times workers are replaced after a preemption notice for their node. -1: no
-    limit."""
     wait_s: float = setting(60.0, least=0)
     """Seconds to wait while a running cluster lacks resources for the workers, at the start and
     after nodes are lost (autoscaling). Also the time limit for starting Ray, which is at least 300

@@ -28,6 +28,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "nodes": (..., "use the tests marked lab, which power hosts off"),
     "per_trial": (..., "use --scaling.cpus-per-worker and --scaling.gpus-per-worker"),
     "print_completion": (..., "use shtab, as docs/reference/commands.md says"),
+    "scaling.max_preemptions": (-1, "remove it; a taken node is no failure, however often"),
     "scaling.on_divergence": ("stop", "remove it; a run whose weights differ ends with status 6"),
     "scheduler": (..., "use --asha EPOCHS of sweep, or --schedule.name"),
     "search=grid": (..., "use only lists, and as many --trials as there are combinations"),

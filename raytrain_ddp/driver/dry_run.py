@@ -23,8 +23,8 @@ from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
     embedded_resources,
+    lack_of_room,
     local_resources,
-    missing_resources,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def dry_run(
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
-    lacking = missing_resources(layout, embedded_resources(config, layout, have))
+    lacking = "" if local else lack_of_room(layout, [embedded_resources(config, layout, have)])
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
         dumps(publishable(asked), TrainConfig()).rstrip(),
@@ -118,7 +118,7 @@ def dry_run(
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
         f"run            {config.name} {_run_state(run, branch)}",
         *(f"note           {text}" for text in notes),
-        *([f"this machine lacks\n{lacking}"] if lacking else []),
+        *([f"note           this machine has no room: {lacking}"] if lacking else []),
     ]
     return "\n".join(lines)
 

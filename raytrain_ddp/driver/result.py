@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,7 @@ class FitResult:
         history: the records of metrics.jsonl.
         seconds: part of the run -> seconds.
         signal: number of the signal that interrupted the run, else 0.
+        of_ray: see `ray`; pickled, as loading it imports Ray.
     """
 
     status: Literal["finished", "interrupted", "already complete"]
@@ -44,6 +46,13 @@ class FitResult:
     history: Sequence[Mapping[str, Any]] = field(repr=False, default=())
     seconds: Mapping[str, float] = field(default_factory=dict)
     signal: int = 0
+    of_ray: bytes = field(repr=False, default=b"")
+
+    @property
+    def ray(self) -> Any:
+        """Ray Train's own `ray.train.Result`: metrics, path, and the best and the last checkpoint.
+        None if Ray has not trained, or if it was lost at the very end."""
+        return pickle.loads(self.of_ray) if self.of_ray else None
 
     @property
     def metrics(self) -> Mapping[str, float]:

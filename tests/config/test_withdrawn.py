@@ -26,6 +26,7 @@ OTHERS = {
     "ddp.shard_optimizer": True,
     "eval.asynchronous": True,
     "model.unfreeze_epoch": 2,
+    "scaling.max_preemptions": 2,
     "scaling.on_divergence": "resync",
     "scaling.spares": 2,
 }

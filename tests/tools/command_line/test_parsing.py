@@ -82,7 +82,6 @@ def test_a_flag_value_is_parsed_as_expected():
         ("--scaling.num-workers 2", "scaling.num_workers", 2),
         ("--scaling.num-workers 2:4", "scaling.num_workers", "2:4"),
         ("--data.mean 1e-3 0.5 .5", "data.mean", [0.001, 0.5, 0.5]),
-        ("--scaling.max-preemptions -1", "scaling.max_preemptions", -1),
         ("--data.classes None", "data.classes", None),
         ("--data.classes=-1 2", "data.classes", ["-1", "2"]),
         ("--log.profile-steps 1 --log.profile-ranks", "log.profile_ranks", []),
