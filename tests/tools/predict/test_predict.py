@@ -32,7 +32,6 @@ from raytrain_ddp import TrainConfig, fit_locally
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.config.sections import LogConfig
 from raytrain_ddp.errors import (
-    CheckpointError,
     ConfigError,
     DataError,
     PreflightError,
@@ -126,13 +125,16 @@ def test_broken_images_are_rows_with_an_error(
     (tmp_path / "in/dark/4.jpg").write_bytes((folder / "dark/4.jpg").read_bytes()[:300])
     (tmp_path / "in/dark/lost.jpg").symlink_to("nowhere")
     os.mkfifo(tmp_path / "in/dark/pipe.jpg")  # does not block
+    for byte in (b"\xe9", b"\xe8"):  # of Latin-1
+        shutil.copy(folder / "dark/5.jpg", os.fsencode(tmp_path / "in/dark/z") + byte + b".jpg")
     (tmp_path / "in/notes.txt").write_text("x")
     assert predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet") == 0
     shown = capsys.readouterr()
     assert "not used: 1 .txt (not images), such as" in shown.err
-    assert "20 images" in shown.out
+    assert "22 images" in shown.out
     assert "  4 cannot be read: see the column error" in shown.out
-    found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:11]}
+    found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:13]}
+    assert {r"z\udce9.jpg", r"z\udce8.jpg"} < {*found}
     bad = {name for name, row in found.items() if row["error"] is not None}
     assert bad == {"3.jpg", "4.jpg", "lost.jpg", "pipe.jpg"}
     assert {name for name, row in found.items() if row["class"] is None} == bad
@@ -437,5 +439,5 @@ def test_a_file_is_replaced_only_on_request(digits: str, tmp_path: Path):
     (tmp_path / "p.csv").write_text("mine")
     predict(digits, "--out", tmp_path / "p.csv", "--overwrite")
     assert len(pd.read_csv(tmp_path / "p.csv")) == 360
-    with pytest.raises(CheckpointError, match="no checkpoint there"):
+    with pytest.raises(ConfigError, match="no run there"):
         predict(tmp_path, "--out", tmp_path / "q.csv")
