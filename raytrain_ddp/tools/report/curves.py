@@ -80,11 +80,9 @@ def _lines(run: Run, alone: bool) -> Iterator[tuple[str, Line]]:
     yield "Loss", loss._replace(label="training, smoothed", ys=smoothed(loss.ys))
     if alone:
         yield "Loss", loss
-    trained = [r.scalars for r in run.train]
-    tested = [e.metrics for e in run.evals]
     for kind, records, values in (
-        ("evaluation", run.evals, tested),
-        ("training", run.train, trained),
+        ("evaluation", run.evals, [e.metrics for e in run.evals]),
+        ("training", run.train, [r.scalars for r in run.train]),
     ):
         names = {name: name != run.monitor for each in values for name in each}
         names.pop("skipped", None)

@@ -125,16 +125,13 @@ def test_broken_images_are_rows_with_an_error(
     (tmp_path / "in/dark/4.jpg").write_bytes((folder / "dark/4.jpg").read_bytes()[:300])
     (tmp_path / "in/dark/lost.jpg").symlink_to("nowhere")
     os.mkfifo(tmp_path / "in/dark/pipe.jpg")  # does not block
-    for byte in (b"\xe9", b"\xe8"):  # of Latin-1
-        shutil.copy(folder / "dark/5.jpg", os.fsencode(tmp_path / "in/dark/z") + byte + b".jpg")
     (tmp_path / "in/notes.txt").write_text("x")
     assert predict(run, tmp_path / "in", "--out", tmp_path / "p.parquet") == 0
     shown = capsys.readouterr()
     assert "not used: 1 .txt (not images), such as" in shown.err
-    assert "22 images" in shown.out
+    assert "20 images" in shown.out
     assert "  4 cannot be read: see the column error" in shown.out
-    found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:13]}
-    assert {r"z\udce9.jpg", r"z\udce8.jpg"} < {*found}
+    found = {Path(row["path"]).name: row for row in rows(tmp_path / "p.parquet")[:11]}
     bad = {name for name, row in found.items() if row["error"] is not None}
     assert bad == {"3.jpg", "4.jpg", "lost.jpg", "pipe.jpg"}
     assert {name for name, row in found.items() if row["class"] is None} == bad
@@ -255,7 +252,7 @@ def test_the_first_rows_may_all_be_bad_and_paths_need_not_be_utf_8(
     for end in FORMATS:
         out = tmp_path / f"p.{end}"
         predict(photos[0], tmp_path / "in", "--out", out, *(["--layer", "fc"] * (end != "csv")))
-        assert b"caf?.jpg" in out.read_bytes()
+        assert rb"caf\udce9.jpg" in out.read_bytes()
     found = pd.read_parquet(tmp_path / "p.parquet")
     assert found["embedding"].isna().tolist() == [True] * 9 + [False]
 
