@@ -137,8 +137,8 @@ def _paint(axes: Axes, chart: Chart) -> None:
     _scale(axes, chart)
     lines = chart.named
     if chart.kind == "stack":
-        ys, colors = [line.ys for line in lines], [line.color for line in lines]
-        axes.stackplot(lines[0].xs, ys, colors=colors)
+        colors = [line.color for line in lines]
+        axes.stackplot(lines[0].xs, [line.ys for line in lines], colors=colors)
         axes.set_ylim(0, 1)
     for label, xs, ys, color, run, _ in chart.lines if chart.kind != "stack" else ():
         look: dict[str, Any] = {"marker": "o" if len(xs) <= _MOST_DOTS else "", "label": label}
