@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
+from raytrain_ddp.errors import TaskError, first_line
 from raytrain_ddp.messages import Outcome
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.runtime.compilation import naming_compile_failures
 from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steps.step_decisions import StepDecisions
 from raytrain_ddp.training.training_run import Run
+
+
+@contextmanager
+def naming_compile_failures() -> Iterator[None]:
+    """Raises TaskError, in one line, if torch.compile cannot compile the model."""
+    try:
+        yield
+    except Exception as error:
+        dynamo = sys.modules.get("torch._dynamo.exc")
+        if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+            raise
+        cause = getattr(error, "inner_exception", error)
+        raise TaskError(
+            f"torch.compile: {type(cause).__name__}: {first_line(cause)}. Change the model, or "
+            "train with --compute.no-compile (in a task: without torch.compile). Code is built "
+            "with a C++ compiler (g++) and Python's headers, in TORCHINDUCTOR_CACHE_DIR, a folder "
+            "that must allow execution."
+        ) from error
 
 
 @naming_compile_failures()
