@@ -26,8 +26,7 @@ from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase,
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
-from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
-from raytrain_ddp.training.monitoring.watchdog import Exchange
+from raytrain_ddp.training.monitoring.watchdog import Exchange, Hang, RankStatus
 from raytrain_ddp.training.runtime.world import World, broadcast
 from raytrain_ddp.training.session import Requests, Session
 from raytrain_ddp.training.state.live_state import LiveState
@@ -188,13 +187,6 @@ class RaySession(Session):
             return {rank: RankStatus(**each) for rank, each in answers.items()}
 
         return exchange
-
-    def state(self, owner: Owner) -> str:
-        """The state of a process on another machine is queried by a task that runs there."""
-        if owner.is_here():
-            return owner.state()
-        pending = _on_its_node(Owner.state, owner)
-        return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
     def has_ended(self) -> bool:
         return self._place is not None and (self._place.is_broken or self._place.has_left)

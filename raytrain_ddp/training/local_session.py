@@ -17,8 +17,7 @@ from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError, RetriesExhausted
 from raytrain_ddp.events import Failed, Note
 from raytrain_ddp.signals import handling, heeded
-from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
-from raytrain_ddp.training.monitoring.watchdog import Exchange, through_folder
+from raytrain_ddp.training.monitoring.watchdog import Exchange, Hang, through_folder
 from raytrain_ddp.training.runtime.launched import join_launched
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
 from raytrain_ddp.training.runtime.world import World

@@ -22,9 +22,8 @@ from raytrain_ddp.errors import RaytrainError
 from raytrain_ddp.events import LogRecord, Note, Plan
 from raytrain_ddp.messages import Event
 from raytrain_ddp.retries import OUTAGE_S
-from raytrain_ddp.training.monitoring.hang_diagnosis import Hang
-from raytrain_ddp.training.monitoring.phase_clock import STARTING, Clock
-from raytrain_ddp.training.monitoring.watchdog import WRITING, Exchange, Watchdog
+from raytrain_ddp.training.monitoring.step_timing import STARTING, Clock
+from raytrain_ddp.training.monitoring.watchdog import WRITING, Exchange, Hang, Watchdog
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
 from raytrain_ddp.training.state.live_state import LiveState, most_advanced
 from raytrain_ddp.training.state.shared_checkpoint import Relay, SharedCheckpoint, failing
@@ -104,23 +103,17 @@ class Session:
             self._watchdog = Watchdog(
                 clock,
                 self._hang_s,
-                self.world.rank,
+                self.world,
                 owners,
                 self._run,
                 exchange,
-                self.state,
                 self.report_hang,
-                self.world.of_run,
                 self.has_ended,
             )
 
     def status_exchange(self, owners: Sequence[Owner]) -> Exchange | None:
         """The exchange for ranks that make no progress; None: there is no watchdog."""
         raise NotImplementedError
-
-    def state(self, owner: Owner) -> str:
-        """The state of a worker's process, as `Owner.state`; "" if unknown."""
-        return owner.state()
 
     def report_hang(self, hang: Hang) -> None:
         """Reports the hang, and ends this process, or its collectives."""

@@ -32,7 +32,6 @@ from raytrain_ddp.training.gradients.reduction import (
 )
 from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of, try_evaluation
 from raytrain_ddp.training.monitoring import step_timing
-from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
 from raytrain_ddp.training.runtime.world import (
     device_name,
@@ -78,7 +77,7 @@ class Run:
     def __init__(self, build: Build, session: Session) -> None:
         self.build, self.session = build, session
         build.join(session.world)
-        self.clock = Clock(build.world.device)
+        self.clock = step_timing.Clock(build.world.device)
         session.watch(self.clock)
         require_same_software(build.world)
         session.tell(messages.Phase("opening the data"))
@@ -142,8 +141,7 @@ class Run:
         failpoint("start.loaded", world.rank, state.step)
         session.tell(self._plan_event(checkpoint))
         self._logged_step, self._unlogged_s = state.step, 0.0
-        slots = build.plan.slots
-        self._stragglers = step_timing.Stragglers(slots, world.size, world.of_run)
+        self._stragglers = step_timing.Stragglers(build.plan.slots, world)
         evals = [r for r in log if isinstance(r, events.Eval) and r.step == state.step]
         # The metrics of the evaluation after this step.
         self._metrics: Mapping[str, float] = dict(evals[-1].metrics) if evals else {}
@@ -233,14 +231,12 @@ class Run:
         trained_s, phases = self.clock.window()
         self._unlogged_s += trained_s
         trained_s = self._unlogged_s
-        memory = step_timing.peak_memory_bytes(world.device)
-        mine = step_timing.Reading(trained_s, step_timing.in_order(phases), memory)
-        readings = step_timing.gathered(mine, world)
+        measured = step_timing.measured(trained_s, phases, world)
         losses, *scalars = zip(*shares.tolist(), strict=True)
         per_epoch, steps = build.plan.steps_per_epoch, range(self._logged_step, step)
         samples_per_s = sum(build.plan.samples(s % per_epoch) for s in steps) / trained_s
         timing = step_timing.summary(
-            readings,
+            measured,
             len(steps),
             self.stepper.flops * samples_per_s / world.size,
             step_timing.peak_flops_per_s(device_name(world.device), build.config.compute.precision),
@@ -265,7 +261,7 @@ class Run:
             state.reserve()
         # Not logged: the log would grow with the number of workers.
         if world.is_main and 1 < world.size <= events.Ranks.MOST:
-            split_s = step_timing.by_rank(readings, len(steps), world.of_run)
+            split_s = step_timing.by_rank(measured, len(steps), world.of_run)
             self.session.tell(events.Ranks(step, split_s))
         straggler = self._stragglers.look(step, timing.slowest, self.session.hosts)
         if straggler is not None:

@@ -18,28 +18,44 @@ from raytrain_ddp.data.loading.nested import tensors_of, to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import DataError
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
-from raytrain_ddp.training.runtime.world import World, from_all_ranks
+from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock
+from raytrain_ddp.training.runtime.world import from_all_ranks
 from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.state.train_state import TrainState
+
+
+class _Copies:
+    """Copies batches to a GPU on a stream of its own, while the GPU computes on others. They must
+    be in page-locked memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def begun(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+        with torch.cuda.stream(self._stream):
+            return to_device(batch, self._device), self._stream.record_event()
+
+    def arrived(self, copy: Batch, done: torch.cuda.Event) -> Batch:
+        """The copy; the GPU waits for it, not the host."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(done)
+        for tensor in tensors_of(copy):
+            tensor.record_stream(computing)
+        return copy
 
 
 def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list[Slot]]:
-    """On a GPU, copies run on a stream of their own, concurrently with the previous step."""
+    """On a GPU, slots are copied concurrently with the previous step."""
     if device.type != "cuda":
         return lambda slots: slots
-    beside = torch.cuda.Stream(device)
+    copies = _Copies(device)
 
     def move(slots: list[Slot]) -> list[Slot]:
-        with torch.cuda.stream(beside):
-            moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
-        training = torch.cuda.current_stream(device)
+        begun = [copies.begun(slot.batch) for slot in slots]
         clock.mark("data")
-        training.wait_stream(beside)
+        pairs = zip(slots, begun, strict=True)
+        moved = [replace(slot, batch=copies.arrived(*each)) for slot, each in pairs]
         clock.mark("copy")
-        for tensor in chain.from_iterable(tensors_of(slot.batch) for slot in moved):
-            tensor.record_stream(training)
         return moved
 
     return move
@@ -48,65 +64,19 @@ def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list
 def ahead_on_device(
     batches: Iterable[Batch], device: torch.device
 ) -> Generator[tuple[Batch, Batch], None, None]:
-    """Yields each batch, and its copy on the device. On a GPU the next one is copied, on a stream
-    of its own, while this one is computed on; the batches must be in page-locked memory."""
+    """Yields each batch, and its copy on the device. On a GPU the next one is copied while this one
+    is computed on."""
     if device.type != "cuda":
         for batch in batches:
             yield batch, to_device(batch, device)
         return
-    beside = torch.cuda.Stream(device)
-
-    def begun(batch: Batch) -> tuple[Batch, Batch, torch.cuda.Event]:
-        with torch.cuda.stream(beside):
-            return batch, to_device(batch, device), beside.record_event()
-
-    def arrived(batch: Batch, moved: Batch, done: torch.cuda.Event) -> tuple[Batch, Batch]:
-        computing = torch.cuda.current_stream(device)
-        computing.wait_event(done)
-        for tensor in tensors_of(moved):
-            tensor.record_stream(computing)
-        return batch, moved
-
-    waiting = None
+    copies, waiting = _Copies(device), None
     for batch in batches:
-        waiting, now = begun(batch), waiting
+        now, waiting = waiting, (batch, copies.begun(batch))
         if now is not None:
-            yield arrived(*now)
+            yield now[0], copies.arrived(*now[1])
     if waiting is not None:
-        yield arrived(*waiting)
-
-
-class AgreedCount:
-    """Counts a step's samples over all workers when bad records are skipped; all ranks take part.
-
-    Args:
-        most: maximum bad records in an epoch; more raise DataError, on all ranks in the same step.
-        clock: time spent here waiting for others' data is accounted as such.
-    """
-
-    def __init__(
-        self, state: TrainState, steps_per_epoch: int, most: int, world: World, clock: Clock
-    ) -> None:
-        self._state, self._steps_per_epoch = state, steps_per_epoch
-        self._most, self._world, self._clock = most, world, clock
-
-    def __call__(self, slots: list[Slot]) -> int:
-        totals = torch.tensor(
-            [sum(slot.samples for slot in slots), sum(slot.planned for slot in slots)]
-        )
-        if self._world.size > 1:
-            self._clock.mark("data")
-            self._clock.doing = AGREEING
-            dist.all_reduce(totals)
-            self._clock.mark("communication")
-        samples, planned = totals.tolist()
-        step = slots[0].step
-        self._state.skipped_before, self._state.counted_step = self._state.skipped, step + 1
-        if step % self._steps_per_epoch == 0:
-            self._state.skipped = 0
-        self._state.skipped += planned - samples
-        require_few_bad(self._state.skipped, f"by step {step + 1} in its epoch", self._most)
-        return int(samples)
+        yield waiting[0], copies.arrived(*waiting[1])
 
 
 def require_few_bad(skipped: int, where: str, most: int) -> None:
@@ -122,13 +92,10 @@ class Feed:
     """Turns the loader's steps into slots on the device, with their global sample count."""
 
     def __init__(self, build: Build, session: Session, clock: Clock) -> None:
-        self._loader, self._eval_data, self._session = build.loader, build.eval_data, session
-        config, world, self._plan = build.config, build.world, build.plan
-        self._audits = config.log.audit
-        self._move, self._count = on_device(world.device, clock), self._planned
-        if config.data.may_skip:
-            most, per_epoch = config.data.max_bad, self._plan.steps_per_epoch
-            self._count = AgreedCount(build.state, per_epoch, most, world, clock)
+        self._build, self._session, self._clock = build, session, clock
+        config, world = build.config, build.world
+        self._move = on_device(world.device, clock)
+        self._count = self._agreed if config.data.may_skip else self._planned
         self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
@@ -136,19 +103,40 @@ class Feed:
 
         All ranks take part in each step. Close it to end the loader's threads and processes.
         """
-        with closing(self._loader.steps(start, stop)) as steps, self._profile as profile:
+        build = self._build
+        with closing(build.loader.steps(start, stop)) as steps, self._profile as profile:
             try:
                 for slots in steps:
                     profile.begin_step(slots[0].step + 1)
-                    if self._audits:
+                    if build.config.log.audit:
                         self._audit(slots)
                     yield self._move(slots), self._count(slots)
             finally:
-                if self._eval_data is not None:
-                    self._eval_data.close()
+                if build.eval_data is not None:
+                    build.eval_data.close()
 
     def _planned(self, slots: list[Slot]) -> int:
-        return self._plan.samples(slots[0].step % self._plan.steps_per_epoch)
+        plan = self._build.plan
+        return plan.samples(slots[0].step % plan.steps_per_epoch)
+
+    def _agreed(self, slots: list[Slot]) -> int:
+        """As bad records are skipped, the workers add up what is left; all ranks take part. More
+        than `data.max_bad` of them in an epoch raise DataError, on all ranks in the same step."""
+        build, state, step = self._build, self._build.state, slots[0].step
+        totals = torch.tensor([sum(s.samples for s in slots), sum(s.planned for s in slots)])
+        if build.world.size > 1:
+            self._clock.mark("data")
+            self._clock.doing = AGREEING
+            dist.all_reduce(totals)
+            self._clock.mark("communication")
+        samples, planned = totals.tolist()
+        state.skipped_before, state.counted_step = state.skipped, step + 1
+        if step % build.plan.steps_per_epoch == 0:
+            state.skipped = 0
+        state.skipped += planned - samples
+        where = f"by step {step + 1} in its epoch"
+        require_few_bad(state.skipped, where, build.config.data.max_bad)
+        return int(samples)
 
     def _audit(self, slots: list[Slot]) -> None:
         """Logs a hash of the step's sample ids and pixels, equal for any number of workers and

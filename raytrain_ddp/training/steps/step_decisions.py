@@ -14,7 +14,7 @@ from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.session import Session
+from raytrain_ddp.training.session import Requests, Session
 
 
 class Cadence:
@@ -31,21 +31,22 @@ class Cadence:
 
     def logs(self, step: int) -> bool:
         """Every `log.every_steps` steps, at the end of each epoch, and after the first step."""
-        every = self._config.log.every_steps
-        return step % every == 0 or step % self._epoch == 0 or step == 1
+        return step == 1 or self._is_due(step, 1, self._config.log.every_steps)
 
     def evaluates(self, step: int) -> bool:
         when = self._config.eval
-        every = (when.every_epochs * self._epoch, when.every_steps)
-        return self.is_over(step) or any(n and step % n == 0 for n in every)
+        return self.is_over(step) or self._is_due(step, when.every_epochs, when.every_steps)
+
+    def saves(self, step: int) -> bool:
+        when = self._config.checkpoint
+        return step == self.total_steps or self._is_due(step, when.every_epochs, when.every_steps)
 
     def is_over(self, step: int) -> bool:
         return step >= self.total_steps
 
-    def saves(self, step: int) -> bool:
-        checkpoint = self._config.checkpoint
-        every = (checkpoint.every_epochs * self._epoch, checkpoint.every_steps)
-        return step == self.total_steps or any(n and step % n == 0 for n in every)
+    def _is_due(self, step: int, every_epochs: int, every_steps: int) -> bool:
+        every = (every_epochs * self._epoch, every_steps)
+        return any(n and step % n == 0 for n in every)
 
 
 class Patience:
@@ -85,20 +86,22 @@ class Ballot:
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._alone = session, session.world.size == 1
-
-    def cast(self, stop: int, save: bool, look: bool, end: bool = False) -> None:
-        self._votes = torch.tensor([stop, save, look, end], dtype=torch.int32)
+        self._session = session
         self._work: Any = None
-        if not self._alone and self._session.only_main_asks:
+
+    def cast(self, requests: Requests, end: bool = False) -> None:
+        self._votes = torch.tensor([*requests, end], dtype=torch.int32)
+        if self._session.world.size == 1:
+            return
+        if self._session.only_main_asks:
             self._work = dist.broadcast(self._votes, 0, async_op=True)
-        elif not self._alone:
+        else:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
 
     def count(self) -> tuple[int, bool, bool]:
         """(signal number of a requested stop or 0, whether to save, to end the run). If any rank
         wants to look, all do."""
-        if not self._alone:
+        if self._work is not None:
             self._work.wait()
         stop, save, look, end = self._votes.tolist()
         if look:
@@ -143,8 +146,7 @@ class EvaluationWatch:
             if stop:
                 raise Abandoned(stop)
         if chunk < self._least - 1:
-            stop, _, look = self._session.requests_in_evaluation()
-            self._ballot.cast(stop, False, look)
+            self._ballot.cast(self._session.requests_in_evaluation()._replace(save=False))
 
 
 class StepDecisions:
@@ -164,9 +166,8 @@ class StepDecisions:
 
     def ask(self, step: int) -> None:
         """Casts this rank's votes on what follows `step`; all ranks take part."""
-        stop, save, look = self._session.requests()
-        by_the_clock = self._session.time_to_save()
-        self._ballot.cast(stop, save or by_the_clock, look, self._time_is_up())
+        requests, is_time = self._session.requests(), self._session.time_to_save()
+        self._ballot.cast(requests._replace(save=requests.save or is_time), self._time_is_up())
         failpoint("train.before_step", self._session.world.rank, step)
 
     def decide(self, step: int) -> Decision:

@@ -33,7 +33,7 @@ from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.events import Eval, Train
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.metrics.evaluation import chunks_of
-from raytrain_ddp.training.monitoring import phase_clock
+from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.optimizer.lr_schedule import learning_rate
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.step_decisions import Patience
@@ -153,7 +153,7 @@ def test_a_run_ends_at_max_time_with_an_evaluation_and_continues_with_a_larger_m
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     shifted = Shifted()
-    monkeypatch.setattr(phase_clock, "time", shifted)
+    monkeypatch.setattr(step_timing, "time", shifted)
     config = tiny_config(tmp_path, "timed", epochs=1, max_time="1h", checkpoint=NEVER)
     step, total, signal = end([run_tiny(0, 1, plain(config), prepare_session=shifted)])
     assert (total, signal) == (step, 0)
