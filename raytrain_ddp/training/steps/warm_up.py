@@ -22,7 +22,7 @@ from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
 from raytrain_ddp.training.build import Build
-from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, BufferLocation, SavedBuffers
+from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.determinism import naming_nondeterministic
@@ -44,7 +44,6 @@ class WarmUp(NamedTuple):
     Args:
         scalar_names: names of the scalars that the task logs with the loss.
         fewest: the fewest samples with which a slot is run in training mode.
-        changing: the bool buffers that a forward pass changes.
         flops: floating-point operations per sample, forward and backward; 0 if unknown.
         averaged: other buffers that a pass changes, except statistics of normalization layers.
         unsaved: state that a pass changes but checkpoints do not contain: non-persistent buffers
@@ -54,7 +53,6 @@ class WarmUp(NamedTuple):
 
     scalar_names: tuple[str, ...]
     fewest: int
-    changing: list[BufferLocation]
     flops: float
     averaged: Sequence[str] = ()
     unsaved: Sequence[str] = ()
@@ -117,7 +115,7 @@ def warm_up(
     batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
     samples = loader.data.samples_of(batch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    buffers, flags = SavedBuffers(run.model), BoolBuffers(run.model)
+    buffers, masks = SavedBuffers(run.model), BoolBuffers(run.model)
     states = [attributes_of(run.task, run.model)]
     compute, unsaved = run.config.compute, list[str]()
     # Other kernels, and compiled code after its first pass, may give different bits.
@@ -133,9 +131,8 @@ def warm_up(
             states.append(attributes_of(run.task, run.model))
         if run.config.ddp.static_graph:
             _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
-        flipped = flags.changed()
+        masks.require_constant()
         buffers.restore()
-        flags.begin()
         if compares:  # a second pass from the same buffers
             made_again = partial(run, is_wrapped=False)
             again = _seeded(run, made_again, batch)[0].detach()  # frees the graph
@@ -154,8 +151,7 @@ def warm_up(
     lost = [f"the buffer {name} (persistent=False)" for name in averaged if name not in stored]
     averaged = [name for name in averaged if name in stored]
     calls = tuple(collectives.names)
-    flipped = [*dict.fromkeys([*flipped, *flags.changed()])]
-    found = WarmUp(names, fewest, flipped, flops, averaged, [*lost, *unsaved], calls)
+    found = WarmUp(names, fewest, flops, averaged, [*lost, *unsaved], calls)
     buffers.restore()
     return found
 
