@@ -10,10 +10,9 @@ from __future__ import annotations
 import re
 import resource
 import time
-import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import TypeVar
 
@@ -24,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
 from raytrain_ddp.torch_compat import all_gather
-from raytrain_ddp.training.runtime.determinism import Tracker
 from raytrain_ddp.training.runtime.world import World
 
 T = TypeVar("T")
@@ -271,6 +269,12 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     return _PEAKS[name]
 
 
+class _NoModules(nullcontext[None]):
+    """Replaces a tracker of modules, with whose hooks `torch.autograd.grad` fails in a loss."""
+
+    parents = ("Global",)
+
+
 @contextmanager
 def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
     """Counts floating-point operations: those of matrix products and convolutions.
@@ -279,13 +283,9 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
         compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
-    # For modules that the task has compiled. The tracker's hooks may fire twice, without harm.
-    warnings.filterwarnings(
-        "ignore", r"Using `torch.compile\(module\)` when there are global hooks"
-    )
     try:
         counter = FlopCounterMode(display=False)
-        counter.mod_tracker = Tracker()
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         with counter:
             yield counter
     finally:
