@@ -43,7 +43,7 @@ from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import autocast, from_all_ranks
 from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
-from raytrain_ddp.training.steps.warm_up import Forward, loss_without_backward, naming_remedy
+from raytrain_ddp.training.steps.warm_up import loss_without_backward, naming_remedy
 
 _MAX_BAD = 4096  # rows searched for a readable one
 _COPIES = 8  # of the weights on the host: checkpoints, with two moments, and their bytes
@@ -136,7 +136,7 @@ def take_step(build: Build, batch: Batch, number: int) -> Tensor:
     seed_slot(build.world.device, build.config.seed, number, 0)
     hashes = []
     for name, each in named.items():
-        loss, _ = loss_without_backward(Forward(build, model, name), batch)
+        loss, _ = loss_without_backward(build, model, batch, name)
         for parameter in trained:  # dense and complete, as sums of gradients are
             parameter.grad = torch.zeros_like(parameter)
         loss.backward()

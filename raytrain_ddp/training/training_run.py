@@ -52,7 +52,6 @@ from raytrain_ddp.training.steps.step_decisions import (
 )
 from raytrain_ddp.training.steps.stepper import Stepper
 from raytrain_ddp.training.steps.warm_up import (
-    Forward,
     require_equal_calls,
     warm_up,
     warm_up_notes,
@@ -413,8 +412,7 @@ def made_ahead(build: Build) -> Build:
     versions_here()  # caches them
     _ = build.identity
     if build.keeps_model:
-        forward = Forward(build, build.model)
-        build.warm_ups = {"": warm_up(forward, ExactReduction.require_all, build.loader)}
+        build.warm_ups = {"": warm_up(build, build.model, ExactReduction.require_all)}
         rehearse_evaluation(build, lambda _: None)
     return build
 

@@ -142,14 +142,13 @@ def require_used(unused: Sequence[str], world: World, step: int = 0) -> None:
     """
     found = {rank: names for rank, names in enumerate(from_all_ranks(unused, world)) if names}
     for rank, names in found.items():
-        where = f" of rank {world.of_run(rank)} in step {step}" if step else ""
-        raise _unused("with several workers", where, names, "or")
+        raise _unused(names, f" of rank {world.of_run(rank)} in step {step}" if step else "")
 
 
-def _unused(condition: str, where: str, names: Sequence[str], more: str) -> ConfigError:
+def _unused(names: Sequence[str], where: str = "") -> ConfigError:
     return ConfigError(
-        f"{condition}: the loss{where} does not depend on {first_names(names, 3)}: freeze "
-        f"parameters that are not trained (requires_grad_(False)), {more} set "
+        f"the loss{where} does not depend on {first_names(names, 3)}: freeze parameters that are "
+        "not trained (requires_grad_(False)), or, if weight decay may change them, set "
         "--ddp.find-unused-parameters true."
     )
 
@@ -184,8 +183,7 @@ class ExactReduction:
         pass."""
         named = model.named_parameters()
         if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
-            more = "or, if weight decay may change them,"
-            raise _unused("exact = true", "", unused, more)
+            raise _unused(unused)
 
     def begin(self) -> None:
         self._started = 0  # number of buckets being exchanged

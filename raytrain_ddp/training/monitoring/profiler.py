@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 _BEFORE = 10  # skipped steps of each start: the first ones are slower
-_ROWS, _NAME_WIDTH = 8, 44
+_ROWS, _NAME_WIDTH = 100, 80
 
 
 class Profile:
     """Traces `log.profile_steps` steps of each start on the ranks of `log.profile_ranks`.
 
     Args:
-        run: receives the trace, in Chrome's format.
+        run: receives the trace, in Chrome's format, and the slowest operations, as text.
         clock: notified, as writing the trace takes time.
-        tell: receives a note with the slowest operations, on rank 0.
+        tell: receives a note, on rank 0.
     """
 
     def __init__(
@@ -85,7 +85,15 @@ class Profile:
         self._trace, self._left = None, 0
         self._clock.doing = WRITING
         trace.stop()
-        name = f"rank-{self._rank}-steps-{self._first}-{self._step}.json.gz"
+        name = f"rank-{self._rank}-steps-{self._first}-{self._step}"
+        times = trace.key_averages().table(
+            sort_by=f"self_{'device' if self._on_gpu else 'cpu'}_time_total",
+            row_limit=_ROWS,
+            max_name_column_width=_NAME_WIDTH,
+        )
+        where = f"{self._run}/{PROFILES}"
+        text = f"the trace of steps {self._first} to {self._step} is in {where}: {name}.json.gz, "
+        text += f"for Perfetto, and {name}.txt, its operations by time"
         try:
             with TemporaryDirectory() as folder:
                 plain = Path(folder, "trace.json")
@@ -93,21 +101,8 @@ class Profile:
                 content = gzip.compress(plain.read_bytes(), 5)
             profiles = self._run.join(PROFILES)
             profiles.mkdir()
-            profiles.write_atomic(name, content)
-            where = f"; {name} is in {self._run}/{PROFILES}: open it in Perfetto."
+            profiles.write_atomic(f"{name}.json.gz", content)
+            profiles.write_atomic(f"{name}.txt", times.encode())
         except (OSError, RuntimeError) as error:
-            where = f"; {name} cannot be written: {error}"
-        table = "\n".join(self._table(trace, self._step - self._first + 1))
-        self._tell(Note(f"steps {self._first} to {self._step}{where}\n{table}"))
-
-    def _table(self, trace: profile, steps: int) -> list[str]:
-        """The operations with the most time of their own: on the GPU if there is one."""
-        name = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
-        times = [(getattr(each, name), each.count, each.key) for each in trace.key_averages()]
-        whole = sum(time_us for time_us, _, _ in times) or 1
-        head = f"  {'operation':<{_NAME_WIDTH}}   share  ms/step  calls"
-        return [head] + [
-            f"  {key[:_NAME_WIDTH]:<{_NAME_WIDTH}}  {100 * time_us / whole:4.0f} %  "
-            f"{time_us / 1e3 / steps:7.2f}  {count / steps:5.0f}"
-            for time_us, count, key in sorted(times, reverse=True)[:_ROWS]
-        ]
+            text = f"the trace {name} cannot be written: {error}"
+        self._tell(Note(text))

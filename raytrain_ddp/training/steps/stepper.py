@@ -35,7 +35,7 @@ from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence
-from raytrain_ddp.training.steps.warm_up import Forward, WarmUp, warm_up
+from raytrain_ddp.training.steps.warm_up import WarmUp, warm_up
 
 _FIRST = 100  # steps whose turns are counted for the operations of a step
 
@@ -224,11 +224,10 @@ class _Turn:
                 self.reduction = DdpReduction(self._net, scale, world)
             refuse = partial(handle_nonfinite, build, session)
             self.guard = NonfiniteGuard(build.state, refuse, world.device)
-        self._forward = Forward(build, self._net, name)
 
     def warm_up(self) -> WarmUp:
         with self.alone():
-            return warm_up(self._forward, self.reduction.require_all, self._build.loader)
+            return warm_up(self._build, self._net, self.reduction.require_all, self._name)
 
     def adopt(self, found: WarmUp) -> None:
         """Applies the findings of a warm-up, even of another turn's over the same model."""
@@ -318,7 +317,7 @@ class _Turn:
         trains = slot.samples >= self._fewest
         mode = nullcontext() if trains else evaluating(self._net)
         with self.reduction.passing(slot, is_last), mode:
-            loss, scalars = self._forward(slot.batch)
+            loss, scalars = self._build.loss(slot.batch, self._net, self._name)
             beside = self._beside(scalars, slot.samples > 0)
             spoilt = failpoint("train.loss", world.rank, state.step + 1)  # 1 except in tests
             shown = loss.detach() * spoilt

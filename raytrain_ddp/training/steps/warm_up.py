@@ -1,4 +1,4 @@
-"""The forward pass of a turn, and its warm-up, which finds out what a pass changes."""
+"""The warm-up of a run, which finds out what a forward and a backward pass change."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raytrain_ddp.data.loading.loader import TrainLoader
-from raytrain_ddp.data.loading.nested import to_device
 from raytrain_ddp.data.loading.sources import Batch
 from raytrain_ddp.errors import ConfigError, TaskError, first_names
 from raytrain_ddp.tasks.task import Task
-from raytrain_ddp.tasks.task_check import loss_of_task, place_of, refused
+from raytrain_ddp.tasks.task_check import place_of, refused
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.buffer_sync import BoolBuffers, SavedBuffers
 from raytrain_ddp.training.gradients.reduction import counting_calls
 from raytrain_ddp.training.monitoring.step_timing import counting_flops
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
-from raytrain_ddp.training.runtime.world import autocast
 
 _NO_COLLECTIVES = ("wrap_tensor_autograd", "wait_tensor")
 _NO_KERNEL = " does not have a deterministic implementation"
@@ -47,35 +43,11 @@ class WarmUp(NamedTuple):
     collectives: Sequence[str] = ()
 
 
-class Forward:
-    """The task's loss for a batch, in the config's precision.
-
-    Args:
-        net: the model, possibly wrapped in DDP.
-        name: the name of the optimizer whose loss it is, if there are several.
-    """
-
-    def __init__(self, build: Build, net: nn.Module, name: str = "") -> None:
-        self.config, self.task, self.world = build.config, build.task, build.world
-        self.model, self.net, self.name = build.model, net, name
-
-    def __call__(self, batch: Batch, is_wrapped: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the loss, shape (), and the scalars with it.
-
-        Raises:
-            TaskError: the task's loss is not a valid loss.
-        """
-        task, net = self.task, self.net if is_wrapped else self.model
-        with autocast(self.world.device, self.config.compute.precision):
-            moved = to_device(batch, self.world.device)
-            result = task.loss(net, moved, self.name) if self.name else task.loss(net, moved)  # type: ignore[call-arg]
-        return loss_of_task(task, result, needs_gradient=torch.is_grad_enabled())
-
-
 def warm_up(
-    run: Forward,
+    build: Build,
+    net: nn.Module,
     require_gradients: Callable[[nn.Module], None],
-    loader: TrainLoader,
+    name: str = "",
     most: int | None = None,
 ) -> WarmUp:
     """Runs a pass without side effects, and a second one for static graphs; all ranks take part if
@@ -86,6 +58,7 @@ def warm_up(
     slot is run in evaluation mode, for any number of workers.
 
     Args:
+        net, name: see `Build.loss`.
         require_gradients: called with the model after the backward pass.
         most: the most samples in a batch; None: as many as a slot has.
 
@@ -96,28 +69,30 @@ def warm_up(
     Raises:
         ConfigError, TaskError: the model or the loss could not be trained.
     """
-    device, epoch = run.world.device, run.config.data.grow_epochs  # one with the largest images
+    config, model, loader = build.config, build.model, build.loader
+    device, epoch = build.world.device, config.data.grow_epochs  # one with the largest images
     sizes = [
         min(each, most or each) for each in (loader.plan.micro_batch, loader.plan.smallest_slot)
     ]
     batch, smallest = (loader.any_batch(size, epoch) for size in sizes)
     samples = loader.data.samples_of(batch)
     single = loader.any_batch(1, epoch) if loader.skip else None
-    buffers, masks = SavedBuffers(run.model), BoolBuffers(run.model)
+    buffers, masks = SavedBuffers(model), BoolBuffers(model)
     with naming_remedy():
-        with counting_flops(run.config.compute.compile) as counter, keeping_generators(device):
-            seed_slot(device, run.config.seed, 0, 0)
+        with counting_flops(config.compute.compile) as counter, keeping_generators(device):
+            seed_slot(device, config.seed, 0, 0)
             collectives = _Collectives()
-            names, others = _pass(run, batch, require_gradients, collectives)
-        if run.config.ddp.static_graph:
-            _pass(run, batch, require_gradients, nullcontext())  # DDP itself calls collectives
+            names, others = _pass(build, net, batch, name, require_gradients, collectives)
+        if config.ddp.static_graph:  # DDP itself calls collectives
+            _pass(build, net, batch, name, require_gradients, nullcontext())
         masks.require_constant()
         buffers.restore()
-        require_own(run.task, others, others_of(run.model, run(smallest, is_wrapped=False)[0]))
-        fewest = 1 if single is None else 1 + _is_too_small(run, single)
+        smallest_loss, _ = build.loss(smallest, model, name)
+        require_own(build.task, others, others_of(model, smallest_loss))
+        fewest = 1 if single is None else 1 + _is_too_small(build, single, name)
     flops, changed = counter.get_total_flops() / samples, buffers.changed()
-    stored = run.model.state_dict().keys()
-    averaged = [name for name in changed if name in stored]
+    stored = model.state_dict().keys()
+    averaged = [each for each in changed if each in stored]
     found = WarmUp(names, fewest, flops, averaged, (*collectives.names,))
     buffers.restore()
     return found
@@ -134,9 +109,9 @@ def warm_up_notes(found: Mapping[str, WarmUp]) -> list[str]:
     return [text] if names else []
 
 
-def _is_too_small(run: Forward, single: Batch) -> bool:
+def _is_too_small(build: Build, single: Batch, name: str) -> bool:
     try:
-        run(single, is_wrapped=False)
+        build.loss(single, build.model, name)
     except ValueError as error:
         if _TOO_SMALL not in str(error):
             raise
@@ -145,45 +120,50 @@ def _is_too_small(run: Forward, single: Batch) -> bool:
 
 
 def _pass(
-    run: Forward,
+    build: Build,
+    net: nn.Module,
     batch: Batch,
+    name: str,
     require_gradients: Callable[[nn.Module], None],
     watching: AbstractContextManager[object],
 ) -> tuple[tuple[str, ...], dict[int, nn.Parameter]]:
     """Returns the names of the scalars with the loss, which is computed in the context; and
     parameters that the model lacks, see `others_of`."""
-    with counting_calls(run.net) as calls, watching:
-        loss, scalars = loss_without_backward(run, batch)
-    if not calls and run.net is not run.model:
+    task, model = build.task, build.model
+    with counting_calls(net) as calls, watching:
+        loss, scalars = loss_without_backward(build, net, batch, name)
+    if not calls and net is not model:
         raise TaskError(
-            f"{place_of(run.task.loss)}: does not call the model that it receives. Call "
+            f"{place_of(task.loss)}: does not call the model that it receives. Call "
             "model(...): otherwise, gradients are not summed over the workers."
         )
-    others = others_of(run.model, loss)  # before the graph is freed
+    others = others_of(model, loss)  # before the graph is freed
     loss.backward()
-    if all(each.grad is None for each in run.model.parameters()):
-        wanted = "a loss that depends on the model's parameters"
-        raise refused(run.task.loss, loss, wanted)
-    if not run.config.ddp.find_unused_parameters:
-        require_gradients(run.model)
-    run.model.zero_grad()
+    if all(each.grad is None for each in model.parameters()):
+        raise refused(task.loss, loss, "a loss that depends on the model's parameters")
+    if not build.config.ddp.find_unused_parameters:
+        require_gradients(model)
+    model.zero_grad()
     return (*scalars,), others
 
 
-def loss_without_backward(run: Forward, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a copy of the batch, shape (), and the scalars with it; parameters have no
+def loss_without_backward(
+    build: Build, net: nn.Module, batch: Batch, name: str
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`Build.loss` of a copy of the batch, shape (), and the scalars with it; parameters have no
     gradients.
 
     Raises:
         TaskError: the loss calls backward() itself.
     """
-    run.model.zero_grad()
+    model = build.model
+    model.zero_grad()
     with suppress(Exception):  # a batch that cannot be copied is used directly
         batch = deepcopy(batch)
-    loss, scalars = run(batch)
-    if any(each.grad is not None for each in run.model.parameters()):
+    loss, scalars = build.loss(batch, net, name)
+    if any(each.grad is not None for each in model.parameters()):
         raise TaskError(
-            f"{place_of(run.task.loss)}: calls backward() itself. Only return the loss; the "
+            f"{place_of(build.task.loss)}: calls backward() itself. Only return the loss; the "
             "gradients follow."
         )
     return loss, scalars
