@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import run_storage
+from raytrain_ddp.checkpoint.snapshot import encode
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.checkpoint.streams import joined
 from raytrain_ddp.checkpoint.tensor_places import TensorPlaces
@@ -42,7 +43,7 @@ from raytrain_ddp.training.optimizer.task_optimizer import unfit
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.seeding import keeping_generators, seed_slot
 from raytrain_ddp.training.runtime.world import autocast, from_all_ranks
-from raytrain_ddp.training.state.live_state import LiveCheckpoint, LiveState
+from raytrain_ddp.training.state.shared_checkpoint import ReceivedCheckpoint
 from raytrain_ddp.training.steps.warm_up import loss_without_backward, naming_remedy
 
 _MAX_BAD = 4096  # rows searched for a readable one
@@ -161,17 +162,18 @@ def _hash(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([fingerprints([each]) for each in real])
 
 
-def _stored(build: Build) -> LiveCheckpoint:
+def _stored(build: Build) -> ReceivedCheckpoint:
     """The state, to be loaded once from the bytes of a checkpoint."""
     manifest = Manifest(1, 0, 1, build.world.size, config={}, data_fingerprint="")
+    kept: dict[str, memoryview | TensorPlaces] = {}
     try:
-        files = LiveState.of(build.state.snapshot(manifest, ())).files
+        for name, content in encode(build.state.snapshot(manifest, ())).items():
+            kept[name] = joined([content] if isinstance(content, bytes) else [*content])
     except CheckpointError as error:
         where = place_of(build.task.optimizer or build.task.model)
         raise TaskError(f"{where}: no checkpoint can be made: {error}") from error
-    kept: dict[str, memoryview | TensorPlaces] = {n: joined(each) for n, each in files.items()}
     storage = run_storage(build.config)
-    return LiveCheckpoint(CheckpointName(1, 1), manifest, storage, kept, {}, -1, ())
+    return ReceivedCheckpoint(CheckpointName(1, 1), manifest, storage, kept, {})
 
 
 def _forgotten(build: Build, batch: Batch, buffers: SavedBuffers) -> TaskError:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import events
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.nested import tensors_of, to_device
@@ -21,7 +22,6 @@ from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.monitoring.profiler import Profile
 from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock
 from raytrain_ddp.training.runtime.world import from_all_ranks
-from raytrain_ddp.training.session import Session
 
 
 class _Copies:
@@ -91,12 +91,12 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
 class Feed:
     """Turns the loader's steps into slots on the device, with their global sample count."""
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
-        self._build, self._session, self._clock = build, session, clock
+    def __init__(self, build: Build, log: Log, clock: Clock) -> None:
+        self._build, self._log, self._clock = build, log, clock
         config, world = build.config, build.world
         self._move = on_device(world.device, clock)
         self._count = self._agreed if config.data.may_skip else self._planned
-        self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
+        self._profile = Profile(config.log, world, run_storage(config), clock, log.tell)
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
         """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
@@ -142,6 +142,6 @@ class Feed:
         """Logs a hash of the step's sample ids and pixels, equal for any number of workers and
         threads and after any restart. All ranks take part."""
         mine = [slot.digest for slot in slots]
-        digests = chain.from_iterable(from_all_ranks(mine, self._session.world))
+        digests = chain.from_iterable(from_all_ranks(mine, self._build.world))
         digest = sha256("".join(digests).encode()).hexdigest()
-        self._session.log(events.Audit(slots[0].step + 1, digest))
+        self._log.add(events.Audit(slots[0].step + 1, digest))

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
+from raytrain_ddp.checkpoint.metrics_log import Log
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.config.recipe import publishable
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
@@ -28,7 +30,6 @@ from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import require_used
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import broadcast, from_all_ranks
-from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 _MAX_NAMES = 10
@@ -181,7 +182,7 @@ def _through_pinned_memory(flag: Tensor) -> Callable[[], bool]:
     return read
 
 
-def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
+def handle_nonfinite(build: Build, log: Log, checkpoints: Checkpoints, trace: StepTrace) -> None:
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
@@ -201,16 +202,16 @@ def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
         text = f"{what}. Its update is skipped ({state.nonfinite} of at most {most})."
-        session.tell(Note(text[0].upper() + text[1:]))
+        log.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
     if world.is_main:
         newest = None
         with suppress(RaytrainError, OSError):  # the run ends with its own error
-            session.drain()  # the one that is being written counts, too
-            newest = next(map(str, checkpoint_store(run_storage(config)).names()), None)
+            checkpoints.drain()  # the one that is being written counts, too
+            newest = next(map(str, checkpoints.store.names()), None)
         document = _document(build, trace, losses)
-        session.keep(file, {**document, "parameters": names[:_MAX_NAMES], "checkpoint": newest})
+        log.keep(file, {**document, "parameters": names[:_MAX_NAMES], "checkpoint": newest})
     broadcast(None, world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"

@@ -16,17 +16,17 @@ from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.gradients.buffer_sync import is_merged
 from raytrain_ddp.training.gradients.reduction import model_tensors
+from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
-from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 
 class ReplicaCheck:
     """Compares parameters and buffers of all workers; ends the run if they differ."""
 
-    def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
-        self._every = scaling.check_every_steps if session.world.size > 1 else 0
-        self._state, self._session = state, session
+    def __init__(self, scaling: ScalingConfig, state: TrainState, membership: Membership) -> None:
+        self._every = scaling.check_every_steps if membership.world.size > 1 else 0
+        self._state, self._membership = state, membership
 
     def _named(self) -> dict[str, Tensor]:
         """What is equal on all ranks: not complex buffers, nor types without arithmetic."""
@@ -35,7 +35,7 @@ class ReplicaCheck:
 
     def follow(self) -> None:
         """Called at the end of a step; all ranks take part."""
-        rank, step = self._session.world.rank, self._state.step
+        rank, step = self._membership.world.rank, self._state.step
         turned = failpoint("train.weights", rank, step)  # 1 except in tests
         if turned != 1:
             next(iter(self._named().values())).view(-1)[0] *= turned
@@ -48,7 +48,7 @@ class ReplicaCheck:
         Raises:
             DivergedError: they differ. It names the ranks that differ from most.
         """
-        world, hosts, step = self._session.world, self._session.hosts, self._state.step
+        world, hosts, step = self._membership.world, self._membership.hosts, self._state.step
         failpoint("train.compare", world.rank, step)
         if not self._every:
             return

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
 from raytrain_ddp.config.sections import StopConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.events import Eval, LogRecord
 from raytrain_ddp.failpoints import failpoint
-from raytrain_ddp.training.session import Requests, Session
+from raytrain_ddp.training.membership import Membership, Requests
 
 
 class Cadence:
@@ -85,15 +86,15 @@ class Ballot:
     log2(ranks) hops, where an all-reduce of gloo's takes 2 * (ranks - 1).
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
         self._work: Any = None
 
     def cast(self, requests: Requests, end: bool = False) -> None:
         self._votes = torch.tensor([*requests, end], dtype=torch.int32)
-        if self._session.world.size == 1:
+        if self._membership.world.size == 1:
             return
-        if self._session.only_main_asks:
+        if self._membership.only_main_asks:
             self._work = dist.broadcast(self._votes, 0, async_op=True)
         else:
             self._work = dist.all_reduce(self._votes, op=dist.ReduceOp.MAX, async_op=True)
@@ -105,7 +106,7 @@ class Ballot:
             self._work.wait()
         stop, save, look, end = self._votes.tolist()
         if look:
-            self._session.look()
+            self._membership.look()
         return stop, bool(save), bool(end)
 
 
@@ -133,9 +134,9 @@ class EvaluationWatch:
     or one more, so the last votes are cast before the last chunk that all of them have.
     """
 
-    def __init__(self, session: Session, chunks: int) -> None:
-        self._session, self._ballot = session, Ballot(session)
-        self._least = chunks // session.world.size
+    def __init__(self, membership: Membership, chunks: int) -> None:
+        self._membership, self._ballot = membership, Ballot(membership)
+        self._least = chunks // membership.world.size
         self._chunk = 0
 
     def __call__(self) -> None:
@@ -146,7 +147,7 @@ class EvaluationWatch:
             if stop:
                 raise Abandoned(stop)
         if chunk < self._least - 1:
-            self._ballot.cast(self._session.requests_in_evaluation()._replace(save=False))
+            self._ballot.cast(self._membership.requests(None)._replace(save=False))
 
 
 class StepDecisions:
@@ -159,20 +160,27 @@ class StepDecisions:
     """
 
     def __init__(
-        self, cadence: Cadence, session: Session, time_is_up: Callable[[], bool] = lambda: False
+        self,
+        cadence: Cadence,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        time_is_up: Callable[[], bool],
     ) -> None:
-        self._cadence, self._session, self._time_is_up = cadence, session, time_is_up
-        self._ballot = Ballot(session)
+        self._cadence, self._time_is_up = cadence, time_is_up
+        self._membership, self._checkpoints = membership, checkpoints
+        self._ballot = Ballot(membership)
 
     def ask(self, step: int) -> None:
         """Casts this rank's votes on what follows `step`; all ranks take part."""
-        requests, is_time = self._session.requests(), self._session.time_to_save()
+        # A new process group needs the storage.
+        requests = self._membership.requests(step, not self._checkpoints.fails)
+        is_time = self._checkpoints.time_to_save()
         self._ballot.cast(requests._replace(save=requests.save or is_time), self._time_is_up())
-        failpoint("train.before_step", self._session.world.rank, step)
+        failpoint("train.before_step", self._membership.world.rank, step)
 
     def decide(self, step: int) -> Decision:
         """What follows `step`, which is computed; all ranks take part and get the same."""
-        failpoint("train.after_step", self._session.world.rank, step)
+        failpoint("train.after_step", self._membership.world.rank, step)
         stop, save, end = self._ballot.count()
         due = self._cadence
         if end:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +22,16 @@ from raytrain_ddp.training.gradients.reduction import (
     DdpReduction,
     ExactReduction,
     compress,
-    ddp_options,
+    in_ddp,
     model_tensors,
 )
+from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.monitoring.step_timing import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
 from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
+from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence
 from raytrain_ddp.training.steps.warm_up import WarmUp, warm_up
@@ -45,22 +44,32 @@ class Stepper:
 
     All ranks make a Stepper, as the model may be wrapped in DDP.
 
+    Args:
+        refuse: counts and reports a refused step, or ends the run; all ranks take part.
+
     Attributes:
         shares: the result of the last step; see `__call__`.
         flops: operations per sample, forward and backward, averaged over the first steps; known
             after `warm_up`.
     """
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
+    def __init__(
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+    ) -> None:
         config, optimizer, per_epoch = build.config, build.optimizer, build.plan.steps_per_epoch
         self._build, self._state, self._clock = build, build.state, clock
         self._due = turns_of(build.task, optimizer, steps_to_check(config.total_steps(per_epoch)))
         named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._turns = {
-            name: _Turn(build, session, clock, name, each) for name, each in named.items()
+            name: _Turn(build, membership, clock, refuse, name, each)
+            for name, each in named.items()
         }
         self._logs = Cadence(config, per_epoch).logs
-        self.replica_check = ReplicaCheck(config.scaling, build.state, session)
+        self.replica_check = ReplicaCheck(config.scaling, build.state, membership)
         self.shares: Tensor | None = None
         self.flops = 0.0
         self._is_changing = False
@@ -96,7 +105,7 @@ class Stepper:
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
-                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+                `refuse`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state, names = self._state, self._due(self._state.step)
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
@@ -199,9 +208,15 @@ class _Turn:
     """
 
     def __init__(
-        self, build: Build, session: Session, clock: Clock, name: str, optimizer: Optimizer
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+        name: str,
+        optimizer: Optimizer,
     ) -> None:
-        self._build, self._session, self._clock = build, session, clock
+        self._build, self._membership, self._clock = build, membership, clock
         self._state, self._name, self._optimizer = build.state, name, optimizer
         config, world, model = build.config, build.world, build.model
         own = {*map(id, parameters_of(optimizer))} if name else {*map(id, model.parameters())}
@@ -217,12 +232,11 @@ class _Turn:
                 bucket_mib = config.ddp.bucket_cap_mb
                 self.reduction = ExactReduction(model, config.slots, world, bucket_mib, clock)
             else:
-                self._net = session.wrap(model, ddp_options(config))
+                self._net = in_ddp(model, config, world)
                 compress(self._net, config, build.state.scaler, world)
                 is_scaled = build.state.scaler.is_enabled()  # `compress` depends on it, too
                 scale = 1.0 if is_scaled else float(world.size)
                 self.reduction = DdpReduction(self._net, scale, world)
-            refuse = partial(handle_nonfinite, build, session)
             self.guard = NonfiniteGuard(build.state, refuse, world.device)
 
     def warm_up(self) -> WarmUp:
@@ -282,7 +296,7 @@ class _Turn:
         self._buffers.begin()
         working = self.reduction.working(slots)
         for slot in working:
-            self._session.require_ranks()
+            self._membership.require_ranks()
             self._pass(slot, samples, first_seed, is_last=slot is working[-1])
         failpoint("train.after_backward", *place)
         self.reduction.finish()
@@ -291,7 +305,7 @@ class _Turn:
         if gathers and world.size > 1:
             shares = share.new_empty(world.size, len(share))
             all_gather(shares, share)
-        self._session.confirm()
+        self._membership.confirm()
         self._clock.mark("communication" if world.size > 1 else "compute")
         self._is_updating = True
         refused = self._update(agreed, first_seed + self._build.config.slots)
