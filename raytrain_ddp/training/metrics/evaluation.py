@@ -31,8 +31,6 @@ from raytrain_ddp.training.steps.device_feed import ahead_on_device, require_few
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
-_MOST_BAD = 4096  # rows searched for a readable one
-
 
 def evaluation_of(
     build: Build, threads: LoaderThreads, beat: Callable[[], None] = lambda: None

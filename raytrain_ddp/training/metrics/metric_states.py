@@ -20,7 +20,7 @@ from raytrain_ddp.training.runtime.world import World, broadcast
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-MOST_NUMBERS = 4096
+MAX_NUMBERS = 4096
 """Larger values are left out of the log, which is part of each checkpoint."""
 
 _CPU = torch.device("cpu")
@@ -165,9 +165,9 @@ def scalars(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def tables(values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The other values, as nested lists; of those with more than MOST_NUMBERS, only the shape."""
+    """The other values, as nested lists; of those with more than MAX_NUMBERS, only the shape."""
     return {
-        name: value.tolist() if value.numel() <= MOST_NUMBERS else {"shape": list(value.shape)}
+        name: value.tolist() if value.numel() <= MAX_NUMBERS else {"shape": list(value.shape)}
         for name, value in values.items()
         if value.numel() != 1
     }
