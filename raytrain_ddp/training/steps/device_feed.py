@@ -24,38 +24,21 @@ from raytrain_ddp.training.monitoring.step_timing import AGREEING, Clock
 from raytrain_ddp.training.runtime.world import from_all_ranks
 
 
-class _Copies:
-    """Copies batches to a GPU on a stream of its own, while the GPU computes on others. They must
-    be in page-locked memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-
-    def begun(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
-        with torch.cuda.stream(self._stream):
-            return to_device(batch, self._device), self._stream.record_event()
-
-    def arrived(self, copy: Batch, done: torch.cuda.Event) -> Batch:
-        """The copy; the GPU waits for it, not the host."""
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(done)
-        for tensor in tensors_of(copy):
-            tensor.record_stream(computing)
-        return copy
-
-
 def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list[Slot]]:
-    """On a GPU, slots are copied concurrently with the previous step."""
+    """On a GPU, copies run on a stream of their own, concurrently with the previous step."""
     if device.type != "cuda":
         return lambda slots: slots
-    copies = _Copies(device)
+    beside = torch.cuda.Stream(device)
 
     def move(slots: list[Slot]) -> list[Slot]:
-        begun = [copies.begun(slot.batch) for slot in slots]
+        with torch.cuda.stream(beside):
+            moved = [replace(slot, batch=to_device(slot.batch, device)) for slot in slots]
+        training = torch.cuda.current_stream(device)
         clock.mark("data")
-        pairs = zip(slots, begun, strict=True)
-        moved = [replace(slot, batch=copies.arrived(*each)) for slot, each in pairs]
+        training.wait_stream(beside)
         clock.mark("copy")
+        for tensor in chain.from_iterable(tensors_of(slot.batch) for slot in moved):
+            tensor.record_stream(training)
         return moved
 
     return move
@@ -64,19 +47,32 @@ def on_device(device: torch.device, clock: Clock) -> Callable[[list[Slot]], list
 def ahead_on_device(
     batches: Iterable[Batch], device: torch.device
 ) -> Generator[tuple[Batch, Batch], None, None]:
-    """Yields each batch, and its copy on the device. On a GPU the next one is copied while this one
-    is computed on."""
+    """Yields each batch, and its copy on the device. On a GPU the next one is copied, on a stream
+    of its own, while this one is computed on; the batches must be in page-locked memory."""
     if device.type != "cuda":
         for batch in batches:
             yield batch, to_device(batch, device)
         return
-    copies, waiting = _Copies(device), None
+    beside = torch.cuda.Stream(device)
+
+    def begun(batch: Batch) -> tuple[Batch, Batch, torch.cuda.Event]:
+        with torch.cuda.stream(beside):
+            return batch, to_device(batch, device), beside.record_event()
+
+    def arrived(batch: Batch, moved: Batch, done: torch.cuda.Event) -> tuple[Batch, Batch]:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(done)
+        for tensor in tensors_of(moved):
+            tensor.record_stream(computing)
+        return batch, moved
+
+    waiting = None
     for batch in batches:
-        now, waiting = waiting, (batch, copies.begun(batch))
+        waiting, now = begun(batch), waiting
         if now is not None:
-            yield now[0], copies.arrived(*now[1])
+            yield arrived(*now)
     if waiting is not None:
-        yield waiting[0], copies.arrived(*waiting[1])
+        yield arrived(*waiting)
 
 
 def require_few_bad(skipped: int, where: str, most: int) -> None:
