@@ -43,11 +43,8 @@ from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tools.display.progress_display import Display
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.metrics.metric_states import TreeMetrics
-from raytrain_ddp.training.monitoring import step_timing
-from raytrain_ddp.training.monitoring.hang_diagnosis import RankStatus
-from raytrain_ddp.training.monitoring.phase_clock import EXCHANGING, PHASES
-from raytrain_ddp.training.monitoring.step_timing import Stragglers
-from raytrain_ddp.training.monitoring.watchdog import ask_s
+from raytrain_ddp.training.monitoring.step_timing import PHASES, Stragglers, summary
+from raytrain_ddp.training.monitoring.watchdog import RankStatus, ask_s
 from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.training.steps.step_decisions import Ballot
 
@@ -135,7 +132,7 @@ def _rank(rank: int, ranks: int, port: int, times: int, answers: Any) -> None:
         metrics = TreeMetrics(_NoTask(), {"mean": _Mean()}, world.device)
         for chunk in range(4 * rank, 4 * rank + 4):
             metrics.reset()
-            metrics.take(chunk, True)
+            metrics.take(chunk, metrics.state())
         metrics.values(world)
 
     ways: dict[str, Callable[[], None]] = {
@@ -191,11 +188,11 @@ def computed(ranks: int, times: int) -> dict[str, float]:
     rows = torch.rand(ranks, 2 + len(PHASES), generator=generator, dtype=torch.float64)
     plan = Plan(IMAGES, ranks, 16)
     hosts = ["host"] * ranks
+    world = World(0, ranks, 0, torch.device("cpu"), 1)
 
     def log_line() -> None:
-        readings = [step_timing.Reading(s, tuple(p), int(m)) for s, m, *p in rows.tolist()]
-        slowest = step_timing.summary(readings, 10, 0.0, None).slowest
-        Stragglers(plan.slots, ranks).look(1, slowest, hosts)
+        slowest = summary(rows, 10, 0.0, None).slowest
+        Stragglers(plan.slots, world).look(1, slowest, hosts)
         for step in range(10):
             plan.samples(step)
 
@@ -254,8 +251,8 @@ def controlled(ranks: int, _: int) -> dict[str, float]:
 
 
 def _status(rank: int) -> RankStatus:
-    place = "site-packages/torch/nn/parallel/distributed.py:1234 in forward"
-    return RankStatus(rank, 1000, EXCHANGING, 12345, "all_reduce", True, place, 31.5, 30.0)
+    where = "the all-reduce of step 1000 (gradient exchange, collective 12345)"
+    return RankStatus(rank, 1000, 12345, where, True, 31.5, 30.0)
 
 
 def _plan(ranks: int) -> events.Plan:

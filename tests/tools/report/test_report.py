@@ -294,9 +294,9 @@ def test_the_config_shows_what_differs_from_its_defaults(troubled: Path):
 
 
 def test_every_step_phase_is_drawn():
-    from raytrain_ddp.training.monitoring import phase_clock
+    from raytrain_ddp.training.monitoring import step_timing
 
-    assert set(PHASES) == set(phase_clock.PHASES)
+    assert set(PHASES) == set(step_timing.PHASES)
 
 
 # ------------------------------------------------------------------ several runs
