@@ -66,7 +66,7 @@ DIFFERENT: dict[str, tuple[Sequence[str], str, Parts | str]] = {
     "several configs without a README.md": (
         ("plain_text/train-00000-of-00001.parquet", "other/train-00000-of-00001.parquet"),
         "they are merged",
-        "several configs: other, plain_text",
+        "several data sets, each with its own splits: other, plain_text",
     ),
     "several data sets by their names": (
         ("cifar-train.parquet", "mnist-train.parquet", "mnist-test.parquet"),
@@ -183,15 +183,12 @@ def test_missing_shards_that_a_readme_selects_are_named(tmp_path: Path):
         found_at(write(root, readme=card(readme.format(last=2))))
 
 
-def test_a_folder_is_a_config_if_no_readme_defines_one(tmp_path: Path):
+def test_several_folders_with_the_same_splits_are_named_or_selected_by_a_glob(tmp_path: Path):
     files = ("a/b/train-0.parquet", "a/b/val-0.parquet", "c/train-0.parquet", "train.parquet")
-    root = write(tmp_path / "root", *files)
-    for config in ("a/b", "b", "B"):
-        train, evaluation = parts_of(found_at(root, config=config), root)
-        assert (train, evaluation) == ({files[0]}, {files[1]})
-    assert parts_of(found_at(root, config="."), root)[0] == {"train.parquet"}
-    with pytest.raises(DataError, match=r"several configs: \., a/b, c"):
+    root = write(tmp_path, *files)
+    with pytest.raises(DataError, match=r"several data sets.*: \., a/b, c"):
         found_at(root)
+    assert len(found_at(root / "a/b").train.paths) == 1
     assert len(found_at(root / "**" / "train*.parquet").train.paths) == 3
 
 

@@ -20,6 +20,7 @@ from raytrain_ddp.data.discovery.split_names import (
 from raytrain_ddp.errors import ConfigError, DataError, first_names, quoted
 
 Use = Literal["train", "eval"]
+_TO: Mapping[Use, str] = {"train": "train", "eval": "evaluate"}
 _NAMES_SHOWN = 5
 
 
@@ -73,7 +74,7 @@ def locate(config: DataConfig, more: bool = False) -> Found:
         PreflightError: an object store cannot be reached.
     """
     source = open_data_set(config.source, "data.source", config)
-    train = _to_train_on(source, config.train_split)
+    train = _chosen(source, config.train_split, "train") or ""
     other, chosen = source, None
     if config.eval_split == "none":
         if config.eval_source is not None:
@@ -81,23 +82,22 @@ def locate(config: DataConfig, more: bool = False) -> Found:
                 "data.eval_split = 'none' conflicts with data.eval_source: remove one of them."
             )
     elif config.eval_source is None:
-        chosen = _to_evaluate_on(source, config.eval_split, train)
+        chosen = _chosen(source, config.eval_split, "eval", train)
     else:
         other = _open_other(config.eval_source, config)
-        chosen = _to_evaluate_on(other, config.eval_split, None)
+        chosen = _chosen(other, config.eval_split, "eval")
     used: set[str | None] = {train, chosen} if other is source else {train}
     kept: list[str] = []
     if more and config.eval_source is None and config.eval_split == "auto":
         for_it = [name for name in source.splits if role_of(name) in ("validation", "test")]
         kept = [name for name in for_it if name not in used]
-    notes = [*source.notes, *_unused(source, used | {*kept}, other, chosen)]
+    notes = [*source.notes, *_unused(source, used | {*kept}, False)]
     if other is not source:
-        notes += [*other.notes, *_unused(other, {chosen}, other, chosen)]
-    found = Found(
-        _located(source, train, "train"),
-        None if chosen is None else _located(other, chosen, "eval"),
-        "" if chosen is None else _named(other, chosen),
-    )
+        notes += [*other.notes, *_unused(other, {chosen}, True)]
+    found = Found(_located(source, train, "train"))
+    if chosen is not None:
+        name = f"the {chosen} split of {other.field}" if chosen else other.field
+        found = replace(found, eval=_located(other, chosen, "eval"), eval_from=name)
     if found.eval == replace(found.train, split="eval") and (train or source.splits):
         notes.append("the run is evaluated on its training data")
     sentences = tuple(f"{note}." for note in dict.fromkeys(notes))
@@ -113,9 +113,7 @@ def locate_evaluation(config: DataConfig) -> Located:
     """
     assert config.eval_source is not None
     source = _open_other(config.eval_source, config)
-    chosen = _to_evaluate_on(source, config.eval_split, None)
-    assert chosen is not None
-    return _located(source, chosen, "eval")
+    return _located(source, _chosen(source, config.eval_split, "eval") or "", "eval")
 
 
 def role_of(split: str) -> Role | None:
@@ -131,73 +129,50 @@ def _open_other(source: str, config: DataConfig) -> DataSet:
         return open_data_set(source, "data.eval_source", replace(config, config="auto"))
 
 
-def _to_train_on(source: DataSet, asked: str) -> str:
-    """The name of the split."""
-    if asked != "auto":
-        return _of_name(source, asked, "train")
-    if source.kind == "torchvision":
-        return ""
-    found = [name for name in source.splits if role_of(name) == "train"]
-    if len(found) == 1 or "" in source.splits:
-        return found[0] if found else ""
-    if found:
-        raise DataError(
-            f"{source.shown} has several splits to train on: {first_names(found)}. Name one with "
-            "--data.train-split."
-        )
-    why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) == "train"]
-    problem = f"{source.shown} has no split to train on{''.join(f' ({w})' for w in why)}"
-    names = [*source.splits]
-    remedy = ""
-    if names:
-        problem += f", only {first_names(names)}"
-        remedy = f" To train on one of them, name it, such as with --data.train-split {names[0]}."
-    raise DataError(f"{problem}.{remedy}{_if_classes(source, 'train')}")
-
-
-def _to_evaluate_on(source: DataSet, asked: str, train: str | None) -> str | None:
-    """The name of the split.
+def _chosen(source: DataSet, asked: str, use: Use, train: str | None = None) -> str | None:
+    """The name of the split to use; None: the source has none to evaluate on.
 
     Args:
-        train: the split that the run is trained on; None: the source is for evaluation only.
+        train: the split that the run is trained on; None: the source is for one use only.
     """
-    if asked != "auto":
-        return _of_name(source, asked, "eval")
     if source.kind == "torchvision":
-        return ""
-    roles: tuple[Role, ...] = ("validation", "test")
-    for role in roles if train is not None else (*roles, "train"):
+        return "" if asked == "auto" else asked
+    if asked != "auto":
+        return _of_name(source, asked, use)
+    roles: tuple[Role, ...] = ("train",)
+    if use == "eval":
+        roles = ("validation", "test") if train is not None else ("validation", "test", "train")
+    for role in roles:
         found = [name for name in source.splits if role_of(name) == role and name != train]
         if len(found) > 1:
             raise DataError(
-                f"{source.shown} has several splits to evaluate on: {first_names(found)}. Name one "
-                "with --data.eval-split."
+                f"{source.shown} has several splits to {_TO[use]} on: {first_names(found)}. Name "
+                f"one with --data.{use}-split."
             )
         if found:
             return found[0]
     if train is not None:
         return None
-    if len(source.splits) == 1:
-        return next(iter(source.splits))
-    raise DataError(
-        f"{source.shown} has no split to evaluate on, only {first_names([*source.splits])}. Name "
-        f"one with --data.eval-split.{_if_classes(source, 'eval')}"
-    )
-
-
-def _if_classes(source: DataSet, use: Use) -> str:
-    """Says what to do if class folders have names of splits."""
-    if source.kind != "folder":
-        return ""
-    names = first_names(sorted({*source.splits, *source.unusable}), _NAMES_SHOWN)
-    return f" If {names} are classes, give the folder above them, and --data.{use}-split {WHOLE}"
+    names = [*source.splits]
+    if "" in names or (use == "eval" and len(names) == 1):
+        return names[0]
+    why = [f"{name}: {why}" for name, why in source.unusable.items() if role_of(name) in roles]
+    problem = f"{source.shown} has no split to {_TO[use]} on{''.join(f' ({w})' for w in why)}"
+    remedy = ""
+    if names:
+        problem += f", only {first_names(names)}"
+        remedy = f" Name one of them, such as with --data.{use}-split {names[0]}."
+    if source.kind == "folder":
+        known = first_names(sorted({*source.splits, *source.unusable}), _NAMES_SHOWN)
+        remedy += (
+            f" If {known} are classes, give the folder above them, and --data.{use}-split {WHOLE}"
+        )
+    raise DataError(f"{problem}.{remedy}")
 
 
 def _of_name(source: DataSet, asked: str, use: Use) -> str:
     """The split with that name, or the only one with a synonymous name (val, validation)."""
     flag = f"data.{use}_split = {quoted(asked)}"
-    if source.kind == "torchvision":
-        return asked
     same = [name for name in source.splits if name.casefold() == asked.casefold()]
     matching = [
         name for name in source.splits if role_of(asked) and role_of(name) == role_of(asked)
@@ -221,26 +196,16 @@ def _located(source: DataSet, name: str, split: Use) -> Located:
     return Located(source.kind, source.paths(name), split, name, source.class_names)
 
 
-def _named(source: DataSet, split: str) -> str:
-    """Where a split comes from, for messages."""
-    return f"the {split} split of {source.field}" if split else source.field
+def _unused(source: DataSet, used: set[str | None], is_other: bool) -> Iterator[str]:
+    """A sentence for each existing split that is not used.
 
-
-def _unused(
-    source: DataSet, used: set[str | None], evaluated: DataSet, on: str | None
-) -> Iterator[str]:
-    """A sentence for each existing split that is not used."""
-    if on is None or evaluated is not source:
-        instead = "" if on is None else ": the run is evaluated on data.eval_source"
-    else:
-        instead = f": the run is evaluated on {on or 'everything else'}"
-    of = "" if evaluated is source and source.field == "data.source" else f" of {source.field}"
+    Args:
+        is_other: it is not the source of the training data.
+    """
+    of = f" of {source.field}" if is_other else ""
     for name, files in source.splits.items():
-        is_other_half = source.field != "data.source" and role_of(name) == "train"
-        if name not in used and not is_other_half:
-            why = instead if role_of(name) in ("validation", "test") else ""
+        if name not in used and not (is_other and role_of(name) == "train"):
             noun = "folder" if source.kind == "folder" else "file"
-            count = f"{len(files)} {noun}{'s' * (len(files) > 1)}"
-            yield f"the {name} split{of} ({count}) is not used{why}"
+            yield f"the {name} split{of} ({len(files)} {noun}{'s' * (len(files) > 1)}) is not used"
     for name, why in source.unusable.items():
         yield f"{name}{of} is not used: {why}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import field as defaults
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -30,16 +30,14 @@ from raytrain_ddp.data.discovery.split_names import (
     NoSuchConfigError,
     Splits,
     class_folder_splits,
-    configs_of,
-    merged,
     refuse_split_names_as_classes,
     require_all_shards,
-    role_in,
+    splits_of_files,
     whole_folder,
 )
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
-from raytrain_ddp.data.formats.shard_images import FORMATS, LIST, format_of
+from raytrain_ddp.data.formats.shard_images import FORMATS, format_of
 from raytrain_ddp.errors import DataError, first_names, quoted
 from raytrain_ddp.uri import open_uri, without_secrets
 
@@ -72,7 +70,7 @@ class DataSet:
     splits: Splits
     uri_of: Callable[[str], str]
     unusable: Mapping[str, str] = defaults(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     class_names: Mapping[str, Sequence[str]] = defaults(default_factory=dict)
     check: Callable[[str], None] = lambda _: None
 
@@ -111,23 +109,25 @@ def open_data_set(source: str, field: str, config: DataConfig) -> DataSet:
         listing = list_in_store(source, shown)
     else:
         listing = list_on_disk(source, shown, config.classes or ())
+    found = DataSet(field, shown, "files", {}, listing.uri_of)
     of_dataset: Splits | None = saved_to_disk(listing)
     if DATASET_FILE in listing.files:
         of_dataset = _written_by_convert(listing)
     if of_dataset is not None:
         _require_no_config(shown, asked)
-        return DataSet(field, shown, "files", of_dataset, listing.uri_of)
+        return replace(found, splits=of_dataset)
     if is_repository(listing):
-        return _of_repository(field, listing, asked)
+        return _of_repository(found, listing, asked)
     images = listing.images
     by_format = [listing.named(form.ends) for form in FORMATS]  # Parquet is the first
     names = [n for n in by_format[0] if not images or PurePosixPath(n).name != _METADATA_FILE]
     if not names and not images:
         names = next((each for each in by_format if each), [])
+    _require_no_config(shown, asked)
     if names:
-        return _of_files(field, listing, names, asked)
+        return _of_files(found, listing, names)
     if images and listing.is_local and not listing.pattern:
-        return _of_images(field, listing, asked, config)
+        return _of_images(found, listing, config)
     raise _nothing(listing)
 
 
@@ -147,7 +147,7 @@ def _nothing(listing: FileListing) -> DataError:
     return DataError(f"{listing.shown}: {problem}.{hint}")
 
 
-def _of_repository(field: str, listing: FileListing, asked: str) -> DataSet:
+def _of_repository(base: DataSet, listing: FileListing, asked: str) -> DataSet:
     found = resolved(listing, asked)
     splits: dict[str, Sequence[str]] = {}
     folders: dict[str, Sequence[str]] = {}
@@ -163,95 +163,62 @@ def _of_repository(field: str, listing: FileListing, asked: str) -> DataSet:
             unusable[split] = "its images are not all images of the class folders of a local folder"
         else:
             unusable[split] = f"only datasets reads its files: use {BY_NAME}FOLDER"
-    notes = [f"the config {name} is not used" for name in found.others]
-    used = listing.files if found.others else [n for files in splits.values() for n in files]
 
-    def check(split: str) -> None:
-        def wanted(missing: Sequence[str]) -> Sequence[str]:
-            found = {*resolved(listing, asked, missing).splits[split]}
-            return [name for name in missing if name in found]
+    def wanted(split: str, missing: Sequence[str]) -> Sequence[str]:
+        files = {*resolved(listing, asked, missing).splits[split]}
+        return [name for name in missing if name in files]
 
-        if splits:
-            require_all_shards(splits[split], listing.shown, wanted)
-
-    kind: Kind = "files" if splits or not folders else "folder"
-    return DataSet(
-        field,
-        listing.shown,
-        kind,
-        splits or folders,
-        listing.uri_of,
-        unusable,
-        (*notes, *_unread(listing, used)),
-        found.class_names,
-        check,
+    return replace(
+        base,
+        kind="files" if splits or not folders else "folder",
+        splits=splits or folders,
+        unusable=unusable,
+        notes=_unused(listing, {"": [*listing.files]} if found.others else splits, found.others),
+        class_names=found.class_names,
+        check=_shard_check(listing, splits, wanted),
     )
 
 
-def _of_files(field: str, listing: FileListing, names: Sequence[str], asked: str) -> DataSet:
-    splits, others = _by_name(listing, names, asked)
-    notes = [f"the config {name} is not used" for name in others]
-    used = [*names] if others else [name for files in splits.values() for name in files]
-    notes += _unread(listing, used)
+def _of_files(base: DataSet, listing: FileListing, names: Sequence[str]) -> DataSet:
+    splits = splits_of_files(names, listing.shown, bool(listing.pattern))
+    notes = _unused(listing, splits)
     if listing.images:
         folders = [*dict.fromkeys(name.rpartition("/")[0] or "." for name in listing.images)]
         notes.append(f"images in {first_names(folders)} are read only if a file references them")
 
-    def check(split: str) -> None:
-        def wanted(missing: Sequence[str]) -> Sequence[str]:
-            return [n for n in missing if not listing.pattern or fits(n, listing.pattern)]
+    def wanted(_: str, missing: Sequence[str]) -> Sequence[str]:
+        return [n for n in missing if not listing.pattern or fits(n, listing.pattern)]
 
-        require_all_shards(splits[split], listing.shown, wanted)
+    return replace(base, splits=splits, notes=notes, check=_shard_check(listing, splits, wanted))
 
-    return DataSet(
-        field, listing.shown, "files", splits, listing.uri_of, notes=tuple(notes), check=check
+
+def _shard_check(
+    listing: FileListing, splits: Splits, wanted: Callable[[str, Sequence[str]], Sequence[str]]
+) -> Callable[[str], None]:
+    return lambda split: require_all_shards(
+        splits.get(split, ()), listing.shown, lambda missing: wanted(split, missing)
     )
 
 
-def _unread(listing: FileListing, used: Sequence[str]) -> list[str]:
-    """Returns notes about unused lists and data files, and about leftovers."""
-    notes = []
-    if unread := sorted({name for name in listing.files if format_of(name)} - {*used}):
+def _unused(listing: FileListing, splits: Splits, configs: Sequence[str] = ()) -> list[str]:
+    """Notes about configs, lists and data files that are not used, and about leftovers."""
+    notes = [f"the config {name} is not used" for name in configs]
+    used = {name for files in splits.values() for name in files}
+    if unread := sorted({name for name in listing.files if format_of(name)} - used):
         notes.append(f"not used: {first_names(unread)}; to use one, specify it explicitly")
     return notes + counted(listing.left_out, LEFT_OUT)
 
 
-def _by_name(listing: FileListing, names: Sequence[str], asked: str) -> tuple[Splits, list[str]]:
-    """The splits of the requested config, and the names of the other configs."""
-    configs = configs_of(names, listing.shown)
-    if asked == "auto" and (len(configs) == 1 or listing.pattern):
-        return merged(configs), []  # a glob selects the files explicitly
-    if asked == "auto":
-        raise DataError(
-            f"{listing.shown} has several configs: {first_names([*configs])}. Name one with "
-            "--data.config."
-        )
-    if len(configs) == 1:
-        _require_no_config(listing.shown, asked)
-    wanted = asked.casefold()
-    chosen = [n for n in configs if wanted in (n.casefold(), PurePosixPath(n).name.casefold())]
-    if len(chosen) != 1:
-        raise NoSuchConfigError(
-            f"{listing.shown} has no config {quoted(asked)}, only {first_names([*configs])}."
-        )
-    return configs[chosen[0]], [name for name in configs if name != chosen[0]]
-
-
-def _of_images(field: str, listing: FileListing, asked: str, config: DataConfig) -> DataSet:
+def _of_images(base: DataSet, listing: FileListing, config: DataConfig) -> DataSet:
     others = [name for name in listing.files if not is_image(name) and not format_of(name)]
-    notes = [*counted(others, "not images"), *_unread(listing, ())]
+    notes = [*counted(others, "not images"), *_unused(listing, {})]
     if listing.left_out:
         notes[-1] += "; data.classes may name classes among them"
     unusable: dict[str, str] = {}
     splits = {WHOLE: "."}
-    if (config.eval_split if field == "data.eval_source" else config.train_split) != WHOLE:
+    if (config.eval_split if base.field == "data.eval_source" else config.train_split) != WHOLE:
         named = {config.train_split, config.eval_split} - {"auto", "none"}
-        splits, reasons = class_folder_splits(listing, asked, named)
-        for split, why in reasons.items():
-            fitting = (None, role_in(f"{split}/"))  # never the list of another split
-            own = [name for name in listing.named(LIST.ends) if role_in(name) in fitting]
-            hint = f"; if {own[-1]} lists the labels, specify it explicitly" if own else ""
-            unusable[split] = why + hint
+        splits, unusable = class_folder_splits(listing, named)
 
     def check(split: str) -> None:
         if config.train_split == "auto" and split != WHOLE:
@@ -261,8 +228,7 @@ def _of_images(field: str, listing: FileListing, asked: str, config: DataConfig)
     for folder in sorted(beside.intersection(splits.values())):
         notes.append(f"not used: the images in {folder} that are in none of its class folders")
     found = {split: (folder,) for split, folder in splits.items()}
-    shown, uri_of = listing.shown, listing.uri_of
-    return DataSet(field, shown, "folder", found, uri_of, unusable, tuple(notes), check=check)
+    return replace(base, kind="folder", splits=found, unusable=unusable, notes=notes, check=check)
 
 
 def _require_no_config(shown: str, asked: str) -> None:

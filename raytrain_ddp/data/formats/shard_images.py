@@ -16,19 +16,9 @@ import numpy as np
 
 from raytrain_ddp.config.input_sections import DataConfig
 from raytrain_ddp.data.formats.image_folder import NO_FILE, sizes_of
-from raytrain_ddp.data.formats.labels import Labels, Targets, how_mapped
+from raytrain_ddp.data.formats.labels import how_mapped
 from raytrain_ddp.data.formats.row_group_cache import Image, ImageGroup, RowGroupCache
-from raytrain_ddp.data.formats.shard import (
-    Columns,
-    Opened,
-    Shard,
-    image_at,
-    join_some,
-    opened_at,
-    place_of,
-    rows_in,
-    with_retries,
-)
+from raytrain_ddp.data.formats.shard import Columns, Opened, Shard, rows_in, with_retries
 from raytrain_ddp.data.formats.shard_labels import all_values, labels_of, with_names
 from raytrain_ddp.data.formats.table_shard import open_arrow, open_list, open_parquet
 from raytrain_ddp.data.formats.tar_shard import open_tar
@@ -81,7 +71,7 @@ class ShardImages(ImageSource):
         self._shards = open_shards(paths, self._columns)
         if named is not None:
             self._shards = [with_names(shard, named) for shard in self._shards]
-        self.uses_root = any(map(self._has_paths_only, self._shards))
+        self.uses_root = any(shard.has_files for shard in self._shards)
         self.left_out = [name for shard in self._shards for name in shard.left_out]
         self._blocks = [  # (shard, row group)
             (shard, group)
@@ -91,7 +81,7 @@ class ShardImages(ImageSource):
         ]
         groups = [shard.groups[group] for shard, group in self._blocks]
         if not groups:
-            names, left = join_some([shard.name for shard in self._shards]), self.left_out
+            names, left = first_names([shard.name for shard in self._shards], 5), self.left_out
             unused = f" Not used: {first_names(left)}." if left else ""
             raise DataError(f"{names}: 0 rows.{unused}")
         self.blocks: Rows = np.array([group.rows for group in groups], np.int64)
@@ -99,20 +89,20 @@ class ShardImages(ImageSource):
         self._starts = np.cumsum(self.blocks) - self.blocks
         self.prefers_blocks = sum(group.image_bytes for group in groups) > _BLOCKS_FROM_BYTES
         self.class_names: list[str] = []
-        self._labels_of: dict[str, Labels | Targets] = {}
         if labeled:
-            self.class_names, self._labels_of = labels_of(self._shards, self._columns, classes)
-        unnamed = [shard for shard in self._shards if not shard.class_names]
-        is_own = labeled and classes is None and not self._columns.targets
-        self.mapped = how_mapped(self.class_names) if unnamed and is_own else ""
-        self._check_labels()
+            self._labels_of = labels_of(self._shards, self._columns, classes)
+            self.class_names = [*self._labels_of.names]
+            if classes is None and not self._columns.targets and self._are_unnamed:
+                self.mapped = how_mapped(self.class_names)
         self._require_images()
         self._remote = any(not shard.is_local for shard in self._shards)
         self._memory_bytes = config.memory_mib * _MIB
         self._groups = self._new_groups()
         self._may_skip = config.may_skip
-        if not self._may_skip:
-            self._require_every_image()
+
+    @property
+    def _are_unnamed(self) -> bool:
+        return not all(shard.class_names for shard in self._shards)
 
     def part(self, used: Callable[[int, int], RowMask]) -> ShardImages:
         twin = copy.copy(self)
@@ -144,11 +134,12 @@ class ShardImages(ImageSource):
         """Reads only the label columns; see `ImageSource.labels`."""
         if not self._columns.labels:
             return np.zeros(self.blocks.sum(), np.int64)
-        numbers: list[Any] = []
-        columns = self._columns.labels
-        for shard, values in zip(self._shards, all_values(self._shards, columns), strict=True):
-            numbers += self._numbers(shard, values, len(numbers))
-        return np.array(numbers, np.float32 if self._columns.targets else np.int64)
+        kind, start, numbers = np.float32 if self._columns.targets else np.int64, 0, []
+        values = all_values(self._shards, self._columns.labels)
+        for of_shard in filter(None, values):
+            numbers.append(np.array(self._numbers(of_shard, start), kind))
+            start += len(of_shard)
+        return np.concatenate(numbers)
 
     def ahead(self, rows: Rows) -> None:
         """Starts reading their row groups, which must not have been read."""
@@ -189,13 +180,15 @@ class ShardImages(ImageSource):
         return list(zip(paths, self.labels().tolist(), strict=True)) if paths else None
 
     def paths(self) -> list[str]:
-        if not all(map(self._has_paths_only, self._shards)):
+        if not all(shard.has_files for shard in self._shards):
             return []
-        values = zip(self._shards, all_values(self._shards, [self._columns.image]), strict=True)
-        found = (
-            (s, os.path.join(s.at.image_root, path or "")) for s, own in values for path in own
-        )
-        return [uri_beside(s.name, path) if "://" in s.name else path for s, path in found]
+        found = []
+        for shard in self._shards:
+            paths = (
+                os.path.join(shard.at.image_root, p or "") for p in shard.values(*shard.images)
+            )
+            found += [uri_beside(shard.name, p) if "://" in shard.name else p for p in paths]
+        return found
 
     def place(self, row: int) -> tuple[str, int]:
         """The name of the file, and the row in it, from 0."""
@@ -213,29 +206,23 @@ class ShardImages(ImageSource):
 
     def _load(self, block: int) -> ImageGroup:
         shard, group = self._blocks[block]
-        columns = shard.groups[group].columns
-        table = shard.read(group, columns)
-        kept: dict[str, Any] = {}
-        for name in columns[: len(columns) - len(self._columns.labels)]:
-            column = table.column(name)
-            kept["paths" if name == shard.path_column else "images"] = (
-                column.chunk(0) if column.num_chunks == 1 else column
-            )
-        return ImageGroup(labels=self._labels(block, table), nbytes=table.nbytes, **kept)
+        images = shard.groups[group].images
+        table = shard.read([group], (*images, *self._columns.labels))
+        labels: list[Any] = [0] * table.num_rows
+        if self._columns.labels:
+            values = rows_in(table, self._columns.labels)
+            labels = self._numbers(values, int(self._starts[block]))
+        kept = {"paths" if name == shard.path_column else "images": name for name in images}
+        columns = {kind: table.column(name) for kind, name in kept.items()}
+        whole = {k: c.chunk(0) if c.num_chunks == 1 else c for k, c in columns.items()}
+        return ImageGroup(labels=labels, nbytes=table.nbytes, **whole)
 
-    def _labels(self, block: int, table: Any) -> list[Any]:
-        if not self._columns.labels:
-            return [0] * table.num_rows
-        values = rows_in(table, self._columns.labels)
-        return self._numbers(self._blocks[block][0], values, int(self._starts[block]))
-
-    def _numbers(self, shard: Shard, values: Sequence[Any], start: int) -> list[Any]:
-        """The class numbers or targets of rows start, start + 1, ... of a file."""
-        labels = self._labels_of[shard.at.uri]
-        numbers: list[Any] = list(map(labels.number, values))
+    def _numbers(self, values: Sequence[Any], start: int) -> list[Any]:
+        """The class numbers or targets of rows start, start + 1, ..."""
+        numbers: list[Any] = list(map(self._labels_of.number, values))
         place = next((place for place, number in enumerate(numbers) if number is None), None)
         if place is not None:
-            wrong = labels.what_is_wrong(values[place])
+            wrong = self._labels_of.what_is_wrong(values[place])
             column = "" if self._columns.targets else f"{self._columns.label} "
             raise DataError(f"{self.where(start + place)}: {column}{wrong}.")
         return numbers
@@ -243,25 +230,22 @@ class ShardImages(ImageSource):
     def _images_at(self, apart: Sequence[tuple[int, Shard, str]]) -> Iterable[Image]:
         """Reads images stored in separate files; from an object store, in parallel."""
         if not self._remote or len(apart) < 2:
-            return [image_at(shard, path) for _, shard, path in apart]
+            return [shard.image_at(path) for _, shard, path in apart]
         with ThreadPoolExecutor(_REMOTE_READERS, thread_name_prefix="images") as pool:
-            return list(pool.map(lambda each: image_at(*each[1:]), apart))
+            return list(pool.map(lambda each: each[1].image_at(each[2]), apart))
 
     def _new_groups(self, used: Callable[[int], RowMask] | None = None) -> RowGroupCache:
         threads = _REMOTE_READERS if self._remote else _READERS
-        sizes = self.blocks, self.block_bytes, self._memory_bytes
-        return RowGroupCache(self._load, *sizes, threads, used)
-
-    def _has_paths_only(self, shard: Shard) -> bool:
-        return shard.path_column == self._columns.image
+        used = used or (lambda block: np.ones(self.blocks[block], bool))
+        return RowGroupCache(self._load, self.block_bytes, self._memory_bytes, threads, used)
 
     def _require_images(self) -> None:
         """Finds a wrong folder of images early: the first of a list must not all be missing."""
         for block, (shard, group) in enumerate(self._blocks):
-            if not (group == 0 and shard.is_local and self._has_paths_only(shard)):
+            if group or not shard.is_local or not shard.has_files:
                 continue
-            first = shard.read(0, [shard.path_column]).column(0)[:_TRIED].to_pylist()
-            tried = [place_of(shard, path) for path in first if path]
+            first = shard.read([0], shard.images).column(0)[:_TRIED].to_pylist()
+            tried = [shard.place_of(path) for path in first if path]
             if not tried or any(isinstance(at, str) and os.path.exists(at) for at in tried):
                 continue
             where = self.where(int(self._starts[block]))
@@ -272,30 +256,6 @@ class ShardImages(ImageSource):
                 f"{where}: {in_one_line(tried[0])}: no such file, and the next ones are missing, "
                 f"too. {remedy} the folder that the paths are relative to."
             )
-
-    def _require_every_image(self) -> None:
-        """Finds rows without an image early, if the files have statistics."""
-        for block, (shard, group) in enumerate(self._blocks):
-            if not shard.groups[group].without_image:
-                continue
-            loaded = self._load(block)
-            for place in range(len(loaded.labels)):
-                image = loaded.image(place)
-                if isinstance(image, BadRecord):
-                    raise DataError(
-                        f"{self.where(int(self._starts[block]) + place)}: not a readable image: "
-                        f"{image}. Repair or remove it, or set --data.bad-records skip."
-                    )
-
-    def _check_labels(self) -> None:
-        """Finds labels that are not classes early, if that requires reading no more files."""
-        for block, (shard, group) in enumerate(self._blocks if self._columns.labels else ()):
-            known, number = shard.groups[group].labels, self._labels_of[shard.at.uri].number
-            is_bad = known and (known[0] or number(known[1]) is None or number(known[2]) is None)
-            if is_bad or shard.reads_labels:
-                self._labels(block, shard.read(group, self._columns.labels))  # names the row
-            if is_bad:
-                raise DataError(f"{shard.name}, row group {group}: its statistics are damaged.")
 
 
 def columns_of(config: DataConfig, binary: bool = False) -> Columns:
@@ -347,7 +307,7 @@ def open_shard(uri: str, columns: Columns) -> Shard:
     form = format_of(name) or PARQUET
     if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
-    outcome = with_retries(lambda: form.open(opened_at(uri, name), columns), "://" not in uri)
+    outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
     if isinstance(outcome, RaytrainError):
         raise outcome
     if isinstance(outcome, FileNotFoundError):
