@@ -168,11 +168,11 @@ def split(folder: Path, form: str) -> dict[str, float]:
     from raytrain_ddp.data.order.sample_rng import Draws
     from raytrain_ddp.data.pixels import decoding
     from raytrain_ddp.data.pixels.cropping import random_box
-    from raytrain_ddp.data.pixels.image_batches import device_augmentation
+    from raytrain_ddp.data.pixels.image_batches import BatchMemory, device_augmentation
 
     torch.set_num_threads(1)
     loader = data_ours.train_loader(folder, form, 0, mirror=False)
-    order, steps = loader.order(0), loader.plan.steps_per_epoch - 1
+    order, memory, steps = loader.order(0), BatchMemory(), loader.plan.steps_per_epoch - 1
     images = folder / ("small" if form == "small" else "images")
     encoded = [file.read_bytes() for file in sorted(images.glob("*/*.jpg"))]
     outs = data_decode.new_batch(BATCH).split(1)
@@ -205,7 +205,7 @@ def split(folder: Path, form: str) -> dict[str, float]:
         decoding._region_decoder = lambda: region
         records = timed("read", lambda: loader.data.source.read(draws.rows))
         numbers = timed("random numbers", lambda: numbers_of(draws))
-        timed("memory of the batch", lambda: data_decode.new_batch(BATCH).split(1))
+        timed("memory of the batch", lambda: memory.empty(BATCH, SIZE, SIZE).split(1))
         pictures = timed(
             "headers",
             lambda: [decoding.open_encoded_image(image, once=True) for image, _ in records],

@@ -7,12 +7,17 @@ gpu_augment.py. All random choices come from the sample's own `Draws`.
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from raytrain_ddp.config.input_sections import AugmentConfig, DataConfig
 from raytrain_ddp.data.loading.sources import Batch, Data, ImageSource
@@ -89,6 +94,38 @@ def side_in(config: DataConfig, epoch: int) -> int:
     return config.start_size + grown // _GROWS_BY * _GROWS_BY
 
 
+_Bytes = npt.NDArray[np.uint8]
+
+
+class BatchMemory:
+    """Memory of batches, used again as soon as no tensor refers to it: fresh memory costs a page
+    fault per 4 KiB. Several threads may use it; a copy in another process begins empty."""
+
+    def __init__(self) -> None:
+        self._free: deque[_Bytes] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BatchMemory, ()
+
+    def empty(self, images: int, height: int, width: int) -> Tensor:
+        """Uninitialized uint8 (images, 3, height, width), channels last."""
+        shape = images, height, width, 3
+        size = prod(shape)
+        memory = self._taken(size)
+        part = memory[:size]  # alive as long as any tensor refers to it
+        weakref.finalize(part, self._free.append, memory).atexit = False
+        return torch.from_numpy(part).view(shape).permute(0, 3, 1, 2)
+
+    def _taken(self, size: int) -> _Bytes:
+        """Free memory of this size or larger; drops what is too small by now."""
+        try:
+            while len(memory := self._free.pop()) < size:
+                pass
+        except IndexError:
+            return np.empty(size, np.uint8)
+        return memory
+
+
 @dataclass(eq=False, repr=False)
 class _Collate:
     source: ImageSource
@@ -98,6 +135,7 @@ class _Collate:
     share: float = CENTER_SHARE
     on_bad: OnBad | None = None
     _reported: set[int] = field(default_factory=set, init=False)  # rows already reported
+    _memory: BatchMemory = field(default_factory=BatchMemory, init=False)
 
     def __call__(self, records: Sequence[tuple[Any, Any]], draws: Draws) -> Batch:
         crops = draws.uniform(crop_draws(self.augment), _CROP).tolist()
@@ -109,8 +147,7 @@ class _Collate:
         for place, picture in self._pictures(records, draws.rows.tolist()):
             own = self._size(picture, draws.epoch)
             if not outs:
-                size, shape = own, (len(records), *own, 3)
-                images = torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+                images, size = self._memory.empty(len(records), *own), own
                 outs = images.split(1)
             elif own != size:
                 sizes = f"{size} and {own}"
