@@ -192,17 +192,12 @@ def test_several_folders_with_the_same_splits_are_named_or_selected_by_a_glob(tm
     assert len(found_at(root / "**" / "train*.parquet").train.paths) == 3
 
 
-def test_the_folder_of_a_readme_may_hold_class_folders(tmp_path: Path):
-    readme = card(
-        "- config_name: x\n  data_files:\n"
-        "  - {split: train, path: pics/one/**}\n  - {split: test, path: 'pics/two/*/*.png'}\n"
-        "  - {split: odd, path: 'pics/*/a/*.png'}\n"
-    )
-    files = ("pics/one/a/0.png", "pics/one/b/0.png", "pics/two/a/0.png")
-    root = write(tmp_path / "root", *files, readme=readme)
-    assert parts_of(found_at(root), root) == ({"pics/one"}, {"pics/two"})
-    with pytest.raises(DataError, match="not all images of the class folders of a local folder"):
-        found_at(root, eval_split="odd")
+def test_images_that_a_readme_selects_are_read_by_datasets(tmp_path: Path):
+    readme = card("- config_name: x\n  data_files: [{split: train, path: pics/one/**}]\n")
+    root = write(tmp_path / "root", "pics/one/a/0.png", "pics/one/b/0.png", readme=readme)
+    with pytest.raises(DataError, match="train: only datasets reads its files: use hf:"):
+        found_at(root)
+    assert parts_of(found_at(root / "pics/one"), root)[0] == {"pics/one"}
 
 
 def test_what_datasets_loads_by_name_is_read_from_its_arrow_files(

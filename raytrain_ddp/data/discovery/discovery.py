@@ -33,7 +33,6 @@ from raytrain_ddp.data.discovery.split_names import (
     refuse_split_names_as_classes,
     require_all_shards,
     splits_of_files,
-    whole_folder,
 )
 from raytrain_ddp.data.formats.image_folder import LEFT_OUT, is_image
 from raytrain_ddp.data.formats.shard import leads_out
@@ -149,20 +148,9 @@ def _nothing(listing: FileListing) -> DataError:
 
 def _of_repository(base: DataSet, listing: FileListing, asked: str) -> DataSet:
     found = resolved(listing, asked)
-    splits: dict[str, Sequence[str]] = {}
-    folders: dict[str, Sequence[str]] = {}
-    unusable: dict[str, str] = {}
-    for split, files in found.splits.items():
-        images = [name for name in files if is_image(name)]
-        folder = whole_folder(listing, images)
-        if named := [name for name in files if format_of(name)]:
-            splits[split] = named
-        elif folder and listing.is_local:
-            folders[split] = (folder,)
-        elif images:
-            unusable[split] = "its images are not all images of the class folders of a local folder"
-        else:
-            unusable[split] = f"only datasets reads its files: use {BY_NAME}FOLDER"
+    named = {split: [*filter(format_of, files)] for split, files in found.splits.items()}
+    splits = {split: files for split, files in named.items() if files}
+    others = [split for split in named if split not in splits]
 
     def wanted(split: str, missing: Sequence[str]) -> Sequence[str]:
         files = {*resolved(listing, asked, missing).splits[split]}
@@ -170,9 +158,8 @@ def _of_repository(base: DataSet, listing: FileListing, asked: str) -> DataSet:
 
     return replace(
         base,
-        kind="files" if splits or not folders else "folder",
-        splits=splits or folders,
-        unusable=unusable,
+        splits=splits,
+        unusable=dict.fromkeys(others, f"only datasets reads its files: use {BY_NAME}FOLDER"),
         notes=_unused(listing, {"": [*listing.files]} if found.others else splits, found.others),
         class_names=found.class_names,
         check=_shard_check(listing, splits, wanted),

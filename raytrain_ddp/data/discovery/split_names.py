@@ -282,17 +282,6 @@ def refuse_split_names_as_classes(listing: FileListing, split: str, folder: str)
         )
 
 
-def whole_folder(listing: FileListing, images: Collection[str]) -> str | None:
-    """The folder whose class folders contain exactly these images; None: there is none."""
-    classes = [PurePosixPath(name).parent for name in images]
-    parents = {path.parent for path in classes}
-    if len(parents) != 1 or PurePosixPath() in classes:
-        return None
-    (parent,) = parents
-    below = {n for n in listing.images if PurePosixPath(n).parent.is_relative_to(parent)}
-    return str(parent) if below == {*images} else None
-
-
 def _splits_among(folders: Sequence[str], asked: Collection[str], below: Below) -> dict[str, str]:
     """The folders that are splits, by split name."""
     names = {f: split for f in folders if (split := split_name(_name(f)))}

@@ -203,19 +203,12 @@ def content_of(path: str) -> bytes | BadRecord:
 
 def sizes_of(paths: Sequence[str]) -> list[int]:
     """The sizes of files in bytes; -1 where there is no such file, as for a broken link."""
-    return [-1 if isinstance(seen, OSError) else seen.st_size for seen in stats_of(paths)]
 
-
-def stats_of(paths: Sequence[str]) -> Iterator[os.stat_result | OSError]:
-    """What is known of each file, or why nothing is; asked in many threads, for NFS."""
-
-    def ask(path: str) -> os.stat_result | OSError:
+    def size(path: str) -> int:
         try:
-            return os.stat(path)
-        except ValueError:  # a null character
-            return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        except OSError as error:
-            return error
+            return os.path.getsize(path)
+        except (OSError, ValueError):  # or it has a null character
+            return -1
 
-    with ThreadPoolExecutor(_STAT_THREADS) as threads:
-        yield from threads.map(ask, paths)
+    with ThreadPoolExecutor(_STAT_THREADS) as threads:  # for NFS
+        return list(threads.map(size, paths))
