@@ -104,17 +104,21 @@ def splits_of_files(names: Sequence[str], shown: str, is_glob: bool) -> Splits:
         )
     keywords = {*labels.values()}
     if not is_glob and len({(found[name][0], labels[name]) for name in labels}) > len(keywords):
-        raise DataError(
-            f"{shown} contains several data sets, each with its own splits: "
-            f"{first_names([folder or '.' for folder in folders])}. Specify the folder of one, or "
-            "a glob."
-        )
+        raise _several(shown, [folder or "." for folder in folders])
     others = {name: _own_label(name, folders) for name in names if name not in labels}
     labels |= {name: label for name, label in others.items() if label not in keywords}
     splits: dict[str, list[str]] = {}
     for name in filter(labels.__contains__, names):
         splits.setdefault(labels[name], []).append(name)
     return splits
+
+
+def _several(shown: str, folders: Sequence[str]) -> DataError:
+    return DataError(
+        f"{shown} contains several data sets, each with its own splits: {first_names(folders)}. "
+        f"Specify the folder of one, or files by a glob. If these are classes, move the splits "
+        f"above them (train/{_name(folders[-1])})."
+    )
 
 
 def _by_folder(name: str) -> tuple[str, SplitName] | None:
@@ -245,11 +249,7 @@ def class_folder_splits(
         if not outer:
             return {"": top}, {}
         if len(outer) > 1:
-            raise DataError(
-                f"{listing.shown} contains several data sets, each with its own splits: "
-                f"{first_names(sorted(outer))}. Specify the folder of one. If these are classes, "
-                f"move the splits above them (train/{_name(min(outer))})."
-            )
+            raise _several(listing.shown, sorted(outer))
         top = outer[0]
         above = {".", *map(str, PurePosixPath(top).parents)}
         beside = {str(PurePosixPath(name).parent) for name in listing.images} - above

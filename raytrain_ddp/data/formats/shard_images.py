@@ -285,11 +285,13 @@ class Format:
 _LISTS = tuple(
     f"{end}{packed}" for end in (".csv", ".tsv", ".jsonl", ".ndjson") for packed in ("", ".gz")
 )
-PARQUET = Format("Parquet", (".parquet",), open_parquet)
-LIST = Format("CSV, TSV or JSON lines", _LISTS, open_list)
-TAR = Format("tar", (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz"), open_tar)
-ARROW = Format("Arrow", (".arrow",), open_arrow)
-FORMATS = (PARQUET, ARROW, TAR, LIST)
+_TARS = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")
+FORMATS = (
+    Format("Parquet", (".parquet",), open_parquet),
+    Format("Arrow", (".arrow",), open_arrow),
+    Format("tar", _TARS, open_tar),
+    Format("CSV, TSV or JSON lines", _LISTS, open_list),
+)
 
 
 def format_of(name: str) -> Format | None:
@@ -304,7 +306,7 @@ def open_shard(uri: str, columns: Columns) -> Shard:
         DataError: it is missing or damaged, or a column is missing or of the wrong type.
     """
     name = without_secrets(uri)
-    form = format_of(name) or PARQUET
+    form = format_of(name) or FORMATS[0]
     if not os.path.isfile(uri) and not os.path.isdir(uri) and os.path.exists(uri):
         raise DataError(f"{name}: {NO_FILE}: remove it.")
     outcome = with_retries(lambda: form.open(Opened.at(uri, name), columns), "://" not in uri)
