@@ -21,7 +21,7 @@ from split_checks import (
 )
 
 from raytrain_ddp.config.input_sections import DataConfig
-from raytrain_ddp.data.discovery.discovery import open_data_set
+from raytrain_ddp.data.discovery.data_check import open_data_set
 from raytrain_ddp.data.discovery.split_names import ROLE_OF
 from raytrain_ddp.data.formats.image_folder import EXTENSIONS, FolderImages
 from raytrain_ddp.errors import ConfigError, DataError
