@@ -1,5 +1,5 @@
-"""Augmentation policies on the host, image by image: ColorJitter, RandAugment, TrivialAugmentWide
-and AugMix, with the same operations, magnitudes and pixels as torchvision.
+"""Augmentation policies on the host, image by image: ColorJitter, RandAugment and
+TrivialAugmentWide, with the same operations, magnitudes and pixels as torchvision.
 
 torchvision's own classes draw from torch's process-wide generator, which loader threads share.
 Here the caller supplies the random numbers, so an image's pixels depend on nothing else. Kernels
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from raytrain_ddp.config.input_sections import AugmentConfig
 
-Policy = Literal["none", "randaugment", "trivial", "augmix"]
+Policy = Literal["none", "randaugment", "trivial"]
 
 _JITTER_DRAWS = 5  # the order, and a factor for each of four
-_CHAINS, _DEPTH, _SEVERITY = 3, 3, 3  # AugMix: chains, operations in the longest, levels in use
-_CHAIN_DRAWS = 1 + 3 * _DEPTH
+_LEVELS = 31
 _ORDERS = tuple(permutations(range(4)))
 
 _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whether -magnitude too
@@ -31,12 +30,7 @@ _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whe
 
 def policy_draws(config: AugmentConfig) -> int:
     """How many uniform numbers `apply_policy` needs per image; 0: it does nothing."""
-    of_policy = {
-        "none": 0,
-        "randaugment": 2 * config.operations,
-        "trivial": 3,
-        "augmix": 3 + _CHAINS * _CHAIN_DRAWS,
-    }
+    of_policy = {"none": 0, "randaugment": 2 * config.operations, "trivial": 3}
     return _JITTER_DRAWS * any(config.jitter) + of_policy[config.policy]
 
 
@@ -52,8 +46,7 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
     Returns:
         uint8 (3, height, width), contiguous unless there was nothing to do; may be `image` itself.
 
-    RandAugment: Cubuk et al. 2020; TrivialAugment: Mueller and Hutter 2021; AugMix: Hendrycks et
-    al. 2020.
+    RandAugment: Cubuk et al. 2020; TrivialAugment: Mueller and Hutter 2021.
     """
     if any(config.jitter):
         image = _jitter(image.contiguous(), config.jitter, draws[:_JITTER_DRAWS])
@@ -62,11 +55,9 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
         return image
     image = image.contiguous()  # speeds up the kernels; 0.04 ms, once
     space = _space(config.policy, *image.shape[-2:])
-    if config.policy == "augmix":
-        return _augmix(image, space, draws)
     if config.policy == "trivial":
         which, level, sign = draws
-        return _operate(image, *_chosen(space, which, int(level * 31), sign))
+        return _operate(image, *_chosen(space, which, int(level * _LEVELS), sign))
     for which, sign in zip(draws[::2], draws[1::2], strict=True):
         image = _operate(image, *_chosen(space, which, config.magnitude, sign))
     return image
@@ -81,24 +72,6 @@ def _jitter(image: Tensor, most: Sequence[float], draws: Sequence[float]) -> Ten
     return image
 
 
-def _augmix(image: Tensor, space: list[_Operation], draws: Sequence[float]) -> Tensor:
-    """The gaps that two uniform numbers leave in [0, 1] have the distribution Dirichlet(1, 1, 1);
-    Beta(1, 1) is uniform."""
-    own, (low, high) = draws[0], sorted(draws[1:3])
-    weights = torch.tensor([low, high - low, 1 - high]) * (1 - own)
-    mixed = image * own  # float32
-    for chain, weight in enumerate(weights.tolist()):
-        start = 3 + chain * _CHAIN_DRAWS
-        depth = 1 + int(draws[start] * _DEPTH)
-        augmented = image
-        for at in range(start + 1, start + 1 + 3 * depth, 3):
-            which, level, sign = draws[at : at + 3]
-            chosen = _chosen(space, which, int(level * _SEVERITY), sign)
-            augmented = _operate(augmented, *chosen, mode="bilinear")
-        mixed += augmented * weight
-    return mixed.to(torch.uint8)
-
-
 def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> tuple[str, float]:
     name, magnitudes, signed = space[int(which * len(space))]
     return name, -magnitudes[level] if signed and sign < 0.5 else magnitudes[level]
@@ -107,23 +80,18 @@ def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> t
 @lru_cache(maxsize=64)
 def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
     """The operations that a policy chooses from, with equal probability."""
-    levels = 10 if policy == "augmix" else 31
 
     def to(most: float, least: float = 0.0) -> list[float]:
-        return torch.linspace(least, most, levels).tolist()  # float32, as torchvision's
+        return torch.linspace(least, most, _LEVELS).tolist()  # float32, as torchvision's
 
     if policy == "trivial":
-        shear, across, down, angle, color = 0.99, 32.0, 32.0, 135.0, 0.99
-        bits = 8 - torch.arange(levels) / ((levels - 1) / 6)
-    elif policy == "randaugment":
-        shear, across, down, angle, color = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
-        bits = 8 - torch.arange(levels) / ((levels - 1) / 4)
+        shear, across, down, angle, color, fewer = 0.99, 32.0, 32.0, 135.0, 0.99, 6
     else:
-        shear, across, down, angle, color = 0.3, width / 3, height / 3, 30.0, 0.9
-        bits = 4 - torch.arange(levels) / ((levels - 1) / 4)
-    same = [] if policy == "augmix" else [("Identity", [0.0] * levels, False)]
+        across, down = 150 / 331 * width, 150 / 331 * height
+        shear, angle, color, fewer = 0.3, 30.0, 0.9, 4
+    bits = 8 - torch.arange(_LEVELS) / ((_LEVELS - 1) / fewer)
     return [
-        *same,
+        ("Identity", [0.0] * _LEVELS, False),
         ("ShearX", to(shear), True),
         ("ShearY", to(shear), True),
         ("TranslateX", to(across), True),
@@ -135,23 +103,23 @@ def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
         ("Sharpness", to(color), True),
         ("Posterize", bits.round().tolist(), False),
         ("Solarize", to(0.0, 1.0), False),
-        ("AutoContrast", [0.0] * levels, False),
-        ("Equalize", [0.0] * levels, False),
+        ("AutoContrast", [0.0] * _LEVELS, False),
+        ("Equalize", [0.0] * _LEVELS, False),
     ]
 
 
-def _operate(image: Tensor, name: str, magnitude: float, mode: str = "nearest") -> Tensor:
-    return _kernels(mode)[name](image, magnitude)
+def _operate(image: Tensor, name: str, magnitude: float) -> Tensor:
+    return _kernels()[name](image, magnitude)
 
 
-@lru_cache(maxsize=2)
-def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
-    """Name -> kernel(image, magnitude); `mode` of the geometric ones: nearest or bilinear."""
+@lru_cache(maxsize=1)
+def _kernels() -> dict[str, Callable[[Tensor, float], Tensor]]:
+    """Name -> kernel(image, magnitude)."""
     # The import takes seconds: only when a policy is used.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    interpolation = InterpolationMode(mode)
+    interpolation = InterpolationMode.NEAREST
 
     def shear(image: Tensor, x: float, y: float) -> Tensor:
         """Shears by a share of the height or width, about the upper left corner."""
@@ -174,7 +142,7 @@ def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
         "Color": lambda image, m: tv.adjust_saturation(image, 1 + m),
         "Contrast": lambda image, m: _contrast(tv.rgb_to_grayscale(image), image, 1 + m),
         "Sharpness": lambda image, m: _sharpness(image, 1 + m),
-        "Hue": _hue,
+        "Hue": tv.adjust_hue,
         "Posterize": lambda image, m: tv.posterize(image, int(m)),
         "Solarize": lambda image, m: tv.solarize(image, 255 * m),
         "AutoContrast": lambda image, _: tv.autocontrast(image),
@@ -206,39 +174,3 @@ def _sharpness(image: Tensor, factor: float) -> Tensor:
     smooth.add_(inner, alpha=4).mul_(1 / 13).round_()
     inner.add_(smooth.sub_(inner), alpha=1 - factor)
     return pixels.clamp_(0, 255).to(torch.uint8)
-
-
-def _hue(image: Tensor, shift: float) -> Tensor:
-    """Shifts the hue of each pixel by `shift` turns, -0.5 to 0.5, through HSV (Smith, 1978).
-
-    Rounds where torchvision does, to the same pixels, in 0.4 of its time: `where` and indexing
-    are slow on a CPU, so choices are sums of products with 0 and 1.
-    """
-    rgb = image.float().mul_(1 / 255)
-    r, g, b = rgb  # each (h, w), as all that follows
-    value = torch.maximum(torch.maximum(r, g), b)
-    span = value - torch.minimum(torch.minimum(r, g), b)
-    saturation = span / value.clamp(min=1e-3)  # grays: 0 / 1e-3; others are at least 1 / 255
-    from_r, from_g, from_b = (value - rgb) / span.clamp(min=1e-3)
-    red = (value == r).float()
-    green = (value == g).float().mul_(1 - red)
-    sixths = (from_b - from_g).mul_(red)
-    sixths += (from_r + 2).sub_(from_b).mul_(green)
-    sixths += (from_g + 4).sub_(from_r).mul_(1 - red - green)
-    hue = sixths.mul_(1 / 6).add_(1).frac_().add_(shift)
-    hue = hue.sub_(hue.floor()).mul_(6)
-
-    sector = hue.floor().clamp_(max=5)  # rounding can give 6; the end of sector 5 is the start of 0
-    part, rest = hue.sub_(sector).mul_(saturation), 1 - saturation
-    falling = (1 - part).mul_(value).clamp_(0, 1)
-    rising = part.add_(rest).mul_(value).clamp_(0, 1)
-    lowest = rest.mul_(value).clamp_(0, 1)
-    places = torch.arange(6.0).view(6, 1, 1)
-    at = (sector - places).abs_().neg_().add_(1).clamp_(min=0)  # (6, h, w): 1 in the pixel's sector
-    for i in range(3):  # red is maximal in sectors 5 and 0, falls in 1, rises in 4; others alike
-        o = 2 * i
-        channel = torch.mul(at[o - 1] + at[o], value, out=rgb[i])
-        channel += at[(o + 1) % 6] * falling
-        channel += (at[(o + 2) % 6] + at[(o + 3) % 6]).mul_(lowest)
-        channel += at[(o + 4) % 6] * rising
-    return rgb.mul_(256 - 1e-3).to(torch.uint8)
