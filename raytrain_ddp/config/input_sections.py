@@ -171,10 +171,10 @@ class AugmentConfig(Section, name="augment"):
     """With crop = random: smallest and largest area of a crop, as a fraction of the image."""
     flip: bool = False
     """Flip half of the images left to right."""
-    policy: Literal["none", "randaugment", "trivial"] = setting(
+    policy: Literal["none", "randaugment", "trivial", "augmix"] = setting(
         "none", aka="auto-augment autoaugment aa"
     )
-    """RandAugment or TrivialAugmentWide, with torchvision's operations and defaults."""
+    """RandAugment, TrivialAugmentWide, or AugMix, with torchvision's operations and defaults."""
     operations: int = setting(2, least=1, images="augment.policy = randaugment")
     """randaugment: number of operations per image."""
     magnitude: int = setting(9, least=0, most=30, images="augment.policy = randaugment")

@@ -8,10 +8,6 @@ from typing import Any
 _EXAMPLE = "use examples/{0}.py of this package's repository: fit examples/{1}.toml"
 _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: not a field
     "allow_change": (..., "remove it; a note lists the differences"),
-    "augment.policy=augmix": (
-        ...,
-        "use randaugment or trivial; or torchvision's AugMix in your task",
-    ),
     "audit": (..., "use --log.audit"),
     "char-lm": (..., _EXAMPLE.format("char_lm", "char-lm")),
     "data.cache": (None, "use data.source filecache::s3://...: fsspec keeps local copies"),
@@ -50,7 +46,6 @@ WITHDRAWN = {name: instead for name, (_, instead) in _ROWS.items()}
 DEFAULTS = {name: default for name, (default, _) in _ROWS.items() if default is not ...}
 """Defaults of withdrawn fields, which the configs of earlier runs and checkpoints contain."""
 DECIDING = {"model.unfreeze_epoch"}  # a run with a value other than the default cannot continue
-_ONLY_TRAINING = {"augment.policy=augmix", "ddp.compression=powersgd"}
 _IGNORED = {"settled"}  # ignored whatever their value
 
 
@@ -69,4 +64,4 @@ def still_read(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Removes withdrawn fields, which affected only training, from the config of a checkpoint."""
     below = {k: still_read(v, f"{k}.") if isinstance(v, Mapping) else v for k, v in tables.items()}
     kept = {name: value for name, value in below.items() if prefix + name not in DEFAULTS}
-    return {k: v for k, v in kept.items() if f"{prefix}{k}={v}" not in _ONLY_TRAINING}
+    return {k: v for k, v in kept.items() if f"{prefix}{k}={v}" != "ddp.compression=powersgd"}

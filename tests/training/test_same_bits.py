@@ -69,7 +69,7 @@ FEATURES: Mapping[str, str] = {
     "data.start-size": "16",
     "data.bad-records": "skip",
     "augment.crop": "none random",
-    "augment.policy": "randaugment trivial",
+    "augment.policy": "randaugment trivial augmix",
     "augment.erase": "0.3",
     "augment.mixup": "0.2",
     "augment.cutmix": "1",

@@ -1,5 +1,5 @@
-"""Augmentation policies on the host, image by image: ColorJitter, RandAugment and
-TrivialAugmentWide, with the same operations, magnitudes and pixels as torchvision.
+"""Augmentation policies on the host, image by image: ColorJitter, RandAugment, TrivialAugmentWide
+and AugMix, with the same operations, magnitudes and pixels as torchvision.
 
 torchvision's own classes draw from torch's process-wide generator, which loader threads share.
 Here the caller supplies the random numbers, so an image's pixels depend on nothing else. Kernels
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from raytrain_ddp.config.input_sections import AugmentConfig
 
-Policy = Literal["none", "randaugment", "trivial"]
+Policy = Literal["none", "randaugment", "trivial", "augmix"]
 
 _JITTER_DRAWS = 5  # the order, and a factor for each of four
-_LEVELS = 31
+_CHAINS, _DEPTH, _SEVERITY = 3, 3, 3  # AugMix: chains, operations in the longest, levels in use
+_CHAIN_DRAWS = 1 + 3 * _DEPTH
 _ORDERS = tuple(permutations(range(4)))
 
 _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whether -magnitude too
@@ -30,7 +31,12 @@ _Operation = tuple[str, list[float], bool]  # name, magnitude of each level, whe
 
 def policy_draws(config: AugmentConfig) -> int:
     """How many uniform numbers `apply_policy` needs per image; 0: it does nothing."""
-    of_policy = {"none": 0, "randaugment": 2 * config.operations, "trivial": 3}
+    of_policy = {
+        "none": 0,
+        "randaugment": 2 * config.operations,
+        "trivial": 3,
+        "augmix": 3 + _CHAINS * _CHAIN_DRAWS,
+    }
     return _JITTER_DRAWS * any(config.jitter) + of_policy[config.policy]
 
 
@@ -46,7 +52,8 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
     Returns:
         uint8 (3, height, width), contiguous unless there was nothing to do; may be `image` itself.
 
-    RandAugment: Cubuk et al. 2020; TrivialAugment: Mueller and Hutter 2021.
+    RandAugment: Cubuk et al. 2020; TrivialAugment: Mueller and Hutter 2021; AugMix: Hendrycks et
+    al. 2020.
     """
     if any(config.jitter):
         image = _jitter(image.contiguous(), config.jitter, draws[:_JITTER_DRAWS])
@@ -55,9 +62,11 @@ def apply_policy(image: Tensor, config: AugmentConfig, draws: Sequence[float]) -
         return image
     image = image.contiguous()  # speeds up the kernels; 0.04 ms, once
     space = _space(config.policy, *image.shape[-2:])
+    if config.policy == "augmix":
+        return _augmix(image, space, draws)
     if config.policy == "trivial":
         which, level, sign = draws
-        return _operate(image, *_chosen(space, which, int(level * _LEVELS), sign))
+        return _operate(image, *_chosen(space, which, int(level * 31), sign))
     for which, sign in zip(draws[::2], draws[1::2], strict=True):
         image = _operate(image, *_chosen(space, which, config.magnitude, sign))
     return image
@@ -72,6 +81,24 @@ def _jitter(image: Tensor, most: Sequence[float], draws: Sequence[float]) -> Ten
     return image
 
 
+def _augmix(image: Tensor, space: list[_Operation], draws: Sequence[float]) -> Tensor:
+    """The gaps that two uniform numbers leave in [0, 1] have the distribution Dirichlet(1, 1, 1);
+    Beta(1, 1) is uniform."""
+    own, (low, high) = draws[0], sorted(draws[1:3])
+    weights = torch.tensor([low, high - low, 1 - high]) * (1 - own)
+    mixed = image * own  # float32
+    for chain, weight in enumerate(weights.tolist()):
+        start = 3 + chain * _CHAIN_DRAWS
+        depth = 1 + int(draws[start] * _DEPTH)
+        augmented = image
+        for at in range(start + 1, start + 1 + 3 * depth, 3):
+            which, level, sign = draws[at : at + 3]
+            chosen = _chosen(space, which, int(level * _SEVERITY), sign)
+            augmented = _operate(augmented, *chosen, mode="bilinear")
+        mixed += augmented * weight
+    return mixed.to(torch.uint8)
+
+
 def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> tuple[str, float]:
     name, magnitudes, signed = space[int(which * len(space))]
     return name, -magnitudes[level] if signed and sign < 0.5 else magnitudes[level]
@@ -80,18 +107,23 @@ def _chosen(space: list[_Operation], which: float, level: int, sign: float) -> t
 @lru_cache(maxsize=64)
 def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
     """The operations that a policy chooses from, with equal probability."""
+    levels = 10 if policy == "augmix" else 31
 
     def to(most: float, least: float = 0.0) -> list[float]:
-        return torch.linspace(least, most, _LEVELS).tolist()  # float32, as torchvision's
+        return torch.linspace(least, most, levels).tolist()  # float32, as torchvision's
 
     if policy == "trivial":
-        shear, across, down, angle, color, fewer = 0.99, 32.0, 32.0, 135.0, 0.99, 6
+        shear, across, down, angle, color = 0.99, 32.0, 32.0, 135.0, 0.99
+        bits = 8 - torch.arange(levels) / ((levels - 1) / 6)
+    elif policy == "randaugment":
+        shear, across, down, angle, color = 0.3, 150 / 331 * width, 150 / 331 * height, 30.0, 0.9
+        bits = 8 - torch.arange(levels) / ((levels - 1) / 4)
     else:
-        across, down = 150 / 331 * width, 150 / 331 * height
-        shear, angle, color, fewer = 0.3, 30.0, 0.9, 4
-    bits = 8 - torch.arange(_LEVELS) / ((_LEVELS - 1) / fewer)
+        shear, across, down, angle, color = 0.3, width / 3, height / 3, 30.0, 0.9
+        bits = 4 - torch.arange(levels) / ((levels - 1) / 4)
+    same = [] if policy == "augmix" else [("Identity", [0.0] * levels, False)]
     return [
-        ("Identity", [0.0] * _LEVELS, False),
+        *same,
         ("ShearX", to(shear), True),
         ("ShearY", to(shear), True),
         ("TranslateX", to(across), True),
@@ -103,23 +135,23 @@ def _space(policy: Policy, height: int, width: int) -> list[_Operation]:
         ("Sharpness", to(color), True),
         ("Posterize", bits.round().tolist(), False),
         ("Solarize", to(0.0, 1.0), False),
-        ("AutoContrast", [0.0] * _LEVELS, False),
-        ("Equalize", [0.0] * _LEVELS, False),
+        ("AutoContrast", [0.0] * levels, False),
+        ("Equalize", [0.0] * levels, False),
     ]
 
 
-def _operate(image: Tensor, name: str, magnitude: float) -> Tensor:
-    return _kernels()[name](image, magnitude)
+def _operate(image: Tensor, name: str, magnitude: float, mode: str = "nearest") -> Tensor:
+    return _kernels(mode)[name](image, magnitude)
 
 
-@lru_cache(maxsize=1)
-def _kernels() -> dict[str, Callable[[Tensor, float], Tensor]]:
-    """Name -> kernel(image, magnitude)."""
+@lru_cache(maxsize=2)
+def _kernels(mode: str) -> dict[str, Callable[[Tensor, float], Tensor]]:
+    """Name -> kernel(image, magnitude); `mode` of the geometric ones: nearest or bilinear."""
     # The import takes seconds: only when a policy is used.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    interpolation = InterpolationMode.NEAREST
+    interpolation = InterpolationMode(mode)
 
     def shear(image: Tensor, x: float, y: float) -> Tensor:
         """Shears by a share of the height or width, about the upper left corner."""

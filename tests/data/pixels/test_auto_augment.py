@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations, product
 
@@ -22,10 +22,14 @@ JITTER = (0.4, 1.5, 0.6, 0.2)
 EVERY_KIND = [
     AugmentConfig(policy="randaugment", operations=3, magnitude=17),
     AugmentConfig(policy="trivial"),
+    AugmentConfig(policy="augmix"),
     AugmentConfig(jitter=JITTER),
     AugmentConfig(jitter=JITTER, policy="randaugment"),
 ]
 OPERATIONS, LEVELS = 14, 31  # of RandAugment and TrivialAugment
+# AugMix's own operations, by their places in torchvision's list, which has colors last.
+AUGMIX = (0, 1, 2, 3, 4, 9, 10, 11, 12, 5, 6, 7, 8)
+CHAIN_DRAWS = 10  # of AugMix: depth, and three for each of three operations
 
 
 def channels_last(image: Tensor) -> Tensor:
@@ -48,12 +52,14 @@ class Scripted:
         monkeypatch.setattr(torch, "randint", self._integer)
         monkeypatch.setattr(torch, "rand", lambda _: torch.tensor(0.2 if self._negative else 0.8))
 
-    def chooses(self, *operations: tuple[int, int, bool]) -> None:
+    def chooses(self, *operations: tuple[int, int, bool], depths: Iterable[int] = ()) -> None:
         """(place of the operation, level, whether negative) of each application."""
-        self._operations = iter(operations)
+        self._operations, self._depths = iter(operations), iter(depths)
 
-    def _integer(self, high: int, size: object = ()) -> Tensor:
-        if high == OPERATIONS:
+    def _integer(self, high: int, size: object = (), low: int = 0) -> Tensor:
+        if low:
+            return torch.tensor(next(self._depths))
+        if high in (OPERATIONS, len(AUGMIX)):
             place, self._level, self._negative = next(self._operations)
             return torch.tensor(place)
         return torch.tensor(self._level)
@@ -104,6 +110,34 @@ def test_randaugment_chains_operations_as_torchvision(scripted: Scripted, size: 
         scripted.chooses(*[(int(which * OPERATIONS), -1, sign < 0.5) for which, sign in pairs])
         assert torch.equal(apply_policy(image, config, draws), theirs(image))
         assert scripted.all_used()
+
+
+@pytest.mark.parametrize("size", [(20, 26), (64, 64)])
+def test_augmix_gives_torchvisions_pixels(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+):
+    config, theirs = AugmentConfig(policy="augmix"), v2.AugMix()
+    seen = set()
+    for seed in range(40):
+        image, draws = picture(*size, seed), draws_of(config, 1, seed)[0]
+        own, (low, high) = draws[0], sorted(draws[1:3])
+        shares = iter(([own, 1 - own], [low, high - low, 1 - high]))
+        # "Must be on a separate method so that we can overwrite it in tests."
+        monkeypatch.setattr(
+            theirs, "_sample_dirichlet", lambda _, s=shares: torch.tensor([next(s)])
+        )
+        chosen, depths = [], []
+        for start in range(3, 3 + 3 * CHAIN_DRAWS, CHAIN_DRAWS):
+            depths.append(1 + int(draws[start] * 3))
+            for at in range(start + 1, start + 1 + 3 * depths[-1], 3):
+                which, level, sign = draws[at : at + 3]
+                place = AUGMIX[int(which * len(AUGMIX))]
+                chosen.append((place, int(level * 3), sign < 0.5))
+                seen.add(place)
+        scripted.chooses(*chosen, depths=depths)
+        assert torch.equal(apply_policy(image, config, draws), theirs(image))
+        assert scripted.all_used()
+    assert seen == {*range(13)}
 
 
 def test_jitter_gives_torchvisions_pixels_in_every_order():
@@ -176,9 +210,9 @@ def test_torchs_number_of_threads_does_not_change_the_pixels():
     """The number of threads is the worker's number of CPUs, which may change at a restart. The
     image is larger than 256 x 256, where a sum in float32 is no longer exact."""
     image, trivial = picture(401, 500), AugmentConfig(policy="trivial")
-    jitter = AugmentConfig(jitter=JITTER)
+    jitter, augmix = AugmentConfig(jitter=JITTER), AugmentConfig(policy="augmix")
     cases = [(trivial, [pick(place, OPERATIONS), 0.4, 0.2]) for place in range(OPERATIONS)]
-    cases.append((jitter, [0.5, 0.1, 0.2, 0.3, 0.4]))
+    cases += [(jitter, [0.5, 0.1, 0.2, 0.3, 0.4]), (augmix, draws_of(augmix, 1)[0])]
     for config, draws in cases:
         pixels = []
         for threads in (1, 3):
