@@ -135,7 +135,7 @@ def _rank(rank: int, ranks: int, port: int, times: int, answers: Any) -> None:
         metrics = TreeMetrics(_NoTask(), {"mean": _Mean()}, world.device)
         for chunk in range(4 * rank, 4 * rank + 4):
             metrics.reset()
-            metrics.take(chunk, True)
+            metrics.take(chunk, metrics.state())
         metrics.values(world)
 
     ways: dict[str, Callable[[], None]] = {

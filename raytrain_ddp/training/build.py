@@ -189,6 +189,11 @@ class Build:
     # ------------------------------------------------------------------ model and state
 
     @cached_property
+    def is_new(self) -> bool:
+        """Whether no weights will be loaded: there is no checkpoint yet, nor a trained model."""
+        return not self.is_begun and newest_manifest(run_storage(self.config)) is None
+
+    @cached_property
     def model(self) -> nn.Module:
         """A new model on this worker's device, not wrapped; all ranks take part.
 
@@ -201,9 +206,7 @@ class Build:
         config, world = self.config, self.world
         own_optimizer = self.task.optimizer is not None
         seed_all(config.seed)
-        # A resumed run needs no pretrained weights: its own are loaded later.
-        is_new = not self.is_begun and newest_manifest(run_storage(config)) is None
-        model = model_of(self.task, is_new)
+        model = model_of(self.task, self.is_new)
         if not config.exact and not own_optimizer:
             require_dense(self.task, model)  # exact or the optimizer may handle sparse
         begin_training(model)
@@ -258,6 +261,11 @@ class Build:
         scaler = torch.amp.GradScaler(self.world.device.type, enabled=precision == "fp16")
         average = average_of(self.model, self.optimizer, config.ema)
         return TrainState(self.model, self.optimizer, scaler, average)
+
+    def renew_optimizer(self) -> None:
+        """Makes the optimizer and the state anew when they are needed next; the rates stay."""
+        for name in ("optimizer", "state"):
+            vars(self).pop(name, None)
 
 
 def loader_threads(config: DataConfig, cpus: int) -> LoaderThreads:

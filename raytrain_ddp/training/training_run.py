@@ -30,10 +30,11 @@ from raytrain_ddp.training.gradients.reduction import (
     ExactReduction,
     broadcast_model,
 )
-from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of, try_evaluation
+from raytrain_ddp.training.metrics.evaluation import chunks_of, evaluation_of
 from raytrain_ddp.training.monitoring import step_timing
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.task_optimizer import replaced_fields
+from raytrain_ddp.training.rehearsal import rehearse, rehearse_evaluation
 from raytrain_ddp.training.runtime.world import (
     device_name,
     require_same_software,
@@ -104,12 +105,13 @@ class Run:
         """Makes the stepper and the feed; a warm-up shows that they work."""
         build, session, is_tried = self.build, self.session, bool(self.build.warm_ups)
         build.agree_on_model()
+        rehearse(build, session.tell)
+        if not is_tried:
+            rehearse_evaluation(build, session.tell)
         self.state, self.rates = build.state, build.rates
         self.stepper = Stepper(build, session, self.clock)
         self.stepper.warm_up()
         require_equal_calls(build)
-        if not is_tried:
-            try_evaluation(build, session.tell)
         self.feed = Feed(build, session, self.clock)
         if not build.is_begun:
             self._tell(*_notes(build))
@@ -417,7 +419,7 @@ def made_ahead(build: Build) -> Build:
     if build.keeps_model:
         forward = Forward(build, build.model)
         build.warm_ups = {"": warm_up(forward, ExactReduction.require_all, build.loader)}
-        try_evaluation(build, lambda _: None)
+        rehearse_evaluation(build, lambda _: None)
     return build
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import re
 import resource
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from raytrain_ddp.data.order.epoch_order import relative_load
 from raytrain_ddp.events import Slowest, Straggler, Timing
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.monitoring.phase_clock import PHASES
-from raytrain_ddp.training.runtime.determinism import Tracker
 from raytrain_ddp.training.runtime.world import World
 
 # Dense peak FLOP/s in fp16 and bf16 with fp32 accumulation, from NVIDIA's data sheets. The first
@@ -159,6 +157,12 @@ def peak_flops_per_s(device_name: str, precision: str) -> float | None:
     return _PEAKS[name]
 
 
+class _NoModules(nullcontext[None]):
+    """Replaces a tracker of modules, with whose hooks `torch.autograd.grad` fails in a loss."""
+
+    parents = ("Global",)
+
+
 @contextmanager
 def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
     """Counts floating-point operations: those of matrix products and convolutions.
@@ -167,13 +171,9 @@ def counting_flops(compiled: bool) -> Iterator[FlopCounterMode]:
         compiled: parts are compiled, and must run uncompiled here.
     """
     torch.compiler.set_stance("force_eager" if compiled else "default")
-    # For modules that the task has compiled. The tracker's hooks may fire twice, without harm.
-    warnings.filterwarnings(
-        "ignore", r"Using `torch.compile\(module\)` when there are global hooks"
-    )
     try:
         counter = FlopCounterMode(display=False)
-        counter.mod_tracker = Tracker()
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         with counter:
             yield counter
     finally:

@@ -57,7 +57,7 @@ def merge_tree(rank: int, size: int, chunks: int, empty: list[int]) -> Any:
     for chunk in items_of_rank(chunks, size, rank):
         scores.reset()
         scores.given["loss"].update(chunk)
-        scores.take(chunk, chunk not in empty)
+        scores.take(chunk, None if chunk in empty else scores.state())
     scores.values(world)
     return scores.given["loss"].metric_state["tree"]
 
