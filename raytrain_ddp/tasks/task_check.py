@@ -91,22 +91,16 @@ def eval_data_of(task: Task, seed: int) -> Data | None:
 
 
 def _data(function: Any, data: Any, empty: str) -> Data:
-    if not isinstance(data, Data):
+    source = data.source if isinstance(data, Data) else data
+    if not isinstance(data, Data) or not isinstance(source, Source):
         hint = ""
-        if hasattr(data, "dataset"):  # a DataLoader
-            hint = (
-                " Return Data(MapSource(loader.dataset), collate): raytrain_ddp makes the batches."
-            )
-        elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if hasattr(source, "dataset"):  # a DataLoader
+            hint = " Batches are made later: return Data(MapSource(loader.dataset), collate)."
+        elif hasattr(source, "__getitem__"):
             hint = " Return Data(MapSource(dataset), collate)."
-        raise refused(function, data, "a raytrain_ddp.Data", hint)
-    if not isinstance(data.source, Source):
-        hint = f" A {type(data.source).__name__} is none."
-        if hasattr(data.source, "dataset") and hasattr(data.source, "batch_size"):
-            hint += " Wrap its data set: MapSource(loader.dataset)."
-        elif hasattr(data.source, "__getitem__") or hasattr(data.source, "__iter__"):
-            hint += " Wrap it: MapSource(dataset), or IterableSource(dataset) for an iterable one."
-        raise refused(function, data, "a Data whose source is a raytrain_ddp.Source", hint)
+        elif hasattr(source, "__iter__"):
+            hint = " Return Data(IterableSource(dataset), collate)."
+        raise refused(function, source, "a raytrain_ddp.Data of a raytrain_ddp.Source", hint)
     if not data.rows:
         raise DataError(empty)
     return data

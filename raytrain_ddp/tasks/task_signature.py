@@ -116,10 +116,10 @@ def check_options(made_by: Any, options: Mapping[str, Any]) -> None:
             text = f"{_place_of_class(made_by)}: {name} must take the config as its first argument."
             raise TaskError(text) from None
         unknown = next((each for each in options if each not in takes), "")
+        problem = f"has no option {unknown!r}" if unknown else f"cannot be called: {error}"
         own = ", ".join(filter(None, takes)) or "none"
         raise ConfigError(
-            f"task_options: {name} cannot be called: {error}.{did_you_mean(unknown, takes)} Its "
-            f"options: {own}."
+            f"task_options: {name} {problem}.{did_you_mean(unknown, takes)} Its options: {own}."
         ) from None
     typed_options(made_by, options)
 

@@ -251,8 +251,10 @@ def rehearse_evaluation(
 
 
 def _eval_batch(build: Build, size: int) -> Batch | None:
-    data = build.eval_data
-    for start in range(0, min(data.rows, _MAX_BAD), size) if data is not None else ():
+    """The first chunk of this size with a readable record; None: there is none."""
+    if (data := build.eval_data) is None:
+        return None
+    for start in range(0, min(data.rows, _MAX_BAD), size):
         rows = np.arange(start, min(start + size, data.rows), dtype=np.int64)
         batch = tried(data, Draws(0, 0, rows))
         if data.checked_samples(batch, len(rows), build.config.data.may_skip):
@@ -273,9 +275,11 @@ def _require_merging(build: Build, state: State, values: dict[str, Tensor]) -> N
         torch.testing.assert_close(
             merged, values, rtol=1e-4, atol=1e-6, equal_nan=True, check_dtype=False
         )
+    except TaskError:
+        raise
     except Exception as error:
         raise TaskError(
-            f"{place_of(task.metrics)}: metrics cannot be merged over chunks of the data: "
-            f"{' '.join(str(error).split())} Everything that compute() needs must be a state "
-            "(add_state); instead of a mean, store a sum and a count."
+            f"{place_of(task.metrics)}: metrics have other values once their states are merged, as "
+            f"over chunks of the data: {' '.join(str(error).split())} Everything that compute() "
+            "needs must be a state (add_state); instead of a mean, store a sum and a count."
         ) from error

@@ -68,8 +68,7 @@ class NoSource:
 
 
 def wrapped() -> Any:
-    inner = tm.classification.MulticlassAccuracy(5, average=None)
-    return {"loss": tm.MeanMetric(), "top1": tm.wrappers.ClasswiseWrapper(inner)}
+    return {"loss": tm.MeanMetric(), "top1": tm.wrappers.Running(tm.MeanMetric())}
 
 
 def mean(**others: Any) -> Callable[[], Any]:
@@ -206,7 +205,7 @@ def with_method(name: str, method: Any = lambda self, *_: None) -> type:
     [
         (Lacking, "train_data() eval_data() loss() evaluate() 'train_datas'"),
         (with_method("evaluate", lambda self, model, batch: None), "Mine.evaluate batch, metrics)"),
-        (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics dict"),
+        (type("NotCallable", (Bare,), {"metrics": {"loss": 1}}), "NotCallable.metrics callable"),
         (with_method("__init__", lambda self: None), "Mine config"),
         (Late, "Late.moniter 'monitor'"),
         (int, "int"),

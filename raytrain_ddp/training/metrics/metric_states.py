@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_ddp.data.loading.nested import map_leaves
-from raytrain_ddp.errors import TaskError, did_you_mean
+from raytrain_ddp.errors import TaskError, did_you_mean, first_line
 from raytrain_ddp.tasks.task import Task
 from raytrain_ddp.tasks.task_check import place_of
 from raytrain_ddp.training.runtime.world import World, broadcast
@@ -92,11 +92,21 @@ class TreeMetrics:
     def _merged(self, left: State | None, right: State | None) -> State | None:
         if left is None or right is None:
             return right if left is None else left
+        self._become(right, left)  # torchmetrics puts the argument first
+        return self.state()
+
+    def _become(self, *states: State) -> None:
+        """Merges states into metrics that are reset before."""
         self.reset()
         for name, metric in self._metrics.items():
-            metric.merge_state(right[name])  # torchmetrics puts the argument first
-            metric.merge_state(left[name])
-        return self.state()
+            try:
+                for state in states:
+                    metric.merge_state(state[name])
+            except Exception as error:
+                raise TaskError(
+                    f"{place_of(self._task.metrics)}: the metric {name!r} cannot be merged over "
+                    f"chunks of the data: {first_line(error)}."
+                ) from error
 
     def values(self, world: World) -> dict[str, Tensor]:
         """The values over all chunks, on the CPU; all ranks take part and get the same."""
@@ -118,10 +128,7 @@ class TreeMetrics:
         whole: State | None = None
         while self._nodes:  # nodes without a sibling, the last first
             whole = self._merged(self._nodes.pop()[2], whole)
-        self.reset()
-        if whole is not None:
-            for name, metric in self._metrics.items():
-                metric.merge_state(whole[name])
+        self._become(*(() if whole is None else (whole,)))
         return self.computed()
 
     def computed(self) -> dict[str, Tensor]:
