@@ -36,6 +36,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PLANS = (4, 8, 12)  # minutes
+GPUS = (2, 4, 8)
 FULL = {"image_size": 224, "steps": 60, "warm_up": 40, "every": 10, "batch": 256}
 TINY = {"image_size": 32, "steps": 2, "warm_up": 2, "every": 1, "batch": 4}
 MODELS = {"ResNet-50": "resnet50", "ViT-S": "timm:vit_small_patch16_224"}
@@ -113,7 +114,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raytrain-gpu-") as folder:
         machine, _, output = call(work("", "machine", {"tiny": args.tiny}, 60).command, 60)
         if not machine:
-            sys.exit(f"there is no GPU that works:\n{output[-2000:]}")
+            sys.exit(f"error: there is no GPU that works: {last_error(output)}")
         report.head(machine.split("; "))
         gpus = int(machine.removeprefix("GPUs: ").split()[0])
         images = {"images": images_of(args)}
@@ -141,19 +142,57 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=12, help="time limit for all [12]")
+    parser.add_argument("--minutes", type=minutes, default=12, help="time limit for all [12]")
     parser.add_argument("--out", type=Path, default=Path("gpu.md"), help="the report [gpu.md]")
     parser.add_argument("--only", nargs="+", default=[], help="words in names of measurements")
-    parser.add_argument("--images", type=int, default=2000, help="JPEGs to make [2000]")
+    parser.add_argument("--images", type=images, default=2000, help="JPEGs to make [2000]")
     parser.add_argument(
-        "--ray-wheels", type=Path, help="folder with the wheels of Ray and its dependencies"
+        "--ray-wheels", type=wheels, help="folder with the wheels of Ray and its dependencies"
     )
-    parser.add_argument("--timm-train", type=Path, help="train.py of a checkout of timm")
+    parser.add_argument("--timm-train", type=script, help="train.py of a checkout of timm")
     parser.add_argument(
-        "--torchvision-train", type=Path, help="references/classification/train.py of torchvision"
+        "--torchvision-train", type=script, help="references/classification/train.py of torchvision"
     )
     parser.add_argument("--tiny", action="store_true", help="small networks and images, few steps")
-    return parser.parse_args()
+    args = parser.parse_args()
+    names = [job.name for job in jobs(args, Path(), max(GPUS))]
+    if args.out.is_dir():
+        parser.error(f"--out {args.out}: is a folder")
+    for word in args.only:
+        if not any(word in name for name in names):
+            parser.error(f"--only {word}: no measurement has it in its name: {'; '.join(names)}")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.touch()
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot be written: {error.strerror}")
+    return args
+
+
+def minutes(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return number
+
+
+def images(text: str) -> int:
+    number = int(text)
+    if number < 60:
+        raise argparse.ArgumentTypeError(f"{text}: give 60 or more")
+    return number
+
+
+def wheels(text: str) -> Path:
+    if not [*Path(text).glob("ray-*.whl")]:
+        raise argparse.ArgumentTypeError(f"{text}: is not a folder with a file ray-*.whl")
+    return Path(text).resolve()
+
+
+def script(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such file")
+    return Path(text).resolve()
 
 
 # ------------------------------------------------------------------ what is measured
@@ -205,7 +244,7 @@ def jobs(args: argparse.Namespace, storage: Path, gpus: int) -> list[Job]:
         peer("timm", args.timm_train, storage, resnet),
         peer("torchvision", args.torchvision_train, storage, resnet),
     ]
-    for several in (2, 4, 8):
+    for several in GPUS:
         if several <= gpus:
             name = f"ResNet-50, {several} GPUs"
             found += [
@@ -345,10 +384,7 @@ def measure(job: Job, until: float) -> tuple[str, float, str] | None:
         failed = output[-20_000:]
         result = f"CUT after {limit_s:.0f} s. {result}"
     elif status and (status != NO_TESTS or "pytest" not in job.command):
-        lines = r"^(?:\[rank\d+\]: |E +)?([\w.]*Error\b.*|error: .*)"
-        errors = re.findall(lines, output, re.MULTILINE)
-        why = errors[-1][:300].replace("|", "/") if errors else "no error was printed"
-        result = f"FAILED ({status}): {why}. {result}"
+        result = f"FAILED ({status}): {last_error(output)}. {result}"
         failed = output[-20_000:]
     return result, time.monotonic() - began, failed
 
@@ -383,6 +419,13 @@ def call(command: Sequence[str], limit_s: float) -> tuple[str, int | None, str]:
     )  # torchvision's, timm's
     results = results or [f"**{float(rate):.0f} images/s**" for rate in rates]
     return results[-1] if results else "", status, output
+
+
+def last_error(output: str) -> str:
+    """Returns the last line that names an error."""
+    lines = r"^(?:\[rank\d+\]: |E +)?([\w.]*Error\b.*|error: .*)"
+    errors = re.findall(lines, output, re.MULTILINE)
+    return errors[-1][:300].replace("|", "/") if errors else "no error was printed"
 
 
 def end(group: int) -> None:
