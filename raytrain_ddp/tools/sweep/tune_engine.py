@@ -35,7 +35,8 @@ from raytrain_ddp.errors import (
     RunLockedError,
     first_line,
 )
-from raytrain_ddp.events import Eval, LogRecord, SweepStop
+from raytrain_ddp.events import Eval, SweepStop
+from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.worker import require_folder
@@ -43,7 +44,7 @@ from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folde
 from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.tools.sweep.space import parse_space, tidy
 from raytrain_ddp.tools.sweep.trials import OVER, Sweep, trial_config
-from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.membership import Membership
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.sweep.__main__ import SweepArgs
@@ -199,7 +200,7 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     until_s = time.monotonic() + _LOCKED_S
     while True:
         try:
-            end = fit_locally(config(), session=partial(TrialSession, report))
+            end = fit_locally(config(), membership=partial(TrialMembership, report))
             break
         except (ConfigError, DataError, DivergedError) as error:
             return {"cause": first_line(error)}
@@ -217,18 +218,18 @@ def reached(record: Eval) -> Result:
     return {"epochs": record.epoch + 1, "value": record.metrics.get(record.monitor, math.nan)}
 
 
-class TrialSession(LocalSession):
+class TrialMembership(Membership):
     """Reports as `train_trial` says."""
 
     def __init__(self, report: Callable[[Result], None], *args: Any) -> None:
         super().__init__(*args)
         self._report = report
 
-    def log(self, record: LogRecord) -> None:
-        super().log(record)
+    def show(self, event: Event) -> None:
+        super().show(event)
         try:
-            if isinstance(record, Eval) and not self._signal:
-                self._report(reached(record))
+            if isinstance(event, Eval) and not self._signal:
+                self._report(reached(event))
         except SystemExit:
             self._reported, self._signal = True, signal.SIGTERM
-            self.tell(SweepStop())
+            self.show(SweepStop())
