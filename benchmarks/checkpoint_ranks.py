@@ -136,7 +136,7 @@ def work(way: str, millions: int, folder: Path) -> None:
     from torch import nn
 
     from raytrain_ddp import TrainConfig
-    from raytrain_ddp.training.local_session import join_world
+    from raytrain_ddp.training.runtime.launched import join_world
 
     world = join_world(TrainConfig().scaling)
     torch.set_num_threads(1)
@@ -182,31 +182,35 @@ def of_ours(model: Any, optimizer: Any, world: Any, folder: Path) -> Any:
     import torch
 
     from raytrain_ddp import TrainConfig
+    from raytrain_ddp.checkpoint.checkpoints import Checkpoints
     from raytrain_ddp.checkpoint.manifest import Manifest
-    from raytrain_ddp.checkpoint.recorder import Best
-    from raytrain_ddp.training.local_session import LocalSession
+    from raytrain_ddp.checkpoint.metrics_log import Log
+    from raytrain_ddp.checkpoint.run_folder import run_storage
+    from raytrain_ddp.training.state.live_state import newest_state
     from raytrain_ddp.training.state.train_state import TrainState
 
     config = TrainConfig(name="run", storage=str(folder))
     state = TrainState(model, optimizer, torch.amp.GradScaler("cpu", enabled=False))
+    best = ("loss", "min")
 
-    def session() -> LocalSession:
-        return LocalSession(config, world, Best("loss", "min"), lambda _: None)
+    def checkpoints() -> Checkpoints:
+        return Checkpoints(config, Log(run_storage(config), {}, lambda _: None))
 
-    first = session()
-    assert first.latest() is None
+    first = checkpoints()
+    assert newest_state(first, best, None, world) is None
     manifest = Manifest(1, 0, 1, world.size, config={}, data_fingerprint="")
     if world.is_main:
         state.snapshot(manifest, [])  # allocates its memory
 
     def save() -> None:
-        first.commit(state.snapshot(manifest, []) if world.is_main else None)
+        if world.is_main:
+            first.save(state.snapshot(manifest, []))
         first.drain()
 
     def load() -> None:
         fresh = torch.optim.AdamW(model.parameters(), fused=True)
         begun = TrainState(model, fresh, torch.amp.GradScaler("cpu", enabled=False))
-        checkpoint = session().latest(begun.existing())
+        checkpoint = newest_state(checkpoints(), best, None, world, begun.existing())
         assert checkpoint is not None
         begun.load(checkpoint)
         optimizer.state = fresh.state  # for the comparison

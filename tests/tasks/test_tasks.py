@@ -135,11 +135,11 @@ class Drawing(TinyTask):
         super().evaluate(model, batch, metrics)
 
 
-def checking(session: Any, check: Any = training_run.try_evaluation) -> None:
+def checking(membership: Any, check: Any = training_run.try_evaluation) -> None:
     training_run.try_evaluation = check
 
 
-def unchecked(session: Any) -> None:
+def unchecked(membership: Any) -> None:
     training_run.try_evaluation = lambda *_: None
 
 
@@ -148,10 +148,10 @@ def test_the_first_check_does_not_change_the_bits_and_a_resumed_run_is_checked(
 ):
     """On three ranks, stopped and resumed, with and without it."""
     found = []
-    for name, prepare_session in (("without", unchecked), ("with", checking)):
+    for name, prepare in (("without", unchecked), ("with", checking)):
         config = tiny_config(tmp_path, name, epochs=1)
         for stop in (7, 0):
-            ran = workers(3, run_tiny, plain(config), None, stop, 0, prepare_session, Drawing)
+            ran = workers(3, run_tiny, plain(config), None, stop, 0, prepare, Drawing)
         found.append((bits(config), ran[0].outcome.metrics, ran[0].digest))
     assert found[0] == found[1]
     longer = tiny_config(tmp_path, "with", epochs=2)

@@ -29,14 +29,15 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.fit_driver import fit_locally
 from raytrain_ddp.driver.preflight import answered
 from raytrain_ddp.errors import ConfigError, DataError, DivergedError, RunLockedError, first_line
-from raytrain_ddp.events import Eval, LogRecord, SweepStop
+from raytrain_ddp.events import Eval, SweepStop
+from raytrain_ddp.messages import Event
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
 from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker import require_folder
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
 from raytrain_ddp.tools.sweep.space import parse_space, tidy
 from raytrain_ddp.tools.sweep.trials import Sweep, trial_config
-from raytrain_ddp.training.local_session import LocalSession
+from raytrain_ddp.training.membership import Membership
 
 if TYPE_CHECKING:
     from raytrain_ddp.tools.sweep.__main__ import SweepArgs
@@ -183,7 +184,7 @@ def train_trial(config: Callable[[], TrainConfig], report: Callable[[Result], No
     until_s = time.monotonic() + _LOCKED_S
     while True:
         try:
-            end = fit_locally(config(), session=partial(TrialSession, report))
+            end = fit_locally(config(), membership=partial(TrialMembership, report))
             break
         except (ConfigError, DataError, DivergedError) as error:
             return {"cause": first_line(error)}
@@ -201,18 +202,18 @@ def _reached(record: Eval) -> Result:
     return {"epochs": record.epoch + 1, "value": record.metrics.get(record.monitor, math.nan)}
 
 
-class TrialSession(LocalSession):
+class TrialMembership(Membership):
     """Reports as `train_trial` says."""
 
     def __init__(self, report: Callable[[Result], None], *args: Any) -> None:
         super().__init__(*args)
         self._report = report
 
-    def log(self, record: LogRecord) -> None:
-        super().log(record)
+    def show(self, event: Event) -> None:
+        super().show(event)
         try:
-            if isinstance(record, Eval) and not self._signal:
-                self._report(_reached(record))
+            if isinstance(event, Eval) and not self._signal:
+                self._report(_reached(event))
         except SystemExit:
             self._reported, self._signal = True, signal.SIGTERM
-            self.tell(SweepStop())
+            self.show(SweepStop())

@@ -329,21 +329,25 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def ddp_options(config: TrainConfig) -> dict[str, Any]:
-    """Keyword arguments of DistributedDataParallel. `broadcast_model` synchronizes the weights, and
-    SlotBuffers the buffers."""
+def in_ddp(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
+    """The model in DistributedDataParallel; unchanged for a single worker. `broadcast_model`
+    synchronizes the weights, and SlotBuffers the buffers."""
+    if world.size == 1:
+        return model
     ddp = config.ddp
-    return {
-        "bucket_cap_mb": ddp.bucket_cap_mb,
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "static_graph": ddp.static_graph,
-        "find_unused_parameters": ddp.find_unused_parameters,
-        "init_sync": False,
+    return DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        bucket_cap_mb=ddp.bucket_cap_mb,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view,
+        static_graph=ddp.static_graph,
+        find_unused_parameters=ddp.find_unused_parameters,
+        init_sync=False,
         **_no_buffer_sync(),
-    }
+    )
 
 
-def _no_buffer_sync() -> dict[str, bool]:
+def _no_buffer_sync() -> dict[str, Any]:
     """DDP's switch was renamed in torch 2.15; the old name causes a warning there."""
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"

@@ -92,6 +92,18 @@ class Clock:
         self.mark(phase)
         self.beat()
 
+    @contextmanager
+    def also(self, what: str) -> Iterator[None]:
+        """Tells the watchdog what rank 0 does while the others wait for it, unless it waits longer
+        for what is done now."""
+        before = self.doing
+        if before not in ("checkpoint", "evaluation", STARTING):
+            self.doing = what
+        try:
+            yield
+        finally:
+            self.doing = before
+
     def beat(self) -> None:
         """Reports progress within an operation that takes longer than a step."""
         self.moved_s = time.monotonic()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_ddp import events
+from raytrain_ddp.checkpoint.metrics_log import Log
 from raytrain_ddp.checkpoint.run_folder import run_storage
 from raytrain_ddp.data.loading.loader import Slot
 from raytrain_ddp.data.loading.nested import tensors_of, to_device
@@ -21,7 +22,6 @@ from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.monitoring.phase_clock import AGREEING, Clock
 from raytrain_ddp.training.monitoring.profiler import Profile
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 
@@ -121,15 +121,15 @@ def require_few_bad(skipped: int, where: str, most: int) -> None:
 class Feed:
     """Turns the loader's steps into slots on the device, with their global sample count."""
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
-        self._loader, self._eval_data, self._session = build.loader, build.eval_data, session
-        config, world, self._plan = build.config, build.world, build.plan
+    def __init__(self, build: Build, log: Log, clock: Clock) -> None:
+        self._loader, self._eval_data, self._log = build.loader, build.eval_data, log
+        config, self._world, self._plan = build.config, build.world, build.plan
         self._audits = config.log.audit
-        self._move, self._count = on_device(world.device, clock), self._planned
+        self._move, self._count = on_device(self._world.device, clock), self._planned
         if config.data.may_skip:
             most, per_epoch = config.data.max_bad, self._plan.steps_per_epoch
-            self._count = AgreedCount(build.state, per_epoch, most, world, clock)
-        self._profile = Profile(config.log, world, run_storage(config), clock, session.tell)
+            self._count = AgreedCount(build.state, per_epoch, most, self._world, clock)
+        self._profile = Profile(config.log, self._world, run_storage(config), clock, log.tell)
 
     def steps(self, start: int, stop: int) -> Generator[tuple[list[Slot], int], None, None]:
         """Yields (this worker's slots, samples of all workers' slots) of steps start..stop-1.
@@ -154,6 +154,6 @@ class Feed:
         """Logs a hash of the step's sample ids and pixels, equal for any number of workers and
         threads and after any restart. All ranks take part."""
         mine = [slot.digest for slot in slots]
-        digests = chain.from_iterable(from_all_ranks(mine, self._session.world))
+        digests = chain.from_iterable(from_all_ranks(mine, self._world))
         digest = sha256("".join(digests).encode()).hexdigest()
-        self._session.log(events.Audit(slots[0].step + 1, digest))
+        self._log.add(events.Audit(slots[0].step + 1, digest))

@@ -21,16 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, checkpoint_store, run_storage
+from raytrain_ddp.checkpoint.checkpoints import Checkpoints
+from raytrain_ddp.checkpoint.metrics_log import Log
+from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE
 from raytrain_ddp.config.recipe import publishable
-from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import DivergedError, RaytrainError, first_names
 from raytrain_ddp.events import Note
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.gradients.reduction import require_used
 from raytrain_ddp.training.runtime.seeding import slot_seed
 from raytrain_ddp.training.runtime.world import World, broadcast, from_all_ranks
-from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 _MOST_NAMES = 10
@@ -181,7 +181,7 @@ class _SlotLoss(NamedTuple):
     loss: float
 
 
-def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
+def handle_nonfinite(build: Build, log: Log, checkpoints: Checkpoints, trace: StepTrace) -> None:
     """Counts and reports a refused step, or ends the run; all ranks take part.
 
     Raises:
@@ -198,11 +198,11 @@ def handle_nonfinite(build: Build, session: Session, trace: StepTrace) -> None:
     most = config.optim.max_nonfinite
     if config.optim.nonfinite == "skip" and state.nonfinite <= most:
         text = f"{what}. Its update is skipped ({state.nonfinite} of at most {most})."
-        session.tell(Note(text[0].upper() + text[1:]))
+        log.tell(Note(text[0].upper() + text[1:]))
         return
     file = f"diverged-step-{trace.step:08d}.json"
     if build.world.is_main:
-        session.keep(file, _repro_document(build, session, trace, losses, names))
+        log.keep(file, _repro_document(build, checkpoints, trace, losses, names))
     broadcast(None, build.world)  # the first rank to raise may cause the others to be killed
     if config.optim.nonfinite == "skip":
         what += f", and {most} such steps (optim.max_nonfinite) were skipped before"
@@ -245,7 +245,7 @@ def _description(trace: StepTrace, losses: list[_SlotLoss], names: list[str]) ->
 
 def _repro_document(
     build: Build,
-    session: Session,
+    checkpoints: Checkpoints,
     trace: StepTrace,
     losses: list[_SlotLoss],
     names: list[str],
@@ -275,16 +275,16 @@ def _repro_document(
             }
             for rank, slot, loss in losses
         ],
-        "checkpoint": _newest(config, session),
+        "checkpoint": _newest(checkpoints),
         "command": "the same command again" if "://" in place else again,
     }
 
 
-def _newest(config: TrainConfig, session: Session) -> str | None:
+def _newest(checkpoints: Checkpoints) -> str | None:
     """Name of the newest checkpoint, including the one being written."""
     with suppress(RaytrainError, OSError):  # the run ends with its own error, not the storage's
-        session.drain()
-        names = checkpoint_store(run_storage(config)).names()
+        checkpoints.drain()
+        names = checkpoints.store.names()
         return str(names[0]) if names else None
     return None
 

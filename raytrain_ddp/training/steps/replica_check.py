@@ -17,17 +17,17 @@ from raytrain_ddp.errors import DivergedError, first_names
 from raytrain_ddp.failpoints import failpoint
 from raytrain_ddp.torch_compat import all_gather
 from raytrain_ddp.training.gradients.buffer_sync import buffers_of, is_merged
+from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
-from raytrain_ddp.training.session import Session
 from raytrain_ddp.training.state.train_state import TrainState
 
 
 class ReplicaCheck:
     """Compares parameters and buffers of all workers; ends the run if they differ."""
 
-    def __init__(self, scaling: ScalingConfig, state: TrainState, session: Session) -> None:
-        self._every = scaling.check_every_steps if session.world.size > 1 else 0
-        self._state, self._session, self._world = state, session, session.world
+    def __init__(self, scaling: ScalingConfig, state: TrainState, membership: Membership) -> None:
+        self._every = scaling.check_every_steps if membership.world.size > 1 else 0
+        self._state, self._membership, self._world = state, membership, membership.world
         self._buffers = buffers_of(state.model)
 
     def _named(self) -> dict[str, Tensor]:
@@ -78,7 +78,7 @@ class ReplicaCheck:
         return ranks, names
 
     def _problem(self, ranks: Sequence[int], names: Sequence[str]) -> str:
-        hosts, of_run = self._session.hosts, self._world.of_run
+        hosts, of_run = self._membership.hosts, self._world.of_run
         names_of = (f"{of_run(r)} ({hosts[r]})" if hosts else f"{of_run(r)}" for r in ranks)
         who = ", ".join(names_of)
         subject = f"ranks {who} have" if len(ranks) > 1 else f"rank {who} has"

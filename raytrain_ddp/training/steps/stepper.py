@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -23,16 +23,16 @@ from raytrain_ddp.training.gradients.reduction import (
     DdpReduction,
     ExactReduction,
     compress,
-    ddp_options,
+    in_ddp,
     model_tensors,
 )
+from raytrain_ddp.training.membership import Membership
 from raytrain_ddp.training.monitoring.phase_clock import Clock
 from raytrain_ddp.training.optimizer.lr_schedule import steps_to_check
 from raytrain_ddp.training.optimizer.optimizer_state import parameters_of, skips_on_device
 from raytrain_ddp.training.optimizer.several_optimizers import Optimizers, turns_of
 from raytrain_ddp.training.runtime.seeding import seed_slot
-from raytrain_ddp.training.session import Session
-from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, handle_nonfinite
+from raytrain_ddp.training.steps.nonfinite import NonfiniteGuard, StepTrace
 from raytrain_ddp.training.steps.replica_check import ReplicaCheck
 from raytrain_ddp.training.steps.step_decisions import Cadence
 from raytrain_ddp.training.steps.warm_up import Forward, WarmUp, warm_up
@@ -45,13 +45,22 @@ class Stepper:
 
     All ranks make a Stepper, as the model may be wrapped in DDP.
 
+    Args:
+        refuse: counts and reports a refused step, or ends the run; all ranks take part.
+
     Attributes:
         shares: the result of the last step; see `__call__`.
         flops: operations per sample, forward and backward, averaged over the first steps; known
             after `warm_up`.
     """
 
-    def __init__(self, build: Build, session: Session, clock: Clock) -> None:
+    def __init__(
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+    ) -> None:
         config, self._state, optimizer = build.config, build.state, build.optimizer
         per_epoch = build.plan.steps_per_epoch
         self._build, self._clock = build, clock
@@ -59,10 +68,11 @@ class Stepper:
         self._is_one = not isinstance(optimizer, Optimizers)
         named = optimizer.named if isinstance(optimizer, Optimizers) else {"": optimizer}
         self._turns = {
-            name: _Turn(build, session, clock, name, each) for name, each in named.items()
+            name: _Turn(build, membership, clock, refuse, name, each)
+            for name, each in named.items()
         }
         self._logs = Cadence(config, per_epoch).logs
-        self.replica_check = ReplicaCheck(config.scaling, self._state, session)
+        self.replica_check = ReplicaCheck(config.scaling, self._state, membership)
         self.shares: Tensor | None = None
         self.flops = 0.0
         self._is_changing = False
@@ -101,7 +111,7 @@ class Stepper:
 
         Raises:
             DivergedError: this step, or on a GPU the previous one, was not finite (see
-                `handle_nonfinite`), or the weights of the ranks differ (see `ReplicaCheck`).
+                `refuse`), or the weights of the ranks differ (see `ReplicaCheck`).
         """
         state, names = self._state, self._due(self._state.step)
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
@@ -213,11 +223,17 @@ class _Turn:
     """
 
     def __init__(
-        self, build: Build, session: Session, clock: Clock, name: str, optimizer: Optimizer
+        self,
+        build: Build,
+        membership: Membership,
+        clock: Clock,
+        refuse: Callable[[StepTrace], None],
+        name: str,
+        optimizer: Optimizer,
     ) -> None:
         self._config, self._task, self._state = build.config, build.task, build.state
         self._world, self._clock, self._optimizer = build.world, clock, optimizer
-        self._confirm, self._require_ranks = session.confirm, session.require_ranks
+        self._confirm, self._require_ranks = membership.confirm, membership.require_ranks
         config, world, model = build.config, build.world, build.model
         self._others: list[nn.Parameter] = []
         if name:
@@ -232,11 +248,10 @@ class _Turn:
                 bucket_mib = config.ddp.bucket_cap_mb
                 self.reduction = ExactReduction(model, config.slots, world, bucket_mib, clock)
             else:
-                net = session.wrap(model, ddp_options(config))
+                net = in_ddp(model, config, world)
                 compress(net, config, self._state.scaler, world)
                 scale = 1.0 if is_scaled else float(world.size)
                 self.reduction = DdpReduction(net, scale, world)
-            refuse = partial(handle_nonfinite, build, session)
             self.guard = NonfiniteGuard(self._state, refuse, world.device)
         self._net, self.forward = net, Forward(build, net, name)
         exact_slots = config.slots if config.exact else 0

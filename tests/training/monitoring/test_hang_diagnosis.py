@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from processes import Died, Group, Raised
 from tiny import (
-    ScriptedSession,
+    ScriptedMembership,
     TinyNet,
     TinyTask,
     WorkerResult,
@@ -45,11 +45,11 @@ def run_alongside(
 ) -> tuple[WorkerResult, float]:
     """`then` is called on each rank before each step."""
 
-    def prepare_session(session: ScriptedSession) -> None:
-        session.before_step = partial(then, rank, Path(folder))
+    def prepare(membership: ScriptedMembership) -> None:
+        membership.before_step = partial(then, rank, Path(folder))
 
     started = time.monotonic()
-    return run_tiny(rank, size, config, prepare_session=prepare_session), time.monotonic() - started
+    return run_tiny(rank, size, config, prepare=prepare), time.monotonic() - started
 
 
 def barrier_on_rank_1(rank: int, _: Path, step: int) -> None:
@@ -80,12 +80,12 @@ def slow_on_rank_1(rank: int, _: Path, step: int) -> None:
     time.sleep(0.12 if rank == 1 else 0.0)
 
 
-def fail_on_rank_0(session: ScriptedSession) -> None:
+def fail_on_rank_0(membership: ScriptedMembership) -> None:
     def fail(step: int) -> None:
-        if (session.world.rank, step) == (0, 13):
+        if (membership.world.rank, step) == (0, 13):
             raise DataError("a record of rank 0 is bad")
 
-    session.before_step = fail
+    membership.before_step = fail
 
 
 def pause_all(rank: int, folder: Path, step: int) -> None:

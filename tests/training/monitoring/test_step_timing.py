@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from processes import Group
-from tiny import ScriptedSession, plain, run_tiny, tiny_config
+from tiny import ScriptedMembership, plain, run_tiny, tiny_config
 
 from raytrain_ddp.checkpoint.run_folder import read_history, run_storage
 from raytrain_ddp.config.train_config import TrainConfig
@@ -55,12 +55,12 @@ def test_fault_32_a_straggler_is_reported_once_and_again_when_it_changes():
     assert "rank 1 on b takes 3.0 x" in event.text
 
 
-def slow_down_rank_1(session: ScriptedSession) -> None:
+def slow_down_rank_1(membership: ScriptedMembership) -> None:
     def pause(_: int) -> None:
-        if session.world.rank == 1:
+        if membership.world.rank == 1:
             time.sleep(0.2)
 
-    session.before_step = pause
+    membership.before_step = pause
 
 
 @pytest.fixture(scope="module")

@@ -1,36 +1,36 @@
-"""The session under Ray Train."""
+"""Who trains with this process under Ray: Ray Train's workers, or the generations of a roster."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import ray
 import ray.train
-import ray.train.torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch import nn
 
 from raytrain_ddp.checkpoint.lease import Owner
-from raytrain_ddp.checkpoint.recorder import Best, Recorder
-from raytrain_ddp.config.train_config import TrainConfig
+from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.errors import RetriesExhausted
-from raytrain_ddp.events import Checkpoint, LogRecord, Note, Plan, Preempted
+from raytrain_ddp.events import Checkpoint, Note, Plan, Preempted
 from raytrain_ddp.membership.generations import NewcomerWaits, Place
+from raytrain_ddp.membership.roster import Seat
 from raytrain_ddp.messages import Evaluating, Event, InProgress, Outcome, Phase, WorkerFailed
+from raytrain_ddp.ray_backend.failure_causes import cause_of
 from raytrain_ddp.ray_backend.mailbox import Answer, Outbox
 from raytrain_ddp.ray_backend.preemption import STOP, Notice
+from raytrain_ddp.ray_backend.worker import group_name
 from raytrain_ddp.ray_backend.worker_log import WorkerLog
+from raytrain_ddp.ray_backend.worker_process import set_environment, world_of_worker
+from raytrain_ddp.training.membership import Membership, Requests
 from raytrain_ddp.training.monitoring.hang_diagnosis import Hang, RankStatus
 from raytrain_ddp.training.monitoring.watchdog import Exchange
-from raytrain_ddp.training.runtime.world import World, broadcast
-from raytrain_ddp.training.session import Requests, Session
-from raytrain_ddp.training.state.live_state import LiveState
+from raytrain_ddp.training.runtime.world import broadcast
 
 _PUSH_EVERY_S = 0.2
 _MEET_S = 10.0
@@ -39,16 +39,15 @@ _CONFIRM_EVERY_S = 0.05
 _HELD_LONGER_S = 60.0  # beyond the announced end of a node
 
 
-class RaySession(Session):
+class RayMembership(Membership):
     """Ray Train places the workers, and learns nothing of the checkpoints.
 
     Args:
         mailbox: handle of the Mailbox actor.
+        threads: CPUs of the worker.
         look_every_s: how often to check for preemption notices; 0: never.
-        start: an id shared by the workers of this start only; a generation has one.
-        live: see Session.
-        place: in the generations, if dead workers are replaced.
-        before: this process's session in the generation before: its last events are sent by this.
+        place: in the generations; None: in Ray Train's process group, where all are restarted if
+            one dies.
 
     Attributes:
         step: the current one; None before the first.
@@ -57,116 +56,97 @@ class RaySession(Session):
     only_main_asks = True
 
     def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        mailbox: Any,
-        best: Best,
-        look_every_s: float = 0.0,
-        start: str = "",
-        live: LiveState | None = None,
-        place: Place | None = None,
-        before: RaySession | None = None,
+        self, mailbox: Any, threads: int, look_every_s: float = 0.0, place: Place | None = None
     ) -> None:
-        seat = place.seat if place else None
-        start = seat.generation if seat else start
-        self._outbox: Outbox = before._outbox if before else Outbox()
-        alone = world.size if seat else 1  # others continue without those of some nodes
-        self._notice = Notice(look_every_s, self.tell, alone)
+        self._outbox = Outbox()
+        alone = Seat(0, size=1, ranks=(place.rank,)) if place else None
+        super().__init__(world_of_worker(threads, alone), self._outbox.add)
+        self._mailbox, self._place = mailbox, place
+        self._threads, self._look_every_s = threads, look_every_s
         self._training = threading.current_thread()
-        self._words = WorkerLog(world)
-        super().__init__(config, world, best, self._say, live)
         self.step: int | None = None
-        self._mailbox, self._start, self._place = mailbox, start, place
         self._owners: Sequence[Owner] = ()
         self._newcomer = self._joins = False
         self._answer: Any = None
-        self._pushed_at, self._signal = 0.0, 0
+        self._pushed_at = 0.0
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        if self.is_continued:
-            self.push()
-        else:
-            self.deliver()
+    def join(self) -> bool:
+        self.step = None
+        others = 1
+        if self._place is not None:
+            if not self._outbox.is_empty():
+                self.push()
+            if not self._place.join():
+                return False
+            set_environment(self._place.seat)
+            self.world = world_of_worker(self._threads, self._place.seat)
+            others = self.world.size  # they continue without those of some nodes
+        self._words = WorkerLog(self.world)
+        self._notice = Notice(self._look_every_s, self.show, others)
+        return True
 
-    def take_over(self, recorder: Recorder | None) -> None:
-        super().take_over(recorder)
-        if not self.world.is_main:
-            self.deliver()
+    def leave(self) -> None:
+        if self._place is not None:
+            self._place.leave()
 
-    def deliver(self) -> None:
-        """Waits until the driver has received the last events, of which only a process that is or
-        was rank 0 has some."""
-        deadline, wait_s = time.monotonic() + _LAST_S, _LAST_S / 2
-        while not self._outbox.is_empty() and time.monotonic() < deadline:
-            self.push(wait_s, to_say=False)
-            time.sleep(_CONFIRM_EVERY_S)
-            wait_s = 1.0
+    def end(self, outcome: Outcome) -> Outcome:
+        if outcome.signal == STOP:  # nodes are preempted, with work left to do
+            outcome = replace(outcome, signal=self._hold())
+        self.show(outcome)
+        self._deliver()
+        if self._place is not None:
+            self._place.part()
+        return outcome
 
-    def wrap(self, model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-        if self._place:  # Ray Train may not know this worker, and counts others
-            return super().wrap(model, options)
-        wrapped: nn.Module = ray.train.torch.prepare_model(
-            model, parallel_strategy_kwargs=dict(options)
-        )
-        return wrapped
+    def close(self) -> None:
+        """Waits until the driver has received the last events."""
+        if self._place is not None:
+            self._place.close()
+        self._deliver()
 
-    def require_ranks(self) -> None:
-        if self._place:
-            self._place.require_ranks()
+    def goes_on(self, error: BaseException) -> bool:
+        if self._place is None or not isinstance(error, Exception):
+            return False
+        return self._place.has_lost_ranks(error) or cause_of(error) == "peer"
 
-    def confirm(self) -> None:
-        if self._place:
-            self._place.confirm()
-
-    def _say(self, event: Event) -> None:
-        """Called for all events of rank 0, also from the committing thread."""
+    def show(self, event: Event) -> None:
         self._words.take(event)
+        if isinstance(event, Plan):
+            self.step = event.start_step
+        is_own = threading.current_thread() is self._training
+        if is_own and not self.world.is_main:
+            return
         if isinstance(event, Checkpoint):
             self._notice.committed(event.seconds or 0.0)
         self._outbox.add(event)
-        if isinstance(event, Note) and threading.current_thread() is self._training:
-            self.push()  # the caller may be about to block
-
-    def log(self, record: LogRecord) -> None:
-        super().log(record)
-        if not self.world.is_main:
-            self._words.take(record)
-
-    def tell(self, event: Event) -> None:
-        super().tell(event)
-        if not self.world.is_main:
-            self._words.take(event)
-        if isinstance(event, Plan):
-            self.step = event.start_step
-        if isinstance(event, Phase | Plan | Evaluating):
+        if is_own and isinstance(event, Note | Phase | Plan | Evaluating):
             self.push()  # the next push, at a step, may be far off
 
-    def requests(self) -> Requests:
-        """Called once per step; also counts steps and pushes events."""
-        self.step = (self.step or 0) + 1
-        requests = self._asked(self._notice.requests)
-        # A new generation needs the storage.
-        fails = self.recorder is not None and self.recorder.committer.fails
-        self._joins = self._newcomer and not fails
-        return requests._replace(look=requests.look or self._joins)
+    # ------------------------------------------------------------------ during a step
 
-    def requests_in_evaluation(self) -> Requests:
-        self._joins = False  # the evaluation would be repeated
-        return self._asked(self._notice.requests_in_evaluation)
+    def require_ranks(self) -> None:
+        if self._place is not None:
+            self._place.require_ranks()
 
-    def _asked(self, notice: Callable[[], Requests]) -> Requests:
-        if not self.world.is_main:
-            return Requests()
+    def confirm(self) -> None:
+        if self._place is not None:
+            self._place.confirm()
+
+    def requests(self, step: int | None, may_join: bool = False) -> Requests:
+        self.step = step or self.step
         if time.monotonic() - self._pushed_at >= _PUSH_EVERY_S:
             self.push()
-        requests = notice()
-        return requests._replace(stop=self._signal) if self._signal else requests
+        if not self.world.is_main:
+            return Requests()
+        self._joins = self._newcomer and may_join
+        notice = self._notice
+        requests = notice.requests_in_evaluation() if step is None else notice.requests()
+        look = requests.look or self._joins
+        return requests._replace(stop=self._signal or requests.stop, look=look)
 
     def look(self) -> None:
         """All ranks take part; raises NewcomerWaits on all or none."""
-        if not self._place:
+        if self._place is None:
             self._notice.look(ray.train.get_preemption_info())
             return
         found = None
@@ -177,12 +157,14 @@ class RaySession(Session):
             raise NewcomerWaits
         self._notice.look(preemption)
 
-    def status_exchange(self, owners: Sequence[Owner]) -> Exchange:
+    # ------------------------------------------------------------------ hangs
+
+    def status_exchange(self, owners: Sequence[Owner], run: Storage) -> Exchange:
         self._owners = owners
 
         def exchange(status: RankStatus | None) -> dict[int, RankStatus]:
             pending = self._mailbox.exchange_status.remote(
-                self._start, self.world.rank, status and asdict(status)
+                group_name(self._place), self.world.rank, status and asdict(status)
             )
             answers = ray.get(pending, timeout=_MEET_S)
             return {rank: RankStatus(**each) for rank, each in answers.items()}
@@ -197,14 +179,14 @@ class RaySession(Session):
         return next(filter(None, ray.get(pending, timeout=_MEET_S)), "") if pending else ""
 
     def has_ended(self) -> bool:
-        return self._place is not None and (self._place.is_broken or self._place.has_left)
+        return self._place is not None and self._place.has_ended
 
     def report_hang(self, hang: Hang) -> None:
         """The driver is notified by each rank that responds. Ranks that block the others end if
         these can be replaced; otherwise, all end."""
         who = [f"rank {self.world.of_run(rank)}" for rank in hang.ranks]
         event = WorkerFailed(
-            start=self._start,
+            start=group_name(self._place),
             rank=self.world.of_run(self.world.rank),
             step=hang.step,
             error=f"the hang of {', '.join(who) or 'all ranks'}",
@@ -226,26 +208,7 @@ class RaySession(Session):
                 return
         os._exit(RetriesExhausted.exit_status)
 
-    def is_taken_away(self, outcome: Outcome) -> bool:
-        """Whether training stopped because nodes are preempted, with work left to do."""
-        return outcome.signal == STOP
-
-    def hold(self) -> int:
-        """Waits until Ray ends this worker; everything is committed.
-
-        Returns the number of a signal by which the user stops the run in the meantime.
-
-        Raises:
-            TimeoutError: Ray did not end it.
-        """
-        self.tell(Preempted("everything is saved; waiting for other nodes"))
-        deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
-        while time.monotonic() < deadline:
-            self.push(wait_s=1)
-            if self._signal:
-                return self._signal
-            time.sleep(0.2)
-        raise TimeoutError("the node that was to be preempted is still there")
+    # ------------------------------------------------------------------ the driver
 
     def push(self, wait_s: float = 0, to_say: bool = True) -> None:
         """Sends events without waiting, and handles the reply to the previous push.
@@ -266,6 +229,32 @@ class RaySession(Session):
             self._outbox.add(InProgress(self.step))
         self._answer = self._mailbox.push.remote(*self._outbox.letter())
         self._pushed_at = time.monotonic()
+
+    def _deliver(self) -> None:
+        """Waits until the driver has received the last events, of which only a process that is or
+        was rank 0 has some."""
+        deadline, wait_s = time.monotonic() + _LAST_S, _LAST_S / 2
+        while not self._outbox.is_empty() and time.monotonic() < deadline:
+            self.push(wait_s, to_say=False)
+            time.sleep(_CONFIRM_EVERY_S)
+            wait_s = 1.0
+
+    def _hold(self) -> int:
+        """Waits until Ray ends this worker; everything is committed.
+
+        Returns the number of a signal by which the user stops the run in the meantime.
+
+        Raises:
+            TimeoutError: Ray did not end it.
+        """
+        self.show(Preempted("everything is saved; waiting for other nodes"))
+        deadline = time.monotonic() + self._notice.left_s() + _HELD_LONGER_S
+        while time.monotonic() < deadline:
+            self.push(wait_s=1)
+            if self._signal:
+                return self._signal
+            time.sleep(0.2)
+        raise TimeoutError("the node that was to be preempted is still there")
 
 
 def _on_its_node(call: Callable[[Owner], Any], owner: Owner) -> list[Any]:
