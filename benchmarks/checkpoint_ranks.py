@@ -136,7 +136,7 @@ def work(way: str, millions: int, folder: Path) -> None:
     from torch import nn
 
     from raytrain_ddp import TrainConfig
-    from raytrain_ddp.training.runtime.launched import join_world
+    from raytrain_ddp.training.runtime.world import join_world
 
     world = join_world(TrainConfig().scaling)
     torch.set_num_threads(1)

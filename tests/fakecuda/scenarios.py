@@ -23,8 +23,7 @@ from raytrain_ddp.tasks.task_loading import load_task
 from raytrain_ddp.training.build import Build
 from raytrain_ddp.training.loop import take_part
 from raytrain_ddp.training.membership import Membership, Requests
-from raytrain_ddp.training.runtime.launched import join_world
-from raytrain_ddp.training.runtime.world import World, choose_device
+from raytrain_ddp.training.runtime.world import World, choose_device, join_world
 
 
 def trains(

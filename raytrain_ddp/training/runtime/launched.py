@@ -1,4 +1,4 @@
-"""Connects the processes that torchrun or another launcher starts, if there are any."""
+"""Connects the processes that torchrun or another launcher starts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from raytrain_ddp.config.environment import cpus_of_process, ranks_of_launcher
-from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.errors import PreflightError, first_line
-from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, set_missing
-from raytrain_ddp.training.runtime.world import World
 from raytrain_ddp.uri import answer_within
 
 LIMIT_S = 600.0  # as torchrun waits for its nodes
@@ -64,6 +57,8 @@ def join_launched(
     Raises:
         PreflightError: some did not connect, or this one cannot reach the others.
     """
+    import torch.distributed as dist
+
     at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     there, given_up = 0, threading.Event()
 
@@ -95,55 +90,3 @@ def join_launched(
         raise PreflightError(f"{what()}, which did not connect within {LIMIT_S:g} s. {UNSET}")
     if isinstance(answer, Exception):
         raise PreflightError(f"rank {rank} cannot connect at {at}: {first_line(answer)} {UNSET}")
-
-
-def join_world(
-    scaling: ScalingConfig,
-    exact: bool = False,
-    nccl: Mapping[str, str] | None = None,
-    tell: Callable[[str], None] | None = None,
-) -> World:
-    """This process's world: torchrun's if its variables are set, else of size 1.
-
-    Args:
-        scaling: `use_gpu`, `backend` and `cpus_per_worker` are used, the last as the number of
-            threads. auto: with a GPU, this process's share of the CPUs, for its loader; without,
-            OMP_NUM_THREADS or torch's own number.
-        exact: auto is 1 on CPUs, as sums depend on the number of threads.
-        nccl: see `nccl_settings`.
-        tell: see `Waiting`.
-
-    Raises:
-        PreflightError: torchrun's variables contradict each other, the other processes do not
-            connect, or a GPU is wanted but there is none for this process.
-    """
-    rank, size, local_rank = ranks_of_launcher()
-    gpus = torch.cuda.device_count()
-    use_gpu = gpus > 0 if scaling.use_gpu == "auto" else scaling.use_gpu
-    if use_gpu and local_rank >= gpus:
-        raise PreflightError(
-            f"process {local_rank} of this machine needs a GPU, but there are {gpus}: start fewer, "
-            "or train on CPUs with --scaling.use-gpu False."
-        )
-    if size > 1 and not dist.is_initialized():
-        over_nccl = use_gpu and scaling.backend != "gloo"
-        if over_nccl:
-            set_missing(nccl or {})
-        join_launched(
-            rank,
-            size,
-            lambda store: dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if over_nccl else "gloo",
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=collective_timeout(scaling) if over_nccl else None,
-            ),
-            tell,
-        )
-    device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
-    if scaling.cpus_per_worker != "auto" or (exact and not use_gpu):
-        threads = scaling.threads
-    else:
-        threads = cpus_of_process() if use_gpu else torch.get_num_threads()
-    return World(rank, size, local_rank, device, threads)
