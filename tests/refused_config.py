@@ -76,7 +76,6 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "scaling.gpus_per_worker": [0.0, 2.0],
     "scaling.max_failures": [-1],
     "scaling.wait_s": [-1.0],
-    "scaling.max_preemptions": [-2],
     "scaling.resize_s": [0.0],
     "scaling.start_timeout_s": [0.0, "long"],
     "scaling.hang_s": [-1.0, "long"],
@@ -92,5 +91,5 @@ ROWS = [
     Row("--no-ddp.shard-optimizer", 2, "ddp.shard", light=True),
     Row("--local --address auto", 2, "--address --local", light=True),
     Row("--storage taken/runs", 3, "taken/runs", {"taken": ""}),
-    Row("evaluate rates", 5, "rates trial-1", A_SWEEP),
+    Row("evaluate rates", 2, "rates trial-1", A_SWEEP),
 ]

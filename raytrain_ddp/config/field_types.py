@@ -54,6 +54,7 @@ def setting(default: Any, **facts: Any) -> Any:
         of_loop: the training loop reads the field; the others in its section are for the task.
         path: what kind of path the value is; see paths.py.
         metavar: how the help shows the value.
+        aka: what other trainers call it, where that does not look like its name; for suggestions.
     """
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: {**default}, metadata=facts)
@@ -67,7 +68,7 @@ class Section:
     numbers Python's.
 
     Raises:
-        ConfigError: a line for each value that its field does not take.
+        ConfigError: names each value that its field does not take.
     """
 
     section: ClassVar[str] = ""
@@ -91,7 +92,7 @@ class Section:
     def __post_init__(self) -> None:
         fitting, wrong = checked(type(self), vars(self))
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError(" ".join(wrong))
         vars(self).update(fitting)
 
 

@@ -24,8 +24,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from raytrain_ddp.bottleneck import StepSplit
-from raytrain_ddp.driver.listener import Listener
-from raytrain_ddp.driver.result import FitResult
+from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.formatting import (
     format_bytes,
@@ -149,11 +148,13 @@ class Display(Listener):
 
     def draw(self, run: Storage, name: str) -> None:
         """Draws the run's curves.png. Raises OSError."""
-        from raytrain_ddp.checkpoint.run_folder import CURVES_FILE, read_log
-        from raytrain_ddp.tools.report.curves import draw_curves
+        from raytrain_ddp.checkpoint.run_folder import CURVES_FILE
+        from raytrain_ddp.tools.report.charts import figure_of
+        from raytrain_ddp.tools.report.curves import curves
+        from raytrain_ddp.tools.report.run_files import read_run
 
         image = io.BytesIO()
-        draw_curves(read_log(run), image, name)
+        figure_of(curves([read_run(run, name)]), name).savefig(image, format="png")
         run.write_atomic(CURVES_FILE, image.getvalue())
 
     def summary(
