@@ -202,7 +202,7 @@ def _attributes(build: Build) -> dict[str, str]:
     return {
         f"{name}.{key}": short.repr(value)
         for name, owner in {"task": build.task, **modules}.items()
-        for key, value in vars(owner).items()
+        for key, value in getattr(owner, "__dict__", {}).items()
         if key not in ("_parameters", "_buffers", "_modules")
     }
 

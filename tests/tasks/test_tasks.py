@@ -142,6 +142,8 @@ def test_evaluations_and_their_rehearsal_do_not_change_the_bits_and_a_resumed_ru
         config = tiny_config(tmp_path, kind.__name__, epochs=1)
         for stop in (7, 0):
             ran = workers(3, run_tiny, plain(config), None, stop, 0, None, kind)
+            phases = [event["name"] for event in ran[0].events if event["kind"] == "phase"]
+            assert ("rehearsing two steps" in phases) == (stop == 7)
         found.append((bits(config), ran[0].digest))
     assert found[0] == found[1]
     longer = tiny_config(tmp_path, "Drawing", epochs=2)

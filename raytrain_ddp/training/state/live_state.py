@@ -21,11 +21,11 @@ from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint, CheckpointName
 from raytrain_ddp.checkpoint.streams import joined
 from raytrain_ddp.checkpoint.tensor_places import Existing
-from raytrain_ddp.errors import RaytrainError
+from raytrain_ddp.errors import CheckpointError, RaytrainError
 from raytrain_ddp.retries import OUTAGE_S
 from raytrain_ddp.training.runtime.fingerprints import fingerprints
 from raytrain_ddp.training.runtime.world import World, from_all_ranks
-from raytrain_ddp.training.state.shared_checkpoint import ReceivedCheckpoint, Relay, failing
+from raytrain_ddp.training.state.shared_checkpoint import ReceivedCheckpoint, Relay
 
 T = TypeVar("T")
 
@@ -99,7 +99,10 @@ def newest_state(
         if isinstance(answer, RaytrainError):
             raise answer
         if isinstance(answer, OSError):
-            raise failing(place, answer) from answer
+            raise CheckpointError(
+                f"the storage of {place} fails: {' '.join(str(answer).split())}. Fix it or free "
+                "space, then run the same command again to resume from the newest checkpoint."
+            ) from answer
         return cast(T, answer)
 
     def stored(may_read: bool) -> tuple[Checkpoint | None, list[int]]:

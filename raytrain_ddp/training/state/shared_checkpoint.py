@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.checkpoint.store import Checkpoint
 from raytrain_ddp.checkpoint.streams import BytesLike, in_chunks, new_memory
 from raytrain_ddp.checkpoint.tensor_places import Existing, TensorPlaces, view_tensors
-from raytrain_ddp.errors import CheckpointError, ConfigError
+from raytrain_ddp.errors import ConfigError
 from raytrain_ddp.training.gradients.buffer_sync import own_memory
 from raytrain_ddp.training.runtime.world import World, broadcast
 
@@ -155,13 +154,6 @@ class ReceivedCheckpoint(Checkpoint):
             return dict(self.own.pop(filename))
         content = self.files.pop(filename)
         return view_tensors(content) if isinstance(content, memoryview) else content.tensors()
-
-
-def failing(storage: Storage, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the storage of {storage} fails: {' '.join(str(error).split())}. Fix it or free space, "
-        "then run the same command again to resume from the newest checkpoint."
-    )
 
 
 def _as_tensor(data: memoryview) -> Tensor:
