@@ -1,6 +1,6 @@
 """The picture of README.md: a worker is killed, the run continues, the weights are the same.
 
-    python benchmarks/killed_run.py docs/killed-run.svg
+    python tools/killed_run.py docs/killed-run.svg
 
 Trains the digits twice with three workers on an embedded Ray. In the first run, one worker is
 killed (SIGKILL) after step 120. Then prints the hash of both runs' weights, and draws what the

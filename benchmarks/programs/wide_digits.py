@@ -1,4 +1,4 @@
-"""What network.py and exact.py train: ``--task benchmarks/network_task.py:WideDigits``."""
+"""What exact.py trains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raytrain_ddp.tasks.image_classification import ImageClassification
 
 class WideDigits(ImageClassification):
     """The bundled digits, with an MLP of 25.2 M parameters: as much to send as a ResNet-50 has, and
-    a hundredth of its arithmetic, which two hosts on two cores would wait for."""
+    a hundredth of its arithmetic."""
 
     def model(self) -> nn.Module:
         return wide_mlp(len(self.class_names))

@@ -1,4 +1,4 @@
-"""Contender of exact.py: plain DistributedDataParallel with gradient accumulation, for torchrun."""
+"""Contender "plain" of exact.py: DistributedDataParallel with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from network_task import wide_mlp
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from wide_digits import wide_mlp
 
 
 def main(slots: int, micro_batch: int, steps: int, folder: Path) -> None:
@@ -25,17 +25,19 @@ def main(slots: int, micro_batch: int, steps: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(net.parameters(), 0.02, momentum=0.9, nesterov=True)
     images, labels = torch.randn(micro_batch, 3, 8, 8), torch.arange(micro_batch) % 10
     own = len(range(rank * slots // size, (rank + 1) * slots // size))
-    at = []
+    records = []  # as in the log of fit
     for _ in range(steps):
         optimizer.zero_grad()
         for slot in range(own):
             with nullcontext() if slot == own - 1 else net.no_sync():
                 (cross_entropy(net(images), labels) * size / slots).backward()
         optimizer.step()
-        at.append(time.monotonic())
-    if rank == 0:
         memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        (folder / "plain.json").write_text(json.dumps({"at": at, "memory_bytes": memory_bytes}))
+        timing = {"peak_memory_bytes": memory_bytes}
+        records.append({"kind": "train", "seconds": time.monotonic(), "timing": timing})
+    if rank == 0:
+        (folder / "run").mkdir()
+        (folder / "run/metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     dist.destroy_process_group()
 
 

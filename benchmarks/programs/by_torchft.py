@@ -1,4 +1,4 @@
-"""Contender "torchft": two replicas of one process each, which go on without one that dies.
+"""Contender "torchft": two replicas of one process each; one continues when the other dies.
 
 Without --replica, this starts the lighthouse and torchrun for each replica, which restarts it.
 """
@@ -16,45 +16,35 @@ import torch
 from torch.optim import SGD
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
-from workload import LR, MICRO_BATCH, MOMENTUM, SEED, arrays, loss, mlp
+from workload import LR, MOMENTUM, SEED, batch, loss, mlp, parse, watch
 
 REPLICAS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--replica", type=int)
-    args, _ = parser.parse_known_args()
+    args = parse(__doc__)
     if args.replica is None:
-        launch(args.steps)
+        launch()
     else:
-        train(args.steps, args.replica)
+        train(args)
 
 
-def launch(steps: int) -> None:
+def launch() -> None:
     """The lighthouse has the defaults of torchft_lighthouse, but one replica may train alone."""
     lighthouse = LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=100
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
-    command += ["--standalone", "--max-restarts", "3", __file__, "--steps", str(steps)]
-    replicas = [
-        subprocess.Popen(
-            [*command, "--replica", str(number)],
-            env={
-                **os.environ,
-                "TORCHFT_LIGHTHOUSE": lighthouse.address(),
-                "RECOVERY_RANK": str(number),
-            },
-        )
-        for number in range(REPLICAS)
-    ]
-    sys.exit(max(replica.wait() for replica in replicas))
+    command += ["--standalone", "--max-restarts", "3", *sys.argv]
+    env = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+    numbers = map(str, range(REPLICAS))
+    started = [subprocess.Popen([*command, "--replica", number], env=env) for number in numbers]
+    sys.exit(max(each.wait() for each in started))
 
 
-def train(steps: int, replica: int) -> None:
+def train(args: argparse.Namespace) -> None:
     """As torchft's example train_ddp.py."""
+    watch(args.stamps, args.replica)
     torch.manual_seed(SEED)
     model = mlp()
     inner = SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -68,20 +58,13 @@ def train(steps: int, replica: int) -> None:
         min_replica_size=1,
         load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        replica_id=f"replica_{replica}",
+        replica_id=f"replica_{args.replica}",
         timeout=timedelta(seconds=30),
     )
     net, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
-    data = {
-        name: torch.from_numpy(array)
-        for name, array in arrays(steps * MICRO_BATCH * REPLICAS).items()
-    }
-    order = torch.randperm(len(data["x"]), generator=torch.Generator().manual_seed(SEED))
-    while manager.current_step() < steps:
-        start = (manager.current_step() * REPLICAS + replica) * MICRO_BATCH
-        chosen = order[start : start + MICRO_BATCH]
+    while (step := manager.current_step()) < args.steps:
         optimizer.zero_grad()
-        loss(net, data["x"][chosen], data["y"][chosen]).backward()
+        loss(net, *batch(args.steps, step, args.replica, REPLICAS)).backward()
         optimizer.step()
     manager.shutdown()
 

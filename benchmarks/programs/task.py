@@ -1,12 +1,12 @@
-"""What launch.py trains, for raytrain_ddp: ``--task benchmarks/launch_task.py:LaunchTask``."""
+"""What launch.py and recovery.py train, for raytrain_ddp."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from launch_programs import workload
+import workload
 
 from raytrain_ddp import ArraySource, Data, Task, TrainConfig
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-class LaunchTask(Task):
-    """A 24 M-parameter MLP on made-up samples; an epoch has `steps` steps.
+class Made(Task):
+    """The network and the made-up samples of workload.py; an epoch has `steps` steps.
 
     Args:
-        stamps: file to which rank 0 writes when each optimizer step was complete.
+        stamps: the file of marks; see `workload.watch`.
     """
 
-    def __init__(self, config: TrainConfig, stamps: str, steps: str) -> None:
-        self._rows = int(steps) * config.batch_size
-        workload.stamp_steps(stamps)
+    def __init__(self, config: TrainConfig, stamps: str, steps: int) -> None:
+        self._rows = steps * config.batch_size
+        workload.watch(stamps)
 
     def model(self) -> nn.Module:
         return workload.mlp()
@@ -44,5 +44,5 @@ class LaunchTask(Task):
     def metrics(self) -> dict[str, Metric]:
         return {}
 
-    def evaluate(self, model: nn.Module, batch: Any, metrics: Any) -> None:
+    def evaluate(self, model: nn.Module, batch: object, metrics: object) -> None:
         """Never called: there is no evaluation set."""

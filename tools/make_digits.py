@@ -1,9 +1,9 @@
 """Build the digits data that ship with the package: two Parquet files of 8x8 handwritten digits.
 
-    python benchmarks/make_digits.py [--out FOLDER]
+    python tools/make_digits.py [--out FOLDER]
 
 Source: scikit-learn's ``load_digits()``, which is the test part of "Optical Recognition of
-Handwritten Digits" (UCI Machine Learning Repository, CC BY 4.0): 1,797 images with 17 grey levels,
+Handwritten Digits" (UCI Machine Learning Repository, CC BY 4.0): 1,797 images with 17 gray levels,
 0..16. See ``raytrain_ddp/data/digits/LICENSE.md``. Needs scikit-learn, pillow and pyarrow.
 
 The files have the layout that Hugging Face ``datasets`` writes: ``image`` is a struct of PNG bytes
@@ -49,14 +49,14 @@ SCHEMA = pa.schema(
 )
 
 
-def to_grey(counts: np.ndarray) -> np.ndarray:
-    """Counts 0..16 as 8-bit grey levels 0..255."""
+def to_gray(counts: np.ndarray) -> np.ndarray:
+    """Counts 0..16 as 8-bit gray levels 0..255."""
     return np.rint(counts * 255 / 16).astype(np.uint8)
 
 
-def to_png(grey: np.ndarray) -> bytes:
+def to_png(gray: np.ndarray) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(grey).save(buffer, format="PNG", optimize=True)
+    Image.fromarray(gray).save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
 
 
@@ -97,7 +97,7 @@ def encode(table: pa.Table, compression: str) -> bytes:
 def build() -> dict[str, bytes]:
     """File name to file content, with whichever compression is smaller over both files."""
     digits = load_digits()
-    images, labels = to_grey(digits.images), digits.target
+    images, labels = to_gray(digits.images), digits.target
     tables = {name: to_table(images, labels, rows) for name, rows in split_rows(labels).items()}
     candidates = [
         {
@@ -111,7 +111,7 @@ def build() -> dict[str, bytes]:
 
 def check(folder: Path) -> None:
     """Read both files back: class counts, no image in both splits, pixels as in the source."""
-    source = to_grey(load_digits().images)
+    source = to_gray(load_digits().images)
     seen: set[str] = set()
     for name, per_class in PER_CLASS.items():
         table = pq.read_table(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,44 +12,40 @@ import ray.train.torch
 import torch
 from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-from workload import SEED, Resumable, mlp
+from workload import SEED, Loop, mlp, parse, watch
 
 
 def train_function(config: dict[str, Any]) -> None:
+    watch(config["stamps"])
     torch.manual_seed(SEED)
     model = mlp()
     net = ray.train.torch.prepare_model(model)
-    loop = Resumable(model, net, config["steps"])
+    loop = Loop(model, net, config["steps"])
     newest = ray.train.get_checkpoint()
     if newest:
         with newest.as_directory() as folder:
             loop.load(Path(folder) / "state.pt")
-    main = ray.train.get_context().get_world_rank() == 0
-    for step in loop.steps():
+    is_main = ray.train.get_context().get_world_rank() == 0
+    for step in loop.run():
         if step % config["every"] == 0:
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint = None
-                if main:
-                    torch.save(loop.state(), Path(folder) / "state.pt")
+                if is_main:
+                    loop.save(Path(folder) / "state.pt")
                     checkpoint = Checkpoint.from_directory(folder)
                 ray.train.report({"step": step}, checkpoint=checkpoint)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--every", type=int, required=True)
-    parser.add_argument("--storage", required=True)
-    args = parser.parse_args()
-
-    ray.init(address="local")
+    args = parse(__doc__)
+    ray.init(address=args.address)
     trainer = TorchTrainer(
         train_function,
-        train_loop_config={"steps": args.steps, "every": args.every},
+        train_loop_config={"steps": args.steps, "every": args.every, "stamps": args.stamps},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="naive",
-            storage_path=args.storage,
+            storage_path=str(args.storage),
             failure_config=FailureConfig(max_failures=3),
         ),
     )
