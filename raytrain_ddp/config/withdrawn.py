@@ -16,7 +16,7 @@ _ROWS: dict[str, tuple[Any, str]] = {  # (default, what to use instead); ...: no
     "ddp.powersgd_rank": (4, "use ddp.compression bf16 or fp16"),
     "ddp.shard_optimizer": (False, "remove it; each worker has the state, and the run continues"),
     "eval.asynchronous": (False, "remove it; use evaluate RUN --follow alongside the run"),
-    "format=hf": (..., "use safetensors, onnx or torch-export; docs/how-to/export.md has the Hub"),
+    "format=hf": (..., "use safetensors, onnx or torch-export; docs/trained-model.md has the Hub"),
     "format=timm": (..., "use safetensors, onnx or torch-export"),
     "format=torchscript": (..., "use torch-export, onnx or safetensors"),
     "license": (..., "write it into the model card"),
