@@ -54,12 +54,12 @@ def main() -> int:
         print(json.dumps(measure(**json.loads(sys.argv[2]))), flush=True)
         return 0
     flags = parser(__doc__, rounds=5)
-    flags.add_argument("--images", type=int, default=9000, help="loaded while it is measured")
+    flags.add_argument("--images", type=int, help="loaded while it is measured [9000]")
     flags.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
     titles = {name: title for name, (title, _, _) in LOADERS.items()}
     args = parse(flags, titles)
     distinct = 300 if args.quick else 3000
-    args.images = min(args.images, 640) if args.quick else args.images
+    args.images = args.images or (640 if args.quick else 9000)
     args.cache = (args.cache / str(distinct)).resolve()
     once(args.cache / "images", lambda place: make_images(place, distinct))
     once(args.cache / "tar", partial(write_tars, args.cache / "images"))

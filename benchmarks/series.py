@@ -173,18 +173,18 @@ def parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--rounds", type=int, help=f"[{rounds}, --quick: 1]")
     made.add_argument("--only", help="some of the contenders, with commas between them")
     made.add_argument("--quick", action="store_true", help="one small round: does it run?")
     made.add_argument("--out", type=Path, help="the page of results, Markdown")
+    made.set_defaults(usual_rounds=rounds)
     return made
 
 
 def parse(made: argparse.ArgumentParser, contenders: Mapping[str, str]) -> argparse.Namespace:
     args = made.parse_args()
     args.only = args.only.split(",") if args.only else [*contenders]
-    if args.quick:
-        args.rounds = 1
+    args.rounds = args.rounds or (1 if args.quick else args.usual_rounds)
     if unknown := [name for name in args.only if name not in contenders]:
         made.error(f"no contender {', '.join(unknown)}; there are {', '.join(contenders)}")
     return args

@@ -83,8 +83,8 @@ def test_every_command_of_a_benchmark_has_flags_that_exist():
     shared = (ROOT / "benchmarks" / "series.py").read_text(encoding="utf-8")
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").rglob("*.md")]
     for text in (*TEXTS.values(), *pages):
-        text = text.replace("\\\n", " ")
-        for script, given in re.findall(r"python benchmarks/(\w+\.py)([^`#\n]*)", text):
+        whole = text.replace("\\\n", " ")
+        for script, given in re.findall(r"python benchmarks/(\w+\.py)([^`#\n]*)", whole):
             source = (ROOT / "benchmarks" / script).read_text(encoding="utf-8") + shared
             for flag in re.findall(r" (--[a-z-]+)", given):
                 assert f'"{flag}"' in source, f"{script} {flag}"
