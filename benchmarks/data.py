@@ -12,7 +12,8 @@ torch thread in each. Each loader runs in a process of its own.
 - first batch: counted from when everything is imported and nothing opened
 - memory: the proportional set size of all processes, which counts a shared page once
 
-Needs the extra `bench`, which has the peers, and psutil. The images are made once (--cache).
+Needs psutil. The extra `bench` has the peers; one that is not installed is left out. The images
+are made once (--cache).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,8 @@ def main() -> int:
     flags = parser(__doc__, rounds=5)
     flags.add_argument("--images", type=int, help="loaded while it is measured [9000]")
     flags.add_argument("--cache", type=Path, default=HERE.parent / "build/bench-data")
-    titles = {name: title for name, (title, _, _) in LOADERS.items()}
+    there = {n: each for n, each in LOADERS.items() if find_spec(each[1][0].partition(".")[0])}
+    titles = {name: title for name, (title, _, _) in there.items()}
     args = parse(flags, titles)
     distinct = 300 if args.quick else 3000
     args.images = args.images or (640 if args.quick else 9000)
