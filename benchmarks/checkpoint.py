@@ -53,7 +53,6 @@ def main() -> int:
     flags.add_argument("--millions", default="25,100", help="of parameters")
     flags.add_argument("--checkpoints", type=int, default=5, help="of a run; the first: apart")
     flags.add_argument("--threads", type=int, default=1, help="of the training loop")
-    flags.add_argument("--folder", default="/tmp", help="on the disk that is written to")
     args = parse(flags, WAYS)
     if args.quick:
         args.millions, args.checkpoints = "5", 3
@@ -77,7 +76,7 @@ def measure(args: argparse.Namespace, way: str, millions: str) -> Mapping[str, f
         RuntimeError: it failed.
         TimeoutExpired: it took longer than LIMIT_S.
     """
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as name:
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir="/tmp") as name:
         folder = Path(name)
         given = {
             "way": way,

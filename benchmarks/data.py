@@ -12,8 +12,7 @@ torch thread in each. Each loader runs in a process of its own.
 - first batch: counted from when everything is imported and nothing opened
 - memory: the proportional set size of all processes, which counts a shared page once
 
-Needs psutil. The extra `bench` has the peers; one that is not installed is left out. The images
-are made once (--cache).
+Needs psutil, and webdataset for its row (extra `bench`). The images are made once (--cache).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from series import HERE, Column, Series, parse, parser, run_to_end
 
 SIZE, BATCH, WORKERS, WARM = 224, 64, 2, 16
 LIMIT_S = 420
-PACKAGES = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy", "webdataset", "spdl")
+PACKAGES = ("torchvision", "pillow", "simplejpeg", "pyarrow", "numpy", "webdataset")
 COLUMNS = (
     Column("images/s", "images_per_s", has_ratio=True),
     Column("CPU s per 1,000", "cpu_s", 2),
@@ -98,29 +97,21 @@ def measure(name: str, folder: str, images: int) -> dict[str, float]:
     first_batch_s = time.perf_counter() - began
     for _ in range(WARM):
         next(batches)
-    loaded, cpu_s, began = 0, tree_cpu_s(), time.perf_counter()
+    loaded, before, began = 0, used(), time.perf_counter()
     while loaded < images:
         loaded += len(next(batches))
-    spent_s, cpu_s = time.perf_counter() - began, tree_cpu_s() - cpu_s
-    found = {"images_per_s": loaded / spent_s, "cpu_s": 1000 * cpu_s / loaded}
-    found |= {"first_batch_s": first_batch_s, "pss_bytes": tree_pss()}
+    spent_s, after = time.perf_counter() - began, used()
+    found = {"images_per_s": loaded / spent_s, "cpu_s": 1000 * (after[0] - before[0]) / loaded}
+    found |= {"first_batch_s": first_batch_s, "pss_bytes": after[1]}
     batches.close()
     return found
 
 
-def tree() -> list[psutil.Process]:
-    """This process and all below it."""
-    this = psutil.Process()
-    return [this, *this.children(recursive=True)]
-
-
-def tree_cpu_s() -> float:
-    """User and system time of the tree, with processes that have ended and were waited for."""
-    return sum(sum(process.cpu_times()[:4]) for process in tree())
-
-
-def tree_pss() -> int:
-    return sum(process.memory_full_info().pss for process in tree())
+def used() -> tuple[float, int]:
+    """CPU seconds, user and system, and bytes (PSS), of this process and all below it."""
+    tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    cpu_s = sum(sum(process.cpu_times()[:4]) for process in tree)
+    return cpu_s, sum(process.memory_full_info().pss for process in tree)
 
 
 # ------------------------------------------------------------------ the transform
@@ -158,13 +149,6 @@ def new_batch() -> Any:
 
     batch = torch.empty(BATCH, 3, SIZE, SIZE, dtype=torch.uint8)
     return batch.to(memory_format=torch.channels_last)
-
-
-def decoded_batch(encoded: list[bytes]) -> Any:
-    batch = new_batch()
-    for place, each in enumerate(encoded):
-        decode_into(batch[place : place + 1], each, random.random() < 0.5)
-    return batch
 
 
 def decoded(encoded: bytes) -> Any:
@@ -244,19 +228,6 @@ def webdataset(folder: Path) -> Iterator[Any]:
         yield images
 
 
-def spdl(folder: Path) -> Iterator[Any]:
-    """Threads; a whole batch a task, which takes less CPU time than an image a task."""
-    from spdl.pipeline import PipelineBuilder
-
-    files = sorted((folder / "images").glob("*/*.jpg"))
-    chosen = (random.sample(files, BATCH) for _ in count())
-    build = PipelineBuilder().add_source(chosen)
-    build = build.pipe(lambda paths: decoded_batch([p.read_bytes() for p in paths]), concurrency=2)
-    pipeline = build.add_sink(4).build(num_threads=WORKERS)
-    with pipeline.auto_stop():
-        yield from pipeline.get_iterator()
-
-
 def ours(folder: Path, form: str) -> Iterator[Any]:
     """What a worker with two CPUs loads; mirrored here, not on a device."""
     for batch in our_batches(source=str(folder / form), image_size=SIZE):
@@ -302,7 +273,6 @@ LOADERS: dict[str, tuple[str, tuple[str, ...], Callable[[Path], Iterator[Any]]]]
     "ours-parquet": ("**this loader, converted Parquet**", OURS, partial(ours, form="parquet")),
     "ours-map": ("this loader, MapSource", (*OURS, *FOLDER), partial(our_map, shared=False)),
     "ours-shared": ("same, shared=True", (*OURS, *FOLDER), partial(our_map, shared=True)),
-    "spdl": ("SPDL, threads", ("spdl.pipeline", "simplejpeg"), spdl),
     "folder-fast": ("ImageFolder, DataLoader", FOLDER, lambda f: data_loader(fast_folder(f))),
     "webdataset": ("WebDataset", ("webdataset", "simplejpeg"), webdataset),
     "folder-pil": ("ImageFolder, DataLoader, PIL", FOLDER, folder_pil),

@@ -17,8 +17,6 @@ and torchft, the worker that continues):
 - model in DDP: the data are opened, the model is built and wrapped
 - loaded: the checkpoint; for `fit` this includes a warm-up pass and the check of each byte
 - first step: the first optimizer step is done; "repeated" counts those that are done again
-
-Needs psutil.
 """
 
 from __future__ import annotations
@@ -91,14 +89,6 @@ class Mark:
     rank: int | None
 
 
-@dataclass(frozen=True)
-class Kill:
-    """When a worker was killed; the process ids of all workers by then."""
-
-    at: float
-    old: set[int]
-
-
 def main() -> int:
     contenders = dict(CONTENDERS)
     if find_spec("torchft") is None:
@@ -159,22 +149,24 @@ def measure(args: argparse.Namespace, contender: str, _: str) -> Mapping[str, fl
         log, stamps = folder / "log", folder / "stamps"
         process = start(command(contender, args, folder), log)
         try:
-            kill = kill_one(process, stamps, args)
-            while process.poll() is None and time.monotonic() - kill.at < CONTINUES_S:
+            killed_at, old = kill_one(process, stamps, args)
+            while process.poll() is None and time.monotonic() - killed_at < CONTINUES_S:
                 time.sleep(0.05)
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{tail(log)}") from None
         finally:
             end_session(process.pid)
         found = read(stamps)
-        if process.returncode or not any(m.name == "step" and m.at > kill.at for m in found):
+        if process.returncode or not any(m.name == "step" and m.at > killed_at for m in found):
             status = process.returncode
             raise RuntimeError(f"exit status {status} after the kill\n{tail(log)}")
-        return reckon(contender, found, kill, args.steps)
+        return reckon(contender, found, killed_at, old, args.steps)
 
 
-def kill_one(process: subprocess.Popen[bytes], stamps: Path, args: argparse.Namespace) -> Kill:
-    """Kills a worker once enough steps are done."""
+def kill_one(
+    process: subprocess.Popen[bytes], stamps: Path, args: argparse.Namespace
+) -> tuple[float, set[int]]:
+    """Kills a worker once enough steps are done; (when, the process ids of all by then)."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         steps = [mark for mark in read(stamps) if mark.name == "step"]
@@ -184,9 +176,8 @@ def kill_one(process: subprocess.Popen[bytes], stamps: Path, args: argparse.Name
             raise RuntimeError(f"exit status {process.poll()} after {len(steps)} steps of both")
         time.sleep(POLL_S)
     pids = {mark.rank: mark.pid for mark in steps}
-    killed = Kill(time.monotonic(), set(pids.values()))
     os.kill(pids[args.victim], signal.SIGKILL)
-    return killed
+    return time.monotonic(), set(pids.values())
 
 
 def read(stamps: Path) -> list[Mark]:
@@ -198,18 +189,20 @@ def read(stamps: Path) -> list[Mark]:
     ]
 
 
-def reckon(contender: str, found: Sequence[Mark], kill: Kill, total: int) -> Mapping[str, float]:
+def reckon(
+    contender: str, found: Sequence[Mark], killed_at: float, old: set[int], total: int
+) -> Mapping[str, float]:
     """Phases from marks: of each the time at which the later new worker had reached it."""
-    later = sorted((m for m in found if m.at > kill.at), key=lambda mark: mark.at)
-    new = {m.pid for m in later if m.name == "step" and m.pid not in kill.old}
-    before = [m.at for m in found if m.name == "step" and m.rank == 0 and m.at <= kill.at]
+    later = sorted((m for m in found if m.at > killed_at), key=lambda mark: mark.at)
+    new = {m.pid for m in later if m.name == "step" and m.pid not in old}
+    before = [m.at for m in found if m.name == "step" and m.rank == 0 and m.at <= killed_at]
     after = [m.at for m in later if m.name == "step" and m.rank == 0]
     if contender == "torchft":  # the one that continues may first end its step
         again_at = max(pairwise([before[-1], *after]), key=lambda pair: pair[1] - pair[0])[1]
         new = {next(m.pid for m in later if m.at == again_at)}
         later = [m for m in later if m.at >= again_at or m.name != "step"]
     if contender == "fit-exact":  # the one that continues loads the state of its last step
-        again = next(m for m in later if m.name == "loaded" and m.pid in kill.old)
+        again = next(m for m in later if m.name == "loaded" and m.pid in old)
         new = {again.pid}
         later = [m for m in later if m.name != "step" or m.at > again.at]
     marks = dict[str, float]()
@@ -218,7 +211,7 @@ def reckon(contender: str, found: Sequence[Mark], kill: Kill, total: int) -> Map
         for mark in later:
             if mark.name == name and mark.pid in new:
                 firsts.setdefault(mark.pid, mark.at)
-        marks[name] = max(firsts.values()) - kill.at
+        marks[name] = max(firsts.values()) - killed_at
     reached, phases = 0.0, {}
     for name in PHASES:
         at = max(reached, marks.get(name, reached))
