@@ -48,33 +48,22 @@ if TYPE_CHECKING:
     from raytrain_ddp.tools.report.write import plot as plot
     from raytrain_ddp.tools.report.write import report as report
 
-_HOMES = {
-    "ArraySource": "data.loading.own_sources",
-    "AugmentConfig": "config.input_sections",
-    "Data": "data.loading.sources",
-    "DataConfig": "config.input_sections",
-    "Draws": "data.order.sample_rng",
-    "FitResult": "driver.result",
-    "IterableSource": "data.loading.own_sources",
-    "MapSource": "data.loading.own_sources",
-    "RaytrainError": "errors",
-    "Source": "data.loading.sources",
-    "Task": "tasks.task",
-    "TrainConfig": "config.train_config",
-    "fit": "fit",
-    "fit_locally": "fit",
-    "load": "tools.inference.loaded_model",
-    "plot": "tools.report.write",
-    "report": "tools.report.write",
+_NAMES = {  # module -> what it offers
+    "config.input_sections": "AugmentConfig DataConfig",
+    "config.sections": "CheckpointConfig ComputeConfig DdpConfig EmaConfig EvalConfig LogConfig "
+    "LossConfig ModelConfig OptimConfig ScalingConfig ScheduleConfig StopConfig",
+    "config.train_config": "TrainConfig",
+    "data.loading.own_sources": "ArraySource IterableSource MapSource",
+    "data.loading.sources": "Data Source",
+    "data.order.sample_rng": "Draws",
+    "driver.result": "FitResult",
+    "errors": "RaytrainError",
+    "fit": "fit fit_locally",
+    "tasks.task": "Task",
+    "tools.inference.loaded_model": "load",
+    "tools.report.write": "plot report",
 }
-_HOMES |= dict.fromkeys(
-    (
-        *("CheckpointConfig", "ComputeConfig", "DdpConfig", "EmaConfig", "EvalConfig", "LogConfig"),
-        *("LossConfig", "ModelConfig", "OptimConfig", "ScalingConfig", "ScheduleConfig"),
-        "StopConfig",
-    ),
-    "config.sections",
-)
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [*_HOMES]  # noqa: PLE0604  (strings, kept in one place with their homes)
 
 

@@ -20,8 +20,7 @@ from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
-    from raytrain_ddp.driver.listener import Listener
-    from raytrain_ddp.driver.result import FitResult
+    from raytrain_ddp.driver.result import FitResult, Listener
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,9 @@ class FitArgs(RecipeArgs):
     """Print batches, steps, workers, sizes; start nothing."""
     find_micro_batch: bool = False
     """Print the largest --micro-batch that fits the memory of this machine's GPU, and exit."""
-    emit: Literal["slurm", "kuberay", "ray-up", "command"] | None = None
-    """Print a Slurm, KubeRay, or `ray up` file, and exit. The file starts this run on a cluster.
-    command: print the command line of this run."""
+    emit: Literal["slurm", "kuberay", "command"] | None = None
+    """Print a Slurm or KubeRay file, and exit. The file starts this run on a cluster. command:
+    print the command line of this run."""
     resume_from: str | None = field(default=None, metadata={"metavar": "RUN"})
     """Start a new run from the last state of another run, or from a checkpoint. A note lists how
     their configs differ."""

@@ -120,6 +120,7 @@ class Outcome:
         best: the best value of the monitor, after `best_step`.
         metrics: of the last evaluation.
         seconds: by phase, and "total".
+        of_ray: Ray Train's own Result, pickled; b"" if there is none.
     """
 
     step: int
@@ -129,19 +130,11 @@ class Outcome:
     best_step: int
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
+    of_ray: bytes = b""
 
 
-Message = (
-    Phase
-    | Evaluating
-    | Pause
-    | Joined
-    | InProgress
-    | WorkerFailed
-    | Died
-    | Alive
-    | ControllerStarted
-    | Placed
-    | Outcome
+Event = (
+    (LogRecord | StoredEvent)
+    | (Phase | Evaluating | Pause | Joined | InProgress | WorkerFailed)
+    | (Died | Alive | ControllerStarted | Placed | Outcome)
 )
-Event = LogRecord | StoredEvent | Message

@@ -209,6 +209,7 @@ def _fsspec_file_system(uri: str) -> tuple[Any, str]:
 
     shown = without_secrets(uri)
     try:
+        from fsspec import available_protocols  # type: ignore[import-untyped]
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     except ImportError:
         raise ConfigError(f"{shown}: needs the package fsspec: pip install fsspec.") from None
@@ -219,11 +220,13 @@ def _fsspec_file_system(uri: str) -> tuple[Any, str]:
             with suppress(ValueError):  # pyarrow was built without it, or there is no account
                 return tuple(pafs.FileSystem.from_uri(uri))
         raise ConfigError(f"{shown}: a package is missing: {reason_of(uri, error)}.") from None
-    except ValueError as error:
-        if "rotocol not known" not in str(error):
+    except ValueError:
+        schemes = shown.partition("://")[0].split("::")  # several: those before the last cache
+        unknown = [scheme for scheme in schemes if scheme not in available_protocols()]
+        if not unknown:
             raise
         raise ConfigError(
-            f"{shown}: unknown scheme {shown.partition('://')[0]}://. Use s3://, "
-            "gs://, hf://, or another scheme of fsspec."
+            f"{shown}: unknown scheme {unknown[0]}://. Use s3://, gs://, hf://, or another scheme "
+            "of fsspec."
         ) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(inner)), path

@@ -105,12 +105,6 @@ def is_foreign(path: str) -> bool:
     return not path.startswith(f"{sysconfig.get_path('stdlib')}/")
 
 
-def loaded() -> UserCode:
-    """The user's modules that this process has imported: all except installed packages, the
-    standard library and raytrain_ddp. Without sources if they are very large."""
-    return _limited(_imported())
-
-
 def hashes(*names: str) -> dict[str, str]:
     """Returns module -> hex SHA-256 of its source, for the names that refer to a user's code, such
     as ``file.py:Task`` or ``package.module:model``. Imports nothing. Leaves out an installed module
@@ -132,16 +126,12 @@ def hashes(*names: str) -> dict[str, str]:
     return found
 
 
-def loaded_packages() -> UserCode:
-    """As `loaded`, with all modules of the packages that these belong to, which may be imported
-    later; without these if they are very large."""
-    found = _imported()
-    return _limited({**dict(_of_packages(found)), **found}, found)
-
-
-def _limited(*choices: Mapping[str, tuple[str, bytes]]) -> UserCode:
-    """The first that is not too large."""
-    for found in choices:
+def loaded() -> UserCode:
+    """The user's modules that this process has imported: all except installed packages, the
+    standard library and raytrain_ddp; and those of the same packages, which may be imported later.
+    Of very large ones only the imported modules, or none."""
+    imported = _imported()
+    for found in ({**dict(_of_packages(imported)), **imported}, imported):
         if sum(len(source) for _, source in found.values()) < _MOST_BYTES:
             return UserCode(found)
     return UserCode()

@@ -94,7 +94,6 @@ ROWS = [
     Row("--task mine.py:Taks", 2, "mine.py 'Task'", {"mine.py": "class Task: ...\n"}, light=True),
     Row("--scaling.num-workers 8 --batch-size 4 --micro-batch 1", 2, "batch_size 8", light=True),
     Row("--storage s3:/bucket/runs", 2, "s3://", light=True),
-    Row("--emit ray-up --storage 's3://a b/x'", 2, "storage", light=True),
     Row("run --num-workers 2", 2, "script", light=True),
     Row("run --num-wrokers 2 a.py", 2, "--num-workers", SCRIPT, light=True),
     Row(f"run --num-workers 1 {LONG}", 2, LONG),

@@ -76,7 +76,6 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "scaling.gpus_per_worker": [0.0, 2.0],
     "scaling.max_failures": [-1],
     "scaling.wait_s": [-1.0],
-    "scaling.max_preemptions": [-2],
     "scaling.resize_s": [0.0],
     "scaling.start_timeout_s": [0.0, "long"],
     "scaling.hang_s": [-1.0, "long"],

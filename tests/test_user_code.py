@@ -97,16 +97,14 @@ def test_only_the_users_modules_are_sent(imported: Path) -> None:
     names = {name for name, (path, _) in sources.items() if path.startswith(str(imported))}
     assert names == {
         *("mine", "beside", "kit", "kit.inner", "kit.inner.parts", "kit.later_name", "loose.thing"),
-        "deep.er.mod",
+        *("deep.er.mod", "kit.lazily"),
     }
-    more = user_code.loaded_packages().sources.keys() - sources.keys()
-    assert {name for name in more if name.startswith("kit.")} == {"kit.lazily"}
     others = {name.partition(".")[0] for name in sources}
     assert others.isdisjoint({"raytrain_ddp", "pytest", "torch", "json", "importlib", "__main__"})
 
 
 def test_later_edits_of_imported_files_are_not_sent(imported: Path, tmp_path: Path) -> None:
-    code = user_code.loaded_packages()
+    code = user_code.loaded()
     for path in imported.rglob("*.py"):
         path.write_text("raise RuntimeError('edited')\n")
     wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "words"]
@@ -114,7 +112,7 @@ def test_later_edits_of_imported_files_are_not_sent(imported: Path, tmp_path: Pa
 
 
 def test_another_node_needs_no_source_files(imported: Path, tmp_path: Path) -> None:
-    code = user_code.loaded_packages()
+    code = user_code.loaded()
     imported.rename(tmp_path / "elsewhere")
     wanted = ["first bpt", str(imported / "loose"), FAILS, "lazy", "none"]
     assert shown(code, tmp_path / "empty", tmp_path / "code") == wanted

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 from raytrain_ddp.config.field_types import changes, listed
 from raytrain_ddp.config.flags import Flag, flags_of
-from raytrain_ddp.config.help_page import page, summary
-from raytrain_ddp.config.suggestions import meant
+from raytrain_ddp.config.help_page import page
 from raytrain_ddp.config.validation import is_flag, require_no_control
 from raytrain_ddp.config.withdrawn import withdrawn
 from raytrain_ddp.errors import ConfigError
@@ -72,10 +71,10 @@ class Command(Generic[Args]):
         return [*flags_of(self.args, self._defaults(**given), self.name)]
 
     def _defaults(self, **given: Any) -> SimpleNamespace:
-        own: dict[str, Any] = {}
-        for each in fields(self.args):  # type: ignore[arg-type]
-            made = each.default_factory
-            own[each.name] = each.default if made is MISSING else made()
+        own = {
+            each.name: each.default if each.default_factory is MISSING else each.default_factory()
+            for each in fields(self.args)  # type: ignore[arg-type]
+        }
         return SimpleNamespace(**{k: v for k, v in {**own, **given}.items() if v is not MISSING})
 
 
@@ -89,20 +88,6 @@ def _topic_of(argv: Sequence[str]) -> str | None:
             is_topic = after.startswith("--") or not after.startswith("-")
             return text or (after.lstrip("-") if is_topic else "")
     return None
-
-
-def add_flags(parser: argparse.ArgumentParser, flags: Iterable[Flag]) -> None:
-    """Adds flags to a parser for shtab, which makes shells complete them."""
-    for flag in flags:
-        names = [f"--{flag.name}", *([f"--{flag.negated()}"] if flag.is_switch else [])]
-        action: Any = parser.add_argument(
-            *([flag.positional] if flag.positional else names),
-            nargs=flag.nargs or 1,
-            help=summary(flag).replace("%", "%%"),
-            choices=flag.choices or None,
-        )
-        if not flag.choices:  # files, as shtab.FILE
-            action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 
 
 def _take_flags(
@@ -145,9 +130,26 @@ def given_flags(argv: Sequence[str]) -> set[str]:
     return {*words, *(f"{a}{dot}{last.removeprefix('no_')}" for a, dot, last in parts)}
 
 
-def _unknown(name: str, named: Iterable[str]) -> ConfigError:
-    known = [*(flag[2:] for flag in named), "help", "help-all"]
-    near = [f"--{flag}" for flag in meant(name.lstrip("-"), known)]
+def _unknown(name: str, named: Mapping[str, Flag]) -> ConfigError:
+    near = [f"--{flag}" for flag in _meant(name.lstrip("-"), [*named.values()])]
     hint = f" Did you mean {listed(near)}?" if near else " See --help-all."
     gone = withdrawn(name[2:]) or withdrawn(name[2:].replace("no-", ""))
     return ConfigError(f"there is no flag {name}.{gone or hint}")
+
+
+def _meant(name: str, flags: Sequence[Flag]) -> list[str]:
+    """The names of the flags that may have been meant by one that there is not."""
+    name = name.lower()
+    head, _, last = name.rpartition(".")
+    last = last.removeprefix("no-")
+    known = [*(flag.name for flag in flags), "help", "help-all"]
+    of_last = {each.rpartition(".")[2]: each for each in known}
+    others = [f for f in flags if last in f.metadata.get("aka", "").split()]
+    return (
+        [flag.name for flag in others if head in ("", flag.section)]
+        or [each for each in known if each.replace(".", "-") == name.replace(".", "-")]
+        or [each for each in known if each.rpartition(".")[2] == last][:3]
+        or get_close_matches(name, known, n=2, cutoff=0.75)
+        or [of_last[near] for near in get_close_matches(last, of_last, n=2, cutoff=0.75)]
+        or [each for each in known if name and each.startswith(name)][:3]
+    )

@@ -54,6 +54,7 @@ def setting(default: Any, **facts: Any) -> Any:
         of_loop: the training loop reads the field; the others in its section are for the task.
         path: what kind of path the value is; see paths.py.
         metavar: how the help shows the value.
+        aka: what other trainers call it, where that does not look like its name; for suggestions.
     """
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: {**default}, metadata=facts)

@@ -14,6 +14,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from textwrap import fill
 
+from raytrain_ddp.config.field_types import as_text
 from raytrain_ddp.config.flags import Flag
 from raytrain_ddp.errors import ConfigError, did_you_mean
 
@@ -76,9 +77,7 @@ def default_of(flag: Flag) -> str:
     if isinstance(value, dict):
         value = [f"{key}={each}" for key, each in value.items()]
     several = value if isinstance(value, tuple | list) else [value]
-    return " ".join(f"{v:g}" if type(v) is float else str(v) for v in several).replace(
-        "True", "true"
-    )
+    return " ".join(f"{v:g}" if type(v) is float else as_text(v) for v in several)
 
 
 def _found(flags: Sequence[Flag], topic: str) -> Sequence[Flag]:

@@ -52,14 +52,18 @@ _REPEATED = ("augment.repeats above 1", lambda c: c.augment.repeats > 1)
 class DataConfig(Section, name="data"):
     """Where the images come from, their order, and how they are loaded."""
 
-    source: str = setting("digits", path="data")
+    source: str = setting(
+        "digits", path="data", aka="data dataset data-dir data-path train-dir train-data"
+    )
     """Folder, Parquet, tar, list, or URI. A folder of class folders
     (ImageFolder), or one written by save_to_disk of Hugging Face datasets; Parquet files,
     WebDataset tar files, or lists of images (CSV, TSV, JSON lines), as a file, folder, glob or URI
     (s3://, gs://, hf://; not for tar files); a classification data set of torchvision, such as
     torchvision:CIFAR10, or any of the Hugging Face Hub, such as hf:ylecun/mnist, which are
     downloaded; or digits, which is bundled."""
-    eval_source: str | None = setting(None, path="data")
+    eval_source: str | None = setting(
+        None, path="data", aka="val-dir eval-dir val-data eval-data test-data"
+    )
     """Data to evaluate on, like source. Default: the validation or test split of source."""
     train_split: str = "auto"
     """Split to train on. auto: train, or all data if there are no named splits; a dot: the folder
@@ -85,12 +89,12 @@ class DataConfig(Section, name="data"):
     classes: tuple[str, ...] | None = setting(None, free=True, check=_CLASSES)
     """Class names, in order. Default: the classes of the training set, sorted. Hidden folders are
     classes only if they are named here."""
-    holdout: float = setting(0.0, least=0, below=1)
+    holdout: float = setting(0.0, least=0, below=1, aka="val-fraction test-size")
     """Fraction of the training set to evaluate on, such as 0.1. The run trains on the rest. The
     fraction is the same for each class. Replaces the evaluation split."""
     holdout_seed: int = setting(0, least=0, needs="data.holdout above 0")
     """Random seed that selects the held-out rows. They do not depend on seed."""
-    image_size: int = setting(0, least=0, most=_MOST)
+    image_size: int = setting(0, least=0, most=_MOST, aka="imgsz input-size crop-size resolution")
     """Side of the square images, in pixels. 0: as stored; all images must then have the same
     size."""
     start_size: int = setting(0, least=0, most=_MOST)
@@ -130,7 +134,14 @@ class DataConfig(Section, name="data"):
     memory_mib: int = setting(1024, free=True, least=1, images=_COLUMNS)
     """Memory limit for row groups of Parquet files, in MiB per worker. Evaluation may use as much
     again."""
-    workers: int | Literal["auto"] = setting("auto", free=True, least=0, most=_MOST, of_loop=True)
+    workers: int | Literal["auto"] = setting(
+        "auto",
+        free=True,
+        least=0,
+        most=_MOST,
+        of_loop=True,
+        aka="loader-workers dataloader-num-workers",
+    )
     """Loader threads per training worker, or processes for your own data sets. 0: load in the
     training thread. auto: add more while training waits for data, up to the CPUs of the worker."""
     prefetch: int = setting(4, free=True, least=1, needs="data.workers above 0", of_loop=True)
@@ -160,7 +171,9 @@ class AugmentConfig(Section, name="augment"):
     """With crop = random: smallest and largest area of a crop, as a fraction of the image."""
     flip: bool = False
     """Flip half of the images left to right."""
-    policy: Literal["none", "randaugment", "trivial", "augmix"] = "none"
+    policy: Literal["none", "randaugment", "trivial", "augmix"] = setting(
+        "none", aka="auto-augment autoaugment aa"
+    )
     """RandAugment, TrivialAugmentWide, or AugMix, with torchvision's operations and defaults."""
     operations: int = setting(2, least=1, images="augment.policy = randaugment")
     """randaugment: number of operations per image."""

@@ -1,6 +1,6 @@
 """Makes the paths in a config absolute when a run starts, and finds them again if it has moved.
 
-The fact ``path`` of a field gives the kind of path.
+The fact ``path`` of a field gives the kind of path: folder, data, code, weights or options.
 """
 
 from __future__ import annotations
@@ -17,16 +17,10 @@ from raytrain_ddp.files import absolute
 Change = Callable[[str], str]
 
 
-def path_fields() -> Mapping[str, str]:
-    """Maps the full name of each field with a path to its kind: folder, data, code, weights or
-    options."""
-    return facts(TrainConfig, "path")
-
-
 def with_paths(config: TrainConfig, change: Change) -> TrainConfig:
     """Returns a copy in which each path and URI is replaced by what `change` returns for it."""
     made: dict[str, Any] = {}
-    for name, kind in path_fields().items():
+    for name, kind in facts(TrainConfig, "path").items():
         value = value_of(config, name)
         new = changed_path(kind, value, change)
         if new != value:

@@ -20,7 +20,6 @@ from raytrain_ddp.config.paths import (
     absolute_path,
     changed_path,
     moved_with,
-    path_fields,
     with_paths,
 )
 from raytrain_ddp.config.train_config import TrainConfig
@@ -58,10 +57,10 @@ class RecipeInfo(Section, name="recipe"):
 
     def page(self, name: str) -> str:
         """All fields, as lines for a terminal."""
-        rows = {"source": self.source, "expected": self.expected, "GPU hours": self.gpu_hours}
-        rows |= {"reached": self.reached} | {f"differs: {k}": v for k, v in self.differs.items()}
-        parts = [f"{title}: {text}" for title, text in rows.items() if text]
-        return "".join(map(_filled, [f"{name}: {self.about}", *parts]))
+        rows = {name: self.about, "source": self.source, "expected": self.expected}
+        rows |= {"GPU hours": self.gpu_hours, "reached": self.reached}
+        rows |= {f"differs: {key}": why for key, why in self.differs.items()}
+        return "".join(_filled(f"{title}: {text}") for title, text in rows.items() if text)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
@@ -243,7 +242,7 @@ def changed_fields(
 
 def _comparable(fields: Mapping[str, Any], place: Callable[[str], str]) -> dict[str, Any]:
     """The fields with one spelling for what means the same."""
-    kinds = path_fields()
+    kinds = facts(TrainConfig, "path")
     same = {name: changed_path(kinds.get(name, ""), each, place) for name, each in fields.items()}
     same = {k: without_secrets(v) if isinstance(v, str) else v for k, v in same.items()}
     options = same["task_options"]

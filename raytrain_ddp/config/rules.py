@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raytrain_ddp.config.field_types import as_text, facts, value_of
+from raytrain_ddp.config.field_types import Section, as_text, facts, value_of
 from raytrain_ddp.config.validation import group_rules, require
 from raytrain_ddp.errors import ConfigError
 
 if TYPE_CHECKING:
     from raytrain_ddp.config.train_config import TrainConfig
 
+S = TypeVar("S", bound=Section)
 IMAGES = "image-classification"
 _RAY = "Ray (without it, the launcher of the processes decides)"
+_OF_TASKS = ("model", "data", "augment", "loss")
 _OF_NUMBERS = ("mse", "l1", "huber")
 Rule = tuple[str, object, str]
 """(field, whether it is as it must be, how it must be)"""
@@ -189,11 +191,10 @@ def require_effect(given: Container[str], *configs: TrainConfig, on_ray: bool = 
 
 def effect_notes(config: TrainConfig) -> list[str]:
     """Notes for fields that a recipe or Python code changed from the default without effect."""
-    default = type(config)()
+    needs = idle(config)
     return [
-        f"{name} = {value_of(config, name)!r} has no effect: it needs {needs}."
-        for name, needs in idle(config).items()
-        if value_of(config, name) != value_of(default, name)
+        f"{name} = {value_of(config, name)!r} has no effect: it needs {needs[name]}."
+        for name in _changed(config, needs)
     ]
 
 
@@ -209,3 +210,53 @@ def step_notes(config: TrainConfig, steps_per_epoch: int) -> list[str]:
         for name, what in reached.items()
         if (value := value_of(config, name)) > epochs or (config.steps and 0 < value == epochs)
     ]
+
+
+def unread_notes(
+    config: TrainConfig, reads: Collection[str] | None, replaced: Sequence[str] = ()
+) -> list[str]:
+    """Notes for fields meant for the task, changed from the default, that the task did not read.
+
+    Args:
+        replaced: other fields whose effect the task has replaced by methods of its own.
+    """
+    if reads is None or config.task == IMAGES:
+        return []
+    meant = [f"{each}.{name}" for each in _OF_TASKS for name in getattr(config, each).kinds()]
+    read = {*reads, *facts(type(config), "of_loop")}
+    names = [each for each in (*meant, "optim.label_smoothing", *replaced) if each not in read]
+    return [
+        f"{name} = {value_of(config, name)!r} is set, but {config.task} does not read it."
+        for name in _changed(config, names)
+    ]
+
+
+def _changed(config: TrainConfig, names: Iterable[str]) -> list[str]:
+    """Those of the fields that do not have their default."""
+    default = type(config)()
+    return [name for name in names if value_of(config, name) != value_of(default, name)]
+
+
+def watched(config: S, reads: set[str], prefix: str = "") -> S:
+    """A copy of the config that adds the name of each field that is read to `reads`.
+
+    It is pickled and copied as a plain config.
+    """
+    kind: Any = type(config)
+    values = dict(vars(config))
+
+    class Watched(kind):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name in values:
+                reads.add(prefix + name)
+            return super().__getattribute__(name)
+
+        def __reduce_ex__(self, _: Any) -> Any:
+            return kind, tuple(values[name] for name in kind.kinds())
+
+    copy: S = object.__new__(Watched)
+    for name, value in values.items():
+        is_section = isinstance(value, Section)
+        seen = watched(value, reads, f"{prefix}{name}.") if is_section else value
+        object.__setattr__(copy, name, seen)
+    return copy

@@ -39,7 +39,7 @@ _ELASTIC = ("scaling.num_workers = MIN:MAX", lambda c: ":" in str(c.scaling.num_
 class ModelConfig(Section, name="model"):
     """The model."""
 
-    name: str = setting("digits-cnn", path="code", of_state=True)
+    name: str = setting("digits-cnn", path="code", of_state=True, aka="model arch architecture")
     """Model, such as resnet50 or timm:NAME. Any classification model of torchvision;
     timm:NAME, or timm:NAME.TAG, which starts from the pretrained weights of that tag;
     module:function or path/to/file.py:function for your own, called with classes=N and model.args;
@@ -48,14 +48,16 @@ class ModelConfig(Section, name="model"):
         {}, path="options", images=_OWN_MODEL, of_state=True
     )
     """Keyword arguments for the model, such as drop_path_rate 0.1."""
-    weights: str | None = setting(None, path="weights")
+    weights: str | None = setting(None, path="weights", aka="pretrained")
     """Weights to start from, such as DEFAULT. The name of torchvision's or timm's pretrained
     weights; hf-hub:OWNER/NAME; a .safetensors or .pth file; or a run or checkpoint. A head for
     other classes is newly initialized."""
     freeze: tuple[str, ...] = setting((), of_state=True)
     """Parameters that are not trained, such as 'layer1.*'. Patterns of names, or modules; backbone:
     all but the head. Batch norm that is frozen keeps its statistics."""
-    dropout: float = setting(0.0, least=0, below=1, images="model.name = digits-cnn")
+    dropout: float = setting(
+        0.0, least=0, below=1, images="model.name = digits-cnn", aka="drop drop-rate"
+    )
     """Dropout probability before the head of digits-cnn."""
 
     def __post_init__(self) -> None:
@@ -68,9 +70,9 @@ class ModelConfig(Section, name="model"):
 class OptimConfig(Section, name="optim"):
     """The optimizer, the loss, and the handling of gradients."""
 
-    name: Literal["sgd", "adamw"] = setting("sgd", of_state=True)
+    name: Literal["sgd", "adamw"] = setting("sgd", of_state=True, aka="opt optim optimizer")
     """SGD with momentum, or AdamW."""
-    lr: float = setting(0.1, above=0)
+    lr: float = setting(0.1, above=0, aka="learning-rate base-lr max-lr")
     """Peak learning rate, for the global batch. It is never scaled by the number of workers."""
     momentum: float = setting(0.9, least=0, below=1, needs="optim.name = sgd")
     """Momentum of SGD."""
@@ -78,7 +80,7 @@ class OptimConfig(Section, name="optim"):
     """Use Nesterov momentum (SGD)."""
     betas: tuple[float, float] = setting((0.9, 0.999), least=0, below=1, needs="optim.name = adamw")
     """Coefficients of AdamW's running averages of the gradient and its square."""
-    weight_decay: float = setting(5e-4, least=0)
+    weight_decay: float = setting(5e-4, least=0, aka="wd decay l2")
     """Weight decay. It is not applied to biases, normalization layers, layer scale, class tokens,
     or positional embeddings."""
     decay_norms: bool = setting(False, needs="optim.weight_decay above 0", of_state=True)
@@ -93,7 +95,9 @@ class OptimConfig(Section, name="optim"):
     """Other values for some parameters, such as 'layer1.*' lr=0.001 weight_decay=0. A pattern of
     names or a module, then its peak learning rate, its weight decay, or both; if several match,
     the last one applies."""
-    clip_norm: float = setting(0.0, least=0)
+    clip_norm: float = setting(
+        0.0, least=0, aka="clip-grad grad-clip gradient-clip-val max-grad-norm"
+    )
     """Clip the norm of the whole gradient to this value. 0: do not clip."""
     nonfinite: Literal["stop", "skip"] = setting("stop", free=True)
     """What to do when a loss or gradient is not finite. Such a step is never applied. stop: end the
@@ -124,11 +128,13 @@ class LossConfig(Section, name="loss"):
 class ScheduleConfig(Section, name="schedule"):
     """The learning rate as a function of the step."""
 
-    name: Literal["cosine", "step", "constant"] = "cosine"
+    name: Literal["cosine", "step", "constant"] = setting("cosine", aka="sched lr-scheduler")
     """Shape of the learning rate after the warmup."""
-    warmup_epochs: float = setting(1.0, least=0)
+    warmup_epochs: float = setting(1.0, least=0, aka="warmup")
     """Length of the linear warmup from 0, in epochs."""
-    final_lr: float = setting(0.0, least=0, most=1, needs="schedule.name = cosine")
+    final_lr: float = setting(
+        0.0, least=0, most=1, needs="schedule.name = cosine", aka="min-lr lr-min"
+    )
     """cosine: final learning rate, as a fraction of optim.lr."""
     step_epochs: float = setting(30.0, above=0, needs="schedule.name = step")
     """step: multiply the learning rate by gamma every this many epochs."""
@@ -140,12 +146,12 @@ class ScheduleConfig(Section, name="schedule"):
 class ComputeConfig(Section, name="compute"):
     """Precision and kernels."""
 
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", aka="amp fp16 bf16 dtype")
     """Precision: fp32, or autocast to bf16 or fp16. auto: bf16 on GPUs that have it (Ampere and
     later), else fp32. fp16 also uses a gradient scaler."""
     tf32: bool = setting(True, needs="scaling.use_gpu")
     """Use TF32 (10 bits of mantissa) for what stays in fp32, on GPUs that have it."""
-    compile: bool = False
+    compile: bool = setting(False, aka="torchcompile torch-compile")
     """Compile the model with torch.compile."""
     channels_last: bool | Literal["auto"] = "auto"
     """Use the channels_last memory format for images and the weights of convolutions, which is
@@ -169,7 +175,7 @@ class DdpConfig(Section, name="ddp"):
     find_unused_parameters: bool = setting(False, needs="ddp.static_graph = false or exact = true")
     """Find parameters that a step does not use. Required for models that skip some. With exact,
     their gradient is 0, so weight decay and momentum still change them."""
-    sync_batchnorm: bool = False
+    sync_batchnorm: bool = setting(False, aka="sync-bn")
     """Compute batch-norm statistics over the current slots of all workers (SyncBatchNorm). The
     result then depends on the number of workers."""
     compression: Literal["none", "bf16", "fp16"] = "none"
@@ -180,7 +186,7 @@ class DdpConfig(Section, name="ddp"):
 class EvalConfig(Section, name="eval"):
     """When the model is evaluated."""
 
-    every_epochs: int = setting(1, least=0)
+    every_epochs: int = setting(1, least=0, aka="eval-interval val-interval")
     """Evaluate every this many epochs, and always at the end. 0: only at the end."""
     every_steps: int = setting(0, least=0)
     """Also evaluate every this many steps. 0: off."""
@@ -215,14 +221,14 @@ class CheckpointConfig(Section, name="checkpoint", free=True):
 
     every_epochs: int = setting(1, least=0)
     """Save a checkpoint every this many epochs. 0: off."""
-    every_steps: int = setting(0, least=0)
+    every_steps: int = setting(0, least=0, aka="save-every save-steps checkpoint-interval")
     """Save a checkpoint every this many steps. 0: off."""
     every_s: float | Literal["auto"] = setting("auto", least=0)
     """Seconds between checkpoints, or auto. 0: off. auto: sqrt(2 * stall * MTBF), which loses the
     least time (Young/Daly). The stall of a checkpoint is measured; the mean time between failures
     is taken as one hour until more is known. The result is 5 to 600 s, and at least twice the time
     of a commit."""
-    keep_last: int = setting(2, least=2)
+    keep_last: int = setting(2, least=2, aka="keep save-total-limit")
     """Number of newest checkpoints to keep (2 or more), besides the best."""
     max_failed: int = setting(3, least=1)
     """Number of failed checkpoints in a row that ends the run (exit status 5). Training continues
@@ -233,7 +239,7 @@ class CheckpointConfig(Section, name="checkpoint", free=True):
 class LogConfig(Section, name="log", free=True):
     """Logging, experiment trackers, and profiling."""
 
-    every_steps: int = setting(10, least=1)
+    every_steps: int = setting(10, least=1, aka="log-interval print-freq logging-steps")
     """Log the loss and speed every this many steps. The host waits for the device only then."""
     tensorboard: bool = setting(True, needs=_ON_FILES)
     """Write TensorBoard events next to metrics.jsonl."""
@@ -256,10 +262,15 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     """The number of workers and their resources. They do not change the mathematics of the
     result."""
 
-    num_workers: int | str = setting("auto", metavar="N|MIN:MAX|auto", check=_WORKERS)
+    num_workers: int | str = setting(
+        "auto",
+        metavar="N|MIN:MAX|auto",
+        check=_WORKERS,
+        aka="gpus num-gpus ngpus devices workers world-size nproc-per-node",
+    )
     """Number, MIN:MAX (elastic), or auto. auto: all GPUs of the cluster, or two CPU workers if it
     has none."""
-    use_gpu: bool | Literal["auto"] = setting("auto", on_ray=False)
+    use_gpu: bool | Literal["auto"] = setting("auto", on_ray=False, aka="gpu cuda use-cuda")
     """Train on GPUs: true, false, or auto. auto: if the cluster has any."""
     cpus_per_worker: float | Literal["auto"] = setting(
         "auto", least=LEAST_OF_RESOURCE, on_ray=False
@@ -274,7 +285,7 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     NCCL and torch that the environment sets are kept."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = setting("PACK")
     """How Ray places the workers on nodes (its placement group strategy)."""
-    max_failures: int = setting(3, least=0)
+    max_failures: int = setting(3, least=0, aka="max-restarts")
     """How many times in a row failed workers are replaced before the run ends (exit status 7). A
     new checkpoint resets the count: a long run survives many failures, and a broken one ends."""
     replace_workers: bool | Literal["auto"] = "auto"
@@ -286,9 +297,6 @@ class ScalingConfig(Section, name="scaling", free=True, on_ray=True):
     """Start Ray's processes as forks of one process per node, which already has torch loaded.
     Works on Linux, with or without GPUs. auto: true. On a running cluster, that process stays for
     an hour after its last fork."""
-    max_preemptions: int = setting(-1, least=-1)
-    """How many times workers are replaced after a preemption notice for their node. -1: no
-    limit."""
     wait_s: float = setting(60.0, least=0)
     """Seconds to wait while a running cluster lacks resources for the workers, at the start and
     after nodes are lost (autoscaling). Also the time limit for starting Ray, which is at least 300

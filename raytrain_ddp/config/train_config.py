@@ -78,9 +78,13 @@ class TrainConfig(Section):
     From Python, `task` may be a class, a function that returns a task, or a task instance.
     """
 
-    name: str | None = setting(None, free=True, check=_NAME)
+    name: str | None = setting(
+        None, free=True, check=_NAME, aka="run-name exp-name experiment job-name"
+    )
     """Name of the run and of its folder. Default: the name of the recipe or of the data."""
-    storage: str = setting("runs", free=True, path="folder")
+    storage: str = setting(
+        "runs", free=True, path="folder", aka="output output-dir out-dir save-dir default-root-dir"
+    )
     """Folder or URI for runs (s3://, gs:// ...). All nodes must have access to it."""
     task: TaskLike = setting("image-classification", path="code")
     """Built in, or file.py:Class. What to train: image-classification, or a task of your own as
@@ -91,9 +95,11 @@ class TrainConfig(Section):
     """Keyword arguments for a task of your own."""
     seed: int = setting(0, least=0, below=2**63)
     """Random seed. All randomness depends on it only."""
-    epochs: int = setting(12, free=True, least=1, needs="steps = 0")
+    epochs: int = setting(
+        12, free=True, least=1, needs="steps = 0", aka="max-epochs num-train-epochs"
+    )
     """Passes over the training data."""
-    steps: int = setting(0, free=True, least=0)
+    steps: int = setting(0, free=True, least=0, aka="max-steps num-steps train-iters")
     """Optimizer steps, instead of epochs. 0: as many as the epochs have."""
     max_time: str | None = setting(None, free=True, metavar="TIME", check=_TIME)
     """Training time after which the run ends, such as 90m, 2.5h or 1d. It ends with an evaluation
@@ -106,9 +112,11 @@ class TrainConfig(Section):
     overfit_batches: int = setting(0, least=0)
     """Train on this many steps of data, the same ones in each epoch, to see whether the model can
     learn them. 0: off."""
-    batch_size: int = setting(64, least=1, most=10**7)
+    batch_size: int = setting(64, least=1, most=10**7, aka="bs global-batch-size")
     """Global batch size: samples per optimizer step. It is the total over all workers."""
-    micro_batch: int = setting(16, least=1)
+    micro_batch: int = setting(
+        16, least=1, aka="micro-batch-size gradient-accumulation-steps grad-accum"
+    )
     """Samples per forward pass. A step has batch_size / micro_batch slots, which are dealt to the
     workers. Batch norm has the statistics of that many samples."""
     exact: bool = False

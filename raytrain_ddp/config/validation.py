@@ -83,7 +83,7 @@ def group_rules(words: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
             rules.append((word, {}))
         elif not rules or name not in ("lr", "weight_decay"):
             wrong = "must be lr=NUMBER or weight_decay=NUMBER after a pattern"
-        elif not isinstance(value := scalar(text), int | float) or value < 0:
+        elif not isinstance(value := scalar(text), int | float) or value is True or value < 0:
             wrong = "must be a number, 0 or more"
         elif name == "lr" and not value:
             wrong = "must be above 0; see model.freeze"

@@ -57,11 +57,8 @@ def run_and_branch(
     config: TrainConfig, default_name: str | None, resume_from: str | os.PathLike[str] | None
 ) -> tuple[NamedRun, Branch | None]:
     """Returns the run of a config, and where it is to start from; see `find_run`, `branch_of`."""
-    origin = os.fspath(resume_from) if resume_from is not None else None
-    if origin == "":
-        raise ConfigError("resume_from is empty: give a run or checkpoint, or None.")
     run = find_run(config, default_name)
-    return run, branch_of(run, origin) if origin else None
+    return run, None if resume_from is None else branch_of(run, os.fspath(resume_from))
 
 
 def branch_of(run: NamedRun, origin: str) -> Branch | None:
@@ -71,11 +68,12 @@ def branch_of(run: NamedRun, origin: str) -> Branch | None:
         origin: a run's name, its folder or URI, or a checkpoint.
 
     Raises:
-        ConfigError: the run has begun elsewhere, or is itself the origin; the state does not fit;
-            or nothing is left to train.
+        ConfigError: the run has begun elsewhere, as if it is itself the origin; the state does not
+            fit; or nothing is left to train.
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    _require_other(run.config, origin)
+    if not origin:
+        raise ConfigError("resume_from is empty: give a run or checkpoint, or None.")
     if run.manifest is not None:
         text = run.folder.read(BRANCH_FILE) if run.folder.exists(BRANCH_FILE) else b"{}"
         began = json.loads(text).get("origin")
@@ -84,9 +82,10 @@ def branch_of(run: NamedRun, origin: str) -> Branch | None:
         where = f"from {began}" if began else "at step 0"
         raise ConfigError(
             f"run {run.config.name} has this config, but began {where}, not from {origin}: set "
-            "another --name."
+            "another --name, or remove --resume-from to continue it."
         )
-    checkpoint = answered(run.config, lambda: _origin(run.config, origin))
+    place = _place(run.config, origin)
+    checkpoint = answered(run.config, lambda: _origin(run.config, origin, place))
     then = checkpoint.manifest.config
     config = settled_as_begun(run.config, then)
     changes = other_things(checkpoint, changed_fields(then, config), config)
@@ -135,25 +134,13 @@ def begun_from(run: NamedRun, branch: Branch) -> NamedRun:
     return answered(run.config, begin)
 
 
-def _require_other(config: TrainConfig, origin: str) -> None:
-    own, place = f"{config.storage.rstrip('/')}/{config.name}", _place(config, origin)
-    if "://" not in own:
-        own, place = str(Path(own).absolute()), str(Path(place).absolute())
-    if f"{place.rstrip('/')}/".startswith(f"{own}/"):
-        raise ConfigError(
-            f"--resume-from {origin}: run {config.name} cannot start from itself. To continue "
-            "it, remove --resume-from; to start a new run, set another --name."
-        )
-
-
 def _place(config: TrainConfig, origin: str) -> str:
     path = Path(origin)
     is_path = path.is_absolute() or (path.exists() and not is_name_below(origin, config.storage))
     return origin if "://" in origin or is_path else f"{config.storage.rstrip('/')}/{origin}"
 
 
-def _origin(config: TrainConfig, origin: str) -> Checkpoint:
-    place = _place(config, origin)
+def _origin(config: TrainConfig, origin: str, place: str) -> Checkpoint:
     folder: Storage = open_storage(place)
     try:
         return find_checkpoint(place, None if folder.exists(MANIFEST_FILE) else "last")

@@ -6,7 +6,6 @@ Uses the files in clusters/ as templates, so there is one source. Imports neithe
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -17,28 +16,20 @@ from raytrain_ddp.config.paths import is_by_name
 from raytrain_ddp.config.recipe import default_name, publishable, shipped_recipes
 from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.validation import require
-from raytrain_ddp.driver.config_flags import FIT, command
+from raytrain_ddp.driver.recipe_args import FIT, command
 from raytrain_ddp.files import absolute
 
-Kind = Literal["slurm", "kuberay", "ray-up", "command"]
+Kind = Literal["slurm", "kuberay", "command"]
 
 FOLDER = Path(__file__).parents[1] / "clusters"  # a link to clusters/ beside the package
 # Defaults, if a config says nothing about the machines.
 _WORKERS = 2
 _WORKERS_PER_NODE = 4  # half or all of the GPUs of common nodes
-_PODS_WAIT_S, _CLOUD_WAIT_S = 600, 1800  # time to pull images; to rent and set up machines
+_PODS_WAIT_S = 600  # time to pull images
 # A CPU decodes 500 to 1,000 images/s; an H100 trains a ResNet-50 on 2,500 to 3,000 images/s.
 _CPUS_PER_GPU = 8
 _TORCH_GIB, _RAY_GIB = 4, 4  # host memory of a worker without its data; of Ray and the driver
 _SMALL_GIB = 2  # host memory of a worker on CPUs with the built-in data, which are small
-_CLOUD_OF = {"s3": "aws", "gs": "gcp", "gcs": "gcp", "abfs": "azure", "abfss": "azure"}
-_BUCKET_NAME = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{0,221}")
-_TYPE_LINE = {
-    "aws": "      InstanceType: ",
-    "gcp": "      machineType: ",
-    "azure": "        vmSize: ",
-}
 
 
 @dataclass(frozen=True)
@@ -50,12 +41,9 @@ class Machines:
     gpus: int
     memory_gib: int
 
-    def __str__(self) -> str:
-        return f"{self.cpus} CPUs, {self.gpus} GPUs and {self.memory_gib} GiB"
-
 
 def object_name(run: str | None) -> str:
-    """The name of a Slurm job, a cluster or a Kubernetes object, which must begin with a letter."""
+    """The name of a Slurm job or a Kubernetes object, which must begin with a letter."""
     name = re.sub(r"[^a-z0-9]+", "-", (run or "run").lower())[:40].strip("-") or "run"
     return f"run-{name}" if name[0].isdigit() else name
 
@@ -67,7 +55,7 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> tuple[st
         recipe: the source of the config; the command names it if it is a shipped recipe.
 
     Raises:
-        ConfigError: the storage has no valid bucket, or a value cannot be written in a command.
+        ConfigError: a value cannot be written in a command.
     """
     base = recipe if recipe in shipped_recipes() else None
     if config.name is None and base is None:  # the command does not mention the recipe
@@ -79,19 +67,8 @@ def emit(config: TrainConfig, kind: Kind, recipe: str | None = None) -> tuple[st
     filled, filled_notes = _filled(shown)
     name = object_name(config.name or base)
     if kind == "slurm":
-        text = _slurm(filled, base, name)
-    elif kind == "kuberay":
-        text = _kuberay(_waiting(filled, _PODS_WAIT_S), base, name)
-        filled_notes += _unshared(filled, "pods")
-    else:
-        cloud = _CLOUD_OF.get(filled.storage.partition("://")[0])
-        if cloud:
-            filled_notes.append(f"storage = {filled.storage}: clusters/{cloud}.yaml, filled in.")
-            text = _cloud(_waiting(filled, _CLOUD_WAIT_S), cloud, base, name)
-        else:
-            filled_notes += _unshared(filled, "machines")
-            text = _lan(filled, base, name)
-    return text, notes + filled_notes
+        return _slurm(filled, base, name), notes + filled_notes
+    return _kuberay(filled, base, name), notes + filled_notes + _unshared(filled)
 
 
 def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -109,25 +86,18 @@ def _filled(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     return replace(config, scaling=scaling), notes
 
 
-def _waiting(config: TrainConfig, wait_s: float) -> TrainConfig:
-    """The config with a longer wait for workers, unless the user has chosen one."""
-    if config.scaling.wait_s != ScalingConfig().wait_s:
-        return config
-    return replace(config, scaling=replace(config.scaling, wait_s=wait_s))
-
-
-def _unshared(config: TrainConfig, those: str) -> list[str]:
-    """Notes about files on this machine's disk that all machines would need."""
+def _unshared(config: TrainConfig) -> list[str]:
+    """Notes about files on this machine's disk that all pods would need."""
     notes = []
     if "://" not in config.storage:
         notes.append(
-            f"storage = {config.storage} is a folder, which the {those} do not share unless it is "
+            f"storage = {config.storage} is a folder, which the pods do not share unless it is "
             "mounted at the same path on each: use s3://, gs:// or abfs://."
         )
     for field in ("source", "eval_source"):
         value = getattr(config.data, field) or "digits"
         if "://" not in value and not is_by_name(value):
-            notes.append(f"data.{field} = {value} must exist on each of the {those}.")
+            notes.append(f"data.{field} = {value} must exist on each of the pods.")
     return notes
 
 
@@ -187,7 +157,10 @@ def _slurm(config: TrainConfig, base: str | None, name: str) -> str:
 
 
 def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
-    """The RayJob of the file, without the RayCluster."""
+    """The RayJob of the file, without the RayCluster; it waits longer for workers, unless the user
+    has chosen a time."""
+    if config.scaling.wait_s == ScalingConfig().wait_s:
+        config = replace(config, scaling=replace(config.scaling, wait_s=_PODS_WAIT_S))
     need = machines(config, _WORKERS_PER_NODE)
     least, most = config.scaling.worker_range()
     job = _read("kuberay.yaml").partition("\n---\n")[0] + "\n"
@@ -211,70 +184,7 @@ def _kuberay(config: TrainConfig, base: str | None, name: str) -> str:
     workers = _put(workers, lines)
     if not need.gpus:
         workers = re.sub(r"(?m)^.*nvidia.*\n", "", workers)
-    return _with_folder(config, head + mark + workers)
-
-
-def _lan(config: TrainConfig, base: str | None, name: str) -> str:
-    need = machines(config, 1)
-    blank = "worker_ips: [192.168.1.11] # fill in"
-    filled = f"{blank}; {need.nodes} machines with {need}, head included, or fewer larger ones"
-    return _with_folder(config, _launched("lan", config, base, name, {blank: filled}))
-
-
-def _cloud(config: TrainConfig, cloud: str, base: str | None, name: str) -> str:
-    need = machines(config, 1)
-    text = _launched(cloud, config, base, name, _bucket(config.storage))
-    head, mark, worker = text.partition("  worker:\n")
-    gpu = f', "GPU": {need.gpus}' if need.gpus else ""
-    lines = {
-        "    max_workers: ": need.nodes,
-        "    resources: ": f'{{"CPU": {need.cpus}{gpu}}}',
-        _TYPE_LINE[cloud]: f"FILL-IN # {need}, or more",
-    }
-    return _put(head, {"max_workers: ": need.nodes}) + mark + _put(worker, lines)
-
-
-def _launched(
-    file: str, config: TrainConfig, base: str | None, name: str, blanks: Mapping[str, str]
-) -> str:
-    """A file for `ray up`, with its name, its blanks filled in, and the command in its opening."""
-    text = _read(f"{file}.yaml").replace(f"clusters/{file}.yaml", f"{name}.yaml")
-    for blank, value in blanks.items():
-        # Its first occurrence is in the list of what the reader must fill in.
-        text = text.replace(f" {blank},", "", 1).replace(blank, value)
-    job = shlex.quote(f"ray job submit -- {command(config, base)}")
-    lines = {
-        "cluster_name: ": f"raytrain-{name}",
-        "#   train       ": f"ray exec {name}.yaml {job}",
-    }
-    return _put(text, lines)
-
-
-def _bucket(storage: str) -> dict[str, str]:
-    """The replacements for the storage's placeholders in the cloud files."""
-    scheme, _, rest = storage.partition("://")
-    place, _, path = rest.partition("/")
-    names = {"BUCKET": place}
-    if scheme.startswith("abfs"):
-        container, _, host = place.rpartition("@")
-        names = {"CONTAINER": container or path.partition("/")[0]}
-        names["ACCOUNT"] = host.partition(".")[0]
-    for name in names.values():
-        plain = bool(_BUCKET_NAME.fullmatch(name))
-        rule = f"{name!r} is not a valid bucket, account or container name"
-        require(plain, "storage", storage, rule)
-    return names
-
-
-def _with_folder(config: TrainConfig, text: str) -> str:
-    """Adds a comment about a storage folder to the file, where it is read later."""
-    if "://" in config.storage:
-        return text
-    comment = (
-        f"# storage is the folder {config.storage}: each machine must reach the same one there."
-    )
-    first, _, rest = text.partition("#\n")
-    return f"{first}#\n{comment}\n#\n{rest}"
+    return head + mark + workers
 
 
 def _read(file: str) -> str:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from raytrain_ddp.checkpoint.run_folder import newest_checkpoint
 from raytrain_ddp.config.automatic import settled
 from raytrain_ddp.config.recipe import dumps, publishable
-from raytrain_ddp.config.rules import effect_notes, step_notes
+from raytrain_ddp.config.rules import effect_notes, step_notes, unread_notes
 from raytrain_ddp.config.train_config import TrainConfig
-from raytrain_ddp.config.unread import unread_notes
 from raytrain_ddp.data.splits import Splits
 from raytrain_ddp.driver.branching import Branch, run_and_branch
 from raytrain_ddp.driver.preflight import check, is_complete
@@ -24,8 +23,8 @@ from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
     embedded_resources,
+    lack_of_room,
     local_resources,
-    missing_resources,
 )
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def dry_run(
         ("training set", f"{data.rows} {task.unit}"),
         ("evaluation", f"{eval_data.rows} {task.unit}" if eval_data else "none"),
     ]
-    lacking = missing_resources(layout, embedded_resources(config, layout, have))
+    lacking = "" if local else lack_of_room(layout, [embedded_resources(config, layout, have)])
     lines = [
         "# Fields that differ from the defaults; --print-config prints all.",
         dumps(publishable(asked), TrainConfig()).rstrip(),
@@ -119,7 +118,7 @@ def dry_run(
         f"checkpoint     {size / 2**20:.1f} MiB, in {run.folder}",
         f"run            {config.name} {_run_state(run, branch)}",
         *(f"note           {text}" for text in notes),
-        *([f"this machine lacks\n{lacking}"] if lacking else []),
+        *([f"note           this machine has no room: {lacking}"] if lacking else []),
     ]
     return "\n".join(lines)
 

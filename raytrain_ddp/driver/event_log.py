@@ -22,14 +22,13 @@ from queue import SimpleQueue
 
 from raytrain_ddp.checkpoint.run_folder import CONFIG_FILE, EVENTS_FILE, read_history
 from raytrain_ddp.checkpoint.storage import Storage
-from raytrain_ddp.events import STORED_EVENTS, Checkpoint, Plan, Ranks
+from raytrain_ddp.events import STORED_EVENTS, Plan, Ranks
 from raytrain_ddp.messages import Event
 from raytrain_ddp.records import event_line
 
 # The time of each rank per step comes with each log record: a part is kept, less and less often,
 # about 400 of them in a month.
 _RANKS_EVERY_S, _RANKS_EVERY_SHARE = 5.0, 0.02
-_PUT_EVERY_S = 30.0  # an object store cannot append: the file is rewritten
 _WRITE_S = 1.0  # time that a caller waits for the storage; slower writes continue in the background
 _LAST_S = 30.0  # time that the end of a run waits for the storage
 
@@ -52,7 +51,6 @@ class EventLog:
         self._held: list[str] = []  # not written yet
         self._begun = False
         self._file: list[str] | None = None  # all of its lines, if it cannot be appended to
-        self._put_at = -math.inf
         self._since, self._ranks_at = time.monotonic(), -math.inf
 
     def __enter__(self) -> EventLog:
@@ -69,8 +67,7 @@ class EventLog:
         dropped = isinstance(event, Ranks) and self._is_too_much()
         self._show(event)  # storage errors are shown before they are written to that storage
         if isinstance(event, STORED_EVENTS) and not dropped:
-            # A checkpoint's event must be written as soon as the checkpoint exists.
-            self._order(event_line(event), at_once=isinstance(event, Checkpoint))
+            self._order(event_line(event), at_once=not isinstance(event, Ranks))
 
     def _is_too_much(self) -> bool:
         """Whether a record of the ranks is one too many now."""
@@ -108,8 +105,7 @@ class EventLog:
             if self._file is None:
                 before = read_history(self._run, EVENTS_FILE)
                 self._file = [json.dumps(event) + "\n" for event in before]
-            if self._held and (at_once or time.monotonic() - self._put_at >= _PUT_EVERY_S):
-                self._put_at = time.monotonic()
+            if self._held and at_once:  # an object store cannot append: the file is rewritten
                 whole = [*self._file, *self._held]
                 self._run.write_atomic(EVENTS_FILE, "".join(whole).encode())
                 self._file, self._held = whole, []

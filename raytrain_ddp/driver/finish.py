@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 from raytrain_ddp.bottleneck import split_of
-from raytrain_ddp.checkpoint.listing import CheckpointListing
 from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import (
     CHECKPOINTS,
@@ -74,12 +73,8 @@ def result_of(
 def is_tidy(run: Storage) -> bool:
     """Whether the last start of a complete run ended normally, and was not killed after its last
     commit."""
-    entries, folder = run.walk(), f"{CHECKPOINTS}/"
-    listing = CheckpointListing.of(e[len(folder) :] for e in entries if e.startswith(folder))
-    if CURVES_FILE not in entries or listing.leftovers():
-        return False
     events = read_events(run)
-    return not events or isinstance(events[-1].event, End)
+    return bool(events) and isinstance(events[-1].event, End)
 
 
 def tidy(config: TrainConfig, run: Storage, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from raytrain_ddp.checkpoint.lease import holder
@@ -26,9 +27,8 @@ from raytrain_ddp.driver.finish import (
     tidy,
     wait_for_rank_0,
 )
-from raytrain_ddp.driver.listener import Listener
 from raytrain_ddp.driver.preflight import answered, check, is_complete, try_model
-from raytrain_ddp.driver.result import FitResult
+from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.driver.run_naming import NamedRun, run_of_rank_0
 from raytrain_ddp.driver.run_ownership import Show, driven, owned
 from raytrain_ddp.errors import PreflightError, RaytrainError, RetriesExhausted, first_line
@@ -201,8 +201,12 @@ class _Starts:
 def _train_on_ray(
     named: NamedRun, address: str | None, dashboard: bool, show: Show
 ) -> tuple[Outcome, _Starts]:
-    from raytrain_ddp.ray_backend.cluster import cluster, only_one, start_warm_server
-    from raytrain_ddp.ray_backend.dashboard import dashboard_note
+    from raytrain_ddp.ray_backend.cluster import (
+        cluster,
+        dashboard_note,
+        only_one,
+        start_warm_server,
+    )
     from raytrain_ddp.ray_backend.placement import Layout
     from raytrain_ddp.ray_backend.ray_process import in_ray_process
     from raytrain_ddp.ray_backend.task_transfer import pickled_task
@@ -270,7 +274,8 @@ def _end(
     }
     signal, done, in_all = outcome.signal, outcome.step, outcome.total_steps
     status: Literal["finished", "interrupted"] = "interrupted" if signal else "finished"
-    return answered(config, lambda: result_of(run, status, done, in_all, seconds, signal))
+    result = answered(config, lambda: result_of(run, status, done, in_all, seconds, signal))
+    return replace(result, of_ray=outcome.of_ray)
 
 
 def _draw(config: TrainConfig, run: Storage, listener: Listener, show: Show) -> None:

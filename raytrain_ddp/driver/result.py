@@ -1,10 +1,16 @@
-"""The result of `fit`."""
+"""The result of `fit`, and whom a run is shown to."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytrain_ddp.messages import Event
+
+if TYPE_CHECKING:
+    from raytrain_ddp.checkpoint.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,7 @@ class FitResult:
         history: the records of metrics.jsonl.
         seconds: part of the run -> seconds.
         signal: number of the signal that interrupted the run, else 0.
+        of_ray: see `ray`; pickled, as loading it imports Ray.
     """
 
     status: Literal["finished", "interrupted", "already complete"]
@@ -39,6 +46,13 @@ class FitResult:
     history: Sequence[Mapping[str, Any]] = field(repr=False, default=())
     seconds: Mapping[str, float] = field(default_factory=dict)
     signal: int = 0
+    of_ray: bytes = field(repr=False, default=b"")
+
+    @property
+    def ray(self) -> Any:
+        """Ray Train's own `ray.train.Result`: metrics, path, and the best and the last checkpoint.
+        None if Ray has not trained, or if it was lost at the very end."""
+        return pickle.loads(self.of_ray) if self.of_ray else None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -49,3 +63,36 @@ class FitResult:
     def exit_status(self) -> int:
         """0, or 128 + the signal."""
         return 128 + self.signal if self.signal else 0
+
+
+class Listener:
+    """Shows a run; this one shows nothing. Entered before the first event.
+
+    The commands, and `fit` and `fit_locally` of the package, pass one that shows the run on the
+    terminal or in the notebook.
+    """
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def handle(self, event: Event) -> None:
+        """Takes in one event, also from the thread that commits checkpoints."""
+
+    def draw(self, run: Storage, name: str) -> None:
+        """Draws what a finished run's folder has besides its log; called by the run's owner.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+    def summary(
+        self, run: str, end: FitResult, limit: str = "", more: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Tells the end of a run.
+
+        Args:
+            limit: what stood most in the way of computing.
+            more: (title, path or command).
+        """

@@ -8,14 +8,12 @@ so commands started at the same time share a run if their configs are equal, and
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from glob import glob
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -34,7 +32,8 @@ from raytrain_ddp.checkpoint.run_folder import (
 from raytrain_ddp.checkpoint.storage import Storage, open_storage
 from raytrain_ddp.checkpoint.store import CheckpointName
 from raytrain_ddp.config.automatic import settled_as_begun
-from raytrain_ddp.config.paths import is_by_name, path_fields
+from raytrain_ddp.config.field_types import facts
+from raytrain_ddp.config.paths import is_by_name
 from raytrain_ddp.config.recipe import changed_fields, dumps, parse, publishable
 from raytrain_ddp.config.train_config import RUN_NAME, TrainConfig
 from raytrain_ddp.config.withdrawn import withdrawn
@@ -121,14 +120,14 @@ def after_refusal(run: NamedRun) -> NamedRun | None:
     because the run that took the name has the same config."""
     if not run.is_new:
         return None
-    config = replace(run.config, name=None)
     until_s = time.monotonic() + _CLAIM_S
-    while answered(config, lambda: _begun(run.folder))[1] is None:
-        if time.monotonic() > until_s:
+    while True:
+        other = find_run(replace(run.config, name=None), run.base)
+        if other.config.name != run.config.name:
+            return other
+        if not other.is_new or time.monotonic() > until_s:
             return None
         time.sleep(_PAUSE_S)
-    other = find_run(config, run.base)
-    return other if other.config.name != run.config.name else None
 
 
 @contextmanager
@@ -216,7 +215,7 @@ def _changes(
 ) -> Changes:
     """Returns the changes that make this config a different run than the one in the folder."""
     changed = changed_fields(begun, config, str(folder) if folder.is_local else "")
-    if manifest is None or {name for name, _, _ in changed} - {*path_fields()}:
+    if manifest is None or {name for name, _, _ in changed} - {*facts(TrainConfig, "path")}:
         return changed
     found = newest_checkpoint(folder)
     assert found is not None  # that of the manifest
@@ -225,39 +224,29 @@ def _changes(
 
 def other_things(checkpoint: Checkpoint, changed: Changes, config: TrainConfig) -> Changes:
     """Drops changed paths that lead to what the checkpoint was made with: data with the same
-    fingerprint, or code with the same content.
+    fingerprint, and files of the same name, whose new code the start reports. The start compares
+    the data of a custom task.
 
-    If the run has a name, its code may differ, which the start reports; and the start compares the
-    data of a custom task. Without a name, data count as the same only if the old path is gone,
-    because two data sets may have files of equal sizes.
+    Drops none without a name, because two data sets may have files of equal sizes.
     """
-    kinds, state = path_fields(), recorded(checkpoint)
-    is_named = config.name is not None
+    kinds = facts(TrainConfig, "path")
 
     @cache
     def is_same_data() -> bool:
-        if config.task not in BUILT_IN:
-            return is_named
-        before = checkpoint.manifest.data_fingerprint, state.get("data", {}).get("eval")
-        return fingerprints(config) == before
+        before = (
+            checkpoint.manifest.data_fingerprint,
+            recorded(checkpoint).get("data", {}).get("eval"),
+        )
+        return config.task not in BUILT_IN or fingerprints(config) == before
 
     def is_same(name: str, then: Any, now: Any) -> bool:
         kind = kinds.get(name)
         if kind == "options":
             both = [(each, now.get(key)) for key, each in then.items()]
-            moved = (a == b or (is_named and _is_moved_file(a, b)) for a, b in both)
-            return then.keys() == now.keys() and all(moved)
-        if not (isinstance(then, str) and isinstance(now, str)):
-            return False
-        if kind == "data":
-            return _is_one_place(then, now) or ((is_named or _is_gone(then)) and is_same_data())
-        if not _is_moved_file(then, now):
-            return False
-        found = hashes(now).items() if kind == "code" else {}
-        is_same_code = bool(found) and found <= state.get("code", {}).items()
-        return kind in ("code", "weights") and (is_named or is_same_code)
+            return then.keys() == now.keys() and all(a == b or _is_moved(a, b) for a, b in both)
+        return is_same_data() if kind == "data" and then and now else _is_moved(then, now)
 
-    return [row for row in changed if not is_same(*row)]
+    return [row for row in changed if config.name is None or not is_same(*row)]
 
 
 def new_code_note(run: NamedRun) -> str | None:
@@ -277,19 +266,11 @@ def new_code_note(run: NamedRun) -> str | None:
     return None
 
 
-def _is_moved_file(then: Any, now: Any) -> bool:
+def _is_moved(then: Any, now: Any) -> bool:
+    """Whether both are absolute paths of a file of one name."""
     paths = [PurePath(each) for each in (then, now) if isinstance(each, str)]
-    return len({path.name for path in paths}) == 1 and all(path.is_absolute() for path in paths)
-
-
-def _is_one_place(one: str, other: str) -> bool:
-    with suppress(OSError):
-        return os.path.samefile(one.removeprefix("file://"), other.removeprefix("file://"))
-    return False
-
-
-def _is_gone(path: str) -> bool:
-    return "://" not in path and not glob(path) and not os.path.lexists(path)
+    is_one_name = len(paths) == 2 and paths[0].name == paths[1].name
+    return is_one_name and all(path.is_absolute() for path in paths)
 
 
 def _begun(folder: Storage) -> tuple[Manifest | None, Mapping[str, Any] | None]:

@@ -85,8 +85,7 @@ def owned(run: NamedRun, show: Show) -> Iterator[Show]:
             event_log(event)
 
         try:
-            with _exit_as_ctrl_c():
-                yield tell
+            yield tell
         except RaytrainError as error:
             cause: dict[str, Any] = {k: v for k, v in error.cause.items() if v is not None}
             event_log(End(status_of(error), message=str(error), **cause))
@@ -112,17 +111,6 @@ def require_free(run: Storage) -> None:
     """
     with _no_empty_folders(run), Lease.take(run, lambda _: None):
         pass
-
-
-@contextmanager
-def _exit_as_ctrl_c() -> Iterator[None]:
-    """Ray's handler of SIGTERM, which it installs when it starts, exits with its number."""
-    try:
-        yield
-    except SystemExit as end:
-        if end.code != signal.SIGTERM:
-            raise
-        raise KeyboardInterrupt(int(signal.SIGTERM)) from None
 
 
 def _sigterm_as_ctrl_c() -> AbstractContextManager[None]:

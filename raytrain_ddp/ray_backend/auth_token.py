@@ -7,7 +7,6 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from raytrain_ddp.errors import PreflightError
@@ -23,7 +22,7 @@ def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> N
     changed if Ray was imported without it.
 
     Raises:
-        PreflightError: others can read or replace the token; see `_secure`.
+        PreflightError: others can read the token; see `_secure`.
     """
     own = Path.home() / ".ray" / "auth_token"
     given = bool(os.environ.get(_TOKEN) or os.environ.get(_PATH))
@@ -35,7 +34,7 @@ def use_token(embedded: bool, tell: Callable[[str], None] = lambda _: None) -> N
     if embedded and not given:
         _make(file)
     if file.exists():
-        _secure(file, embedded, tell)
+        _secure(file, file == own, embedded, tell)
 
 
 def _make(file: Path) -> None:
@@ -43,46 +42,36 @@ def _make(file: Path) -> None:
     umask-dependent mode."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(secrets.token_hex(32))
     except FileExistsError:
         return
     except OSError as error:
         raise PreflightError(f"Ray's token {file} cannot be written: {error.strerror}.") from None
-    with os.fdopen(number, "w") as opened:
-        opened.write(secrets.token_hex(32))
 
 
-def _secure(file: Path, embedded: bool, tell: Callable[[str], None]) -> None:
-    """Removes other users' access to the file, and their write access to its folder.
+def _secure(file: Path, in_own_folder: bool, embedded: bool, tell: Callable[[str], None]) -> None:
+    """Removes other users' access to the file, and their write access to its folder, if that is
+    Ray's.
 
     Raises:
-        PreflightError: it belongs to another user; or its mode cannot be changed, and a Ray is to
-            be started with it. (A file mounted by a cluster keeps its mode.)
+        PreflightError: its mode cannot be changed, and a Ray is to be started with it. (A file
+            mounted by a cluster keeps its mode.)
     """
-    found, own = file.stat(), os.geteuid()
-    if found.st_uid not in (own, 0):
-        raise PreflightError(
-            f"Ray's token {file} belongs to user {found.st_uid}, who could use it to run code as "
-            "you. Remove it: a new one is created automatically, or by `ray get-auth-token "
-            "--generate`."
-        )
-    folder = file.parent.stat()
+    mode = stat.S_IMODE(file.stat().st_mode)
     try:
-        if folder.st_uid == own and folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:
-            file.parent.chmod(stat.S_IMODE(folder.st_mode) & ~0o022)
-        if found.st_mode & 0o077:
+        folder = stat.S_IMODE(file.parent.stat().st_mode)
+        if in_own_folder and folder & 0o022:
+            file.parent.chmod(folder & ~0o022)
+        if mode & 0o077:
             file.chmod(0o600)
+            tell(
+                f"other users could read Ray's token {file} (mode {mode:03o}); its mode is now "
+                "600. If this machine has other users, remove it: a new one is created."
+            )
     except OSError as error:
         if embedded:
             raise PreflightError(
-                f"other users can read Ray's token {file} (mode {found.st_mode & 0o777:03o}), and "
-                f"its mode cannot be changed: {error.strerror}. Set RAY_AUTH_TOKEN_PATH to another "
-                "file."
+                f"other users can read Ray's token {file} (mode {mode:03o}), and its mode cannot "
+                f"be changed: {error.strerror}. Set RAY_AUTH_TOKEN_PATH to another file."
             ) from None
-    with suppress(OSError):
-        if found.st_mode & 0o077 and not file.stat().st_mode & 0o077:
-            tell(
-                f"other users could read Ray's token {file} (mode {found.st_mode & 0o777:03o}); "
-                "its mode is now 600. If this machine has other users, remove it: a new one is "
-                "created."
-            )

@@ -12,11 +12,10 @@ from raytrain_ddp.membership.roster import CallClock
 from raytrain_ddp.messages import Alive, Event, Joined
 from raytrain_ddp.ray_backend.cluster import live_node_resources
 from raytrain_ddp.ray_backend.failure_policy import KEPT
-from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
+from raytrain_ddp.ray_backend.placement import Layout, lack_of_room, workers_that_fit
 
 _ASK_EVERY_S = 2.0
 _HEAD_DEAD_AFTER_S = 30.0  # after 60 s Ray ends all processes that were connected to it
-_LOOK_EVERY_S = 2.0
 _SAY_EVERY_S = 30.0
 # With room but no workers after this time, others occupy it, or their start keeps failing.
 _STARTED_WITHIN_S = 480.0
@@ -73,9 +72,6 @@ class CapacityWatch:
     Args:
         wait_s: how long room for the minimum number of workers may be missing.
         nodes: the resources of each live node.
-        changed: called when the set of nodes has changed.
-
-    Attributes:
         least_left: workers that continue without those that there is no room for; 0: none.
     """
 
@@ -84,16 +80,14 @@ class CapacityWatch:
         layout: Layout,
         wait_s: float,
         nodes: Callable[[], Sequence[Mapping[str, float]]],
-        changed: Callable[[], None],
         show: Callable[[Event], None],
         now: Callable[[], float],
+        least_left: int = 0,
     ) -> None:
-        self._layout, self._wait_s, self._nodes, self._changed = layout, wait_s, nodes, changed
-        self._show, self._now = show, now
-        self._before = len(nodes())
+        self._layout, self._wait_s, self._nodes = layout, wait_s, nodes
+        self._show, self._now, self._least_left = show, now, least_left
         self._lacking_since: float | None = None
-        self._looked_at = now()
-        self.least_left, self._alive = 0, 0
+        self._alive = 0
         self.lost()
 
     def lost(self) -> None:
@@ -115,24 +109,23 @@ class CapacityWatch:
 
     def look(self) -> None:
         """Raises PreflightError when no workers can be expected anymore; cheap to call often."""
-        now = self._now()
-        if now - self._looked_at >= _LOOK_EVERY_S:
-            self._looked_at = now
-            self._look_for_room(now)
+        now, nodes = self._now(), self._nodes()
+        if 0 < self._least_left <= self._alive:  # the others go on
+            self._lacking_since = None
+        else:
+            self._require_room(now, lack_of_room(self._layout, nodes))
         if not self._is_training and now - self._reported_at >= _SAY_EVERY_S:
             self._reported_at = now
-            self._say(now)
+            text = f"Ray has not started {self._layout.said} yet"
+            if self._ranks:
+                ranks = ", ".join(map(str, sorted(self._ranks)))
+                text = f"the workers are not training yet; started so far: rank {ranks}"
+            has = f"room for {workers_that_fit(self._layout, nodes)} on {len(nodes)} node(s)"
+            self._show(Note(f"{text}, after {now - self._since:.0f} s; {has}"))
 
-    def _look_for_room(self, now: float) -> None:
-        wanted, nodes = self._layout.said, self._nodes()
-        if len(nodes) != self._before:
-            self._before = len(nodes)
-            self._changed()
-        if 0 < self.least_left <= self._alive:  # the others go on
-            self._lacking_since = None
-            return
-        has = workers_that_fit(self._layout, nodes)
-        if has >= self._layout.least:
+    def _require_room(self, now: float, lack: str) -> None:
+        wanted = self._layout.said
+        if not lack:
             self._lacking_since = None
             has_none = not self._ranks and not self._is_training  # a report may be lost
             if has_none and now - self._since > _STARTED_WITHIN_S:
@@ -140,24 +133,12 @@ class CapacityWatch:
                     f"Ray has not started {wanted} in {_STARTED_WITHIN_S:g} s, although the "
                     "cluster has room: is it busy (`ray status`), or do its workers fail (logs/)?"
                 )
-            return
-        lack = f"for {wanted}, each with {dict(self._layout.per_worker)}, there is room for {has}"
-        if self._lacking_since is None:
+        elif self._lacking_since is None:
             self._lacking_since = now
-            text = f"waiting up to {self._wait_s:g} s: {lack} on {len(nodes)} node(s)"
-            self._show(Note(text))
-        if now - self._lacking_since > self._wait_s:
+            self._show(Note(f"waiting up to {self._wait_s:g} s for {wanted}: {lack}"))
+        elif now - self._lacking_since > self._wait_s:
             raise PreflightError(
-                f"{lack} on the cluster's {len(nodes)} node(s), and no more in {self._wait_s:g} s "
-                "(scaling.wait_s). Committed checkpoints are kept. Use fewer workers with "
+                f"the cluster has no room for {wanted}, and no more in {self._wait_s:g} s "
+                f"(scaling.wait_s): {lack}. Committed checkpoints are kept. Use fewer workers with "
                 "--scaling.num-workers, or MIN:MAX."
             )
-
-    def _say(self, now: float) -> None:
-        nodes = self._nodes()
-        text = f"Ray has not started {self._layout.said} yet"
-        if self._ranks:
-            ranks = ", ".join(map(str, sorted(self._ranks)))
-            text = f"the workers are not training yet; started so far: rank {ranks}"
-        has = f"room for {workers_that_fit(self._layout, nodes)} on {len(nodes)} node(s)"
-        self._show(Note(f"{text}, after {now - self._since:.0f} s; {has}"))

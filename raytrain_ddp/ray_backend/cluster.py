@@ -4,50 +4,42 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from raytrain_ddp.config.automatic import have_bf16
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import PreflightError
+from raytrain_ddp.events import Note
 from raytrain_ddp.ray_backend.auth_token import use_token
 from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
     embedded_resources,
+    lack_of_room,
     local_resources,
-    missing_resources,
-    require_capacity,
+    require_room,
 )
-from raytrain_ddp.ray_backend.ray_private import API_SERVER, quick_start
+from raytrain_ddp.ray_backend.ray_private import quick_start
 from raytrain_ddp.ray_backend.ray_process import caller
-from raytrain_ddp.ray_backend.ray_settings import (
-    applied_settings,
-    dashboard_port,
-    ray_settings,
-    set_variables,
-    short_folder,
-)
+from raytrain_ddp.ray_backend.ray_settings import applied_settings, ray_settings, short_folder
 from raytrain_ddp.ray_backend.ray_start import (
     RAY_START_S,
-    explicit_address,
     require_listener,
     require_same,
     start_with_retries,
 )
-from raytrain_ddp.tasks.model_zoo import TIMM
-from raytrain_ddp.tasks.task_loading import BUILT_IN
+from raytrain_ddp.ray_backend.task_transfer import shipped_code
 from raytrain_ddp.uri import answer_within
 from raytrain_ddp.warm.warm_start import py_executable, start_early, why_cold
 
 _SHUTDOWN_S = 30.0
-_NOBODYS_PORT = 9
 # Of a job's runtime environment: its processes are not started by the Python of this one.
 _OTHER_PYTHONS = ("pip", "uv", "conda", "container", "image_uri", "py_executable", "nsight")
 _in_use = threading.Lock()  # the connection to Ray, of which a process has one
@@ -113,8 +105,8 @@ def ray_connection(
                 ray.init(**where, **options)
 
         limit_s = max(RAY_START_S, wait_s)
-        start_with_retries(init, ray.shutdown, address or "this machine", limit_s, tell)
         try:
+            start_with_retries(init, ray.shutdown, address or "this machine", limit_s, tell)
             yield
         finally:  # if the head is lost, Ray may wait for it
             answer_within(_SHUTDOWN_S, ray.shutdown)
@@ -149,31 +141,22 @@ def cluster(
     """
     address, embedded = address or os.environ.get("RAY_ADDRESS"), starts_ray(address)
     layout: Layout | None = None
-    with ExitStack() as stack:
-        if embedded:
-            layout, options = _starting(config)
-            port = dashboard_port() if dashboard else None
-            options |= {"include_dashboard": dashboard, "dashboard_port": port}
-            options["runtime_env"] = _warm(config, caller())
-            api = f"http://127.0.0.1:{port or _NOBODYS_PORT}"
-            stack.enter_context(set_variables({API_SERVER: api}))
-        else:
-            own: dict[str, Any] = {}
-            if address and (address := explicit_address(address)) != "auto":
-                # Ray Train's clean-up asks the newest Ray of its machine for the run, unless told.
-                own["env_vars"] = {"RAY_ADDRESS": address}
-            options = {"runtime_env": shipped_code(config) | _warm(config, 0) | own}
-        # Ray Train imports torch: load it while Ray's processes and the mailbox start.
-        settings = ray_settings(config, embedded)
-        wait_s = config.scaling.wait_s
-        stack.enter_context(
-            ray_connection(address, settings, options, tell, _import_ray_train, wait_s)
-        )
+    options: dict[str, Any]
+    if embedded:
+        have = local_resources()
+        layout = choose_layout(config, have)
+        have = embedded_resources(config, layout, have)
+        require_room(layout, [have], "this machine")
+        options = {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
+        options |= {"include_dashboard": dashboard, "runtime_env": _warm(config, caller())}
+    else:
+        options = {"runtime_env": shipped_code(config) | _warm(config, 0)}
+    settings, wait_s = ray_settings(config, embedded), config.scaling.wait_s
+    # Ray Train imports torch: load it while Ray's processes and the mailbox start.
+    with ray_connection(address, settings, options, tell, _import_ray_train, wait_s):
         if layout is None:
-            import ray
-
-            layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
-            require_capacity(layout, ray.cluster_resources(), "the cluster")
+            layout = wait_for_room(config, tell)
+            require_room(layout, live_node_resources(), "the cluster")
             if not layout.use_gpu and config.scaling.use_gpu == "auto":
                 tell("training on CPUs: the cluster has no GPU (--scaling.use-gpu waits for one)")
         yield replace(layout, has_bf16=layout.use_gpu and have_bf16(live_node_resources()))
@@ -187,47 +170,10 @@ def start_warm_server(config: TrainConfig, address: str | None) -> str:
         Why the processes of a Ray that is started here are not warm, although the config allows
         it; or "".
     """
-    if starts_ray(address):
-        _warm(config, caller())
-        if config.scaling.warm_processes:
-            needs = "they need Linux, and this environment's Python"
-            return why_cold() if _forks(config) else needs
-    return ""
-
-
-def _starting(config: TrainConfig) -> tuple[Layout, dict[str, Any]]:
-    """For an embedded Ray: the layout on this machine, and the arguments of `ray.init`."""
-    have = local_resources()
-    layout = choose_layout(config, have)
-    have = embedded_resources(config, layout, have)
-    require_capacity(layout, have, "this machine")
-    return layout, {"num_cpus": int(have["CPU"]), "num_gpus": int(have["GPU"])}
-
-
-def import_paths(config: TrainConfig) -> tuple[str, ...]:
-    """Folders from which workers on this machine import the user's task and model."""
-    own = [str(Path(file).resolve().parent) for file in _places(config) if file.endswith(".py")]
-    return (*dict.fromkeys(own), str(Path.cwd()))
-
-
-def _places(config: TrainConfig) -> list[str]:
-    """The modules and files of the user's task and model."""
-    names = [*([] if config.task in BUILT_IN else [config.task]), config.model.name]
-    places = [name.rpartition(":")[0] for name in names if not name.startswith(TIMM)]
-    return [place for place in dict.fromkeys(places) if place]
-
-
-def shipped_code(config: TrainConfig) -> dict[str, Any]:
-    """A runtime environment with the user's task and model, as far as they are files or packages in
-    this folder."""
-    shipped = []
-    for place in _places(config):
-        package = Path.cwd() / place.partition(".")[0]
-        module = Path(place).resolve() if place.endswith(".py") else package.with_suffix(".py")
-        is_package = not place.endswith(".py") and package.is_dir()
-        if is_package or module.is_file():
-            shipped.append(str(package if is_package else module))
-    return {"py_modules": shipped} if shipped else {}
+    if not starts_ray(address) or not config.scaling.warm_processes:
+        return ""
+    _warm(config, caller())
+    return why_cold() if _forks(config) else "they need Linux, and this environment's Python"
 
 
 def _forks(config: TrainConfig) -> bool:
@@ -251,31 +197,49 @@ def _warm(config: TrainConfig, owner: int) -> dict[str, Any]:
     return {"py_executable": py_executable(owner, config.scaling.threads)}
 
 
-def wait_for_room(
-    config: TrainConfig,
-    resources: Callable[[], Mapping[str, float]],
-    nodes: Callable[[], Sequence[Mapping[str, float]]],
-    tell: Callable[[str], None],
-) -> Layout:
+def wait_for_room(config: TrainConfig, tell: Callable[[str], None]) -> Layout:
     """Requests the missing resources from a cluster that may be growing; waits up to `wait_s`. They
     may still be missing then."""
-    deadline = time.monotonic() + config.scaling.wait_s
-    layout = choose_layout(config, resources(), nodes())
-    lacks = missing_resources(layout, resources())
-    if lacks:
-        tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
-        from ray.autoscaler.sdk import request_resources
+    import ray
+    from ray.autoscaler.sdk import request_resources
 
+    deadline = time.monotonic() + config.scaling.wait_s
+    layout = choose_layout(config, ray.cluster_resources(), live_node_resources())
+    if lack_of_room(layout, live_node_resources()):
+        tell(f"waiting up to {config.scaling.wait_s:g} s for {layout.said}")
         request_resources(bundles=[dict(layout.per_worker)] * layout.least)
         try:
-            while lacks and time.monotonic() < deadline:
+            while time.monotonic() < deadline and lack_of_room(layout, live_node_resources()):
                 time.sleep(0.5)
-                lacks = missing_resources(layout, resources())
         finally:  # the request would last forever and keep idle nodes alive
             request_resources(bundles=[])
-        if not lacks:  # the new nodes may have more CPUs for each GPU, or fewer
-            layout = choose_layout(config, resources(), nodes())
+        if not lack_of_room(layout, live_node_resources()):
+            # The new nodes may have more CPUs for each GPU, or fewer.
+            layout = choose_layout(config, ray.cluster_resources(), live_node_resources())
     return layout
+
+
+def dashboard_note() -> Note | None:
+    """The address of the run's page in the dashboard of the connected Ray; None if it has none."""
+    import ray
+
+    # For a connected Ray, this only returns its address.
+    ray_context = ray.init(ignore_reinit_error=True, configure_logging=False, logging_level="ERROR")
+    host, _, port = (ray_context.dashboard_url or "").rpartition(":")
+    context = ray.get_runtime_context()
+    head = context.gcs_address.rpartition(":")[0]
+    is_here = head == ray.util.get_node_ip_address()
+    try:
+        if is_here:  # Ray gives an address also if it runs none
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+    except (OSError, ValueError):
+        port = ""
+    if not port:
+        return None
+    text = f"dashboard: http://{host}:{port}/#/jobs/{context.get_job_id()}"
+    if not is_here and host in ("127.0.0.1", "localhost", "::1"):
+        text += f", after ssh -NL {port}:{host}:{port} {head}"
+    return Note(text)
 
 
 def live_node_resources() -> list[Mapping[str, float]]:

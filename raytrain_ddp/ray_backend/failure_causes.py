@@ -20,7 +20,6 @@ from raytrain_ddp.ray_backend.foreign_texts import (
 from raytrain_ddp.user_code import is_foreign
 
 _PACKAGE = f"{Path(__file__).parent.parent}/"
-_WATCHES = "__torch_dispatch__"
 _OF_COMPILER = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 
@@ -77,24 +76,13 @@ def out_of_memory_error(
     config: Mapping[str, Any], rank: int, step: int | None, error: BaseException
 ) -> BaseException:
     """Adds the config's remedy. Not retried: it would happen again."""
-    import resource
-
-    import torch
-
     from raytrain_ddp.errors import RetriesExhausted
 
-    gib = 2**30
-    if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        peak = f"{torch.cuda.max_memory_allocated() / gib:.1f} of {total / gib:.1f} GiB on its GPU"
-    else:
-        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = f"{kib * 1024 / gib:.1f} GiB of its host's memory"
     when = f"at step {step}" if step else "while starting"
     return RetriesExhausted(
-        f"rank {rank} ran out of memory {when}, with {peak} in use at its peak. Lower "
-        f"--micro-batch (now {config['micro_batch']}): the global batch of "
-        f"{config['batch_size']} stays the same. {next(iter(str(error).splitlines()), '')}"
+        f"rank {rank} ran out of memory {when}. Lower --micro-batch (now {config['micro_batch']}): "
+        f"the global batch of {config['batch_size']} stays the same. "
+        f"{next(iter(str(error).splitlines()), '')}"
     )
 
 
@@ -103,12 +91,10 @@ def users_traceback(error: BaseException) -> str:
     if isinstance(error.__cause__, RemoteTraceback):
         return str(error.__cause__)
     frames = traceback.extract_tb(error.__traceback__)
-    above = (n for n, f in enumerate(frames) if f.filename.startswith(_PACKAGE))
-    first = next((n for n in above if frames[n].name != _WATCHES), -1)
-    others = [n for n, f in enumerate(frames) if n > first and is_foreign(f.filename)]
-    if others:  # a torch operation may pass through this package's dispatch mode
-        below = (n for n, f in enumerate(frames) if n > others[-1] and f.name == _WATCHES)
-        users = frames[others[0] : next(below, len(frames))]
-        frames = traceback.StackSummary(f for f in users if not f.filename.endswith(_OF_COMPILER))
+    own = [n for n, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)]
+    users = [n for n, f in enumerate(frames) if n > min(own, default=-1) and is_foreign(f.filename)]
+    if users:  # a torch operation may pass through this package's dispatch mode
+        shown = [frame for n, frame in enumerate(frames) if n >= users[0] and n not in own]
+        frames = traceback.StackSummary(f for f in shown if not f.filename.endswith(_OF_COMPILER))
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames)]
     return "".join(lines + traceback.format_exception_only(type(error), error))

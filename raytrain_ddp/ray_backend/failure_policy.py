@@ -12,29 +12,24 @@ the driver knows whether the run makes progress:
 - Workers that Ray ends because their node runs out of memory are replaced once.
 - Hangs are failures of the rank that the others waited for.
 - Workers that die together, before the others have gone on, are one failure.
-- Preemptions count against `scaling.max_preemptions`: by Ray, or here if workers are placed one by
-  one, of which Ray knows nothing; in that case each preempted node counts once.
+- Preemptions are no failures.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from raytrain_ddp import errors
 from raytrain_ddp.events import Checkpoint, Failed, Plan, Preempted
 from raytrain_ddp.messages import Died, Event, InProgress, Joined, WorkerFailed
-from raytrain_ddp.ray_backend.foreign_texts import has_too_many_preemptions, is_ended_for_memory
+from raytrain_ddp.ray_backend.foreign_texts import is_ended_for_memory
 
 KEPT = "Committed checkpoints are kept; run the same command again to resume."
 _MEMORY = (
     "Lower --micro-batch (the global batch stays) or --data.prefetch-mib, put fewer workers on a "
     f"node (--scaling.cpus-per-worker), or use a node with more memory. {KEPT}"
 )
-_PREEMPTED = "nodes were taken away more often than scaling.max_preemptions allows"
-_TOGETHER_S = 60.0
 _SILENTLY = "crashed, or was killed,"
 _MOST_SILENT = 3
 
@@ -45,17 +40,12 @@ class FailurePolicy:
     Args:
         most: scaling.max_failures.
         committed: the step of the newest checkpoint, 0 without one.
-
-    Attributes:
         replaced: the number of workers at first, if a dead one is replaced while others are left;
             else 0.
-        most_preemptions: scaling.max_preemptions if Ray does not count them; -1: any number.
     """
 
     def __init__(self, most: int, committed: int = 0, replaced: int = 0) -> None:
-        self._most, self.replaced = most, replaced
-        self.most_preemptions = -1
-        self._preemptions, self._preempted_at = 0, dict[str, float]()  # the latest of each node
+        self._most, self._replaced = most, replaced
         self._in_a_row = 0
         self._seen: Counter[tuple[int | None, str]] = Counter()  # (step, what), since progress
         self._for_memory = 0
@@ -113,7 +103,7 @@ class FailurePolicy:
 
     def _others_stay(self, event: Died) -> bool:
         """Whether workers are left, which keep their state."""
-        return len(event.texts) < (self.replaced and max(self.replaced, len(self._start.nodes)))
+        return len(event.texts) < (self._replaced and max(self._replaced, len(self._start.nodes)))
 
     def ended(self, why: str) -> Failed:
         """Handles a failure of Ray Train itself, as when the workers could not form a group;
@@ -122,8 +112,6 @@ class FailurePolicy:
         Raises:
             RetriesExhausted: it has failed too often.
         """
-        if has_too_many_preemptions(why):
-            raise errors.RetriesExhausted(f"{_PREEMPTED}: {why} {KEPT}")
         report = "" if self._start.handled else self._start.own_report()
         why = report or why or "Ray Train ended, and no worker reported why."
         self._in_a_row += not self._start.handled  # of which it may be a consequence
@@ -140,11 +128,7 @@ class FailurePolicy:
 
     def _handle_death(self, event: Died) -> Failed | Preempted:
         if event.preempted:
-            said = self._start.preempted(event.preempted)
-            self._count_preemptions({self._start.node(rank) for rank in event.preempted})
-            if 0 <= self.most_preemptions < self._preemptions:
-                raise errors.RetriesExhausted(f"{_PREEMPTED}: {said}. {KEPT}")
-            return Preempted(said)
+            return Preempted(self._start.preempted(event.preempted))
         hang, before = self._start.hang(), self._start.hang_before
         self._start.hang_before = None
         others_stay = self._others_stay(event)
@@ -179,13 +163,6 @@ class FailurePolicy:
             for each in event.texts:  # what it has said is not of the next one
                 self._start.reports.pop(each, None)
         return Failed(rank, step, f"{said} {where}; {self._resume_text(others_stay)}", node, what)
-
-    def _count_preemptions(self, nodes: Iterable[str]) -> None:
-        """Workers of one node end one after another; later, it may be back, and preempted again."""
-        now = time.monotonic()
-        for node in nodes:
-            self._preemptions += now - self._preempted_at.get(node, -math.inf) > _TOGETHER_S
-            self._preempted_at[node] = now
 
     def _handle_hang(self, hang: WorkerFailed, others_stay: bool) -> Failed:
         step, what, text = hang.step, hang.error, hang.message.rstrip(".")

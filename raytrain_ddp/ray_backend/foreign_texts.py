@@ -50,8 +50,3 @@ def is_slow_start_of_ray(error: BaseException) -> bool:
 def is_ended_for_memory(text: str) -> bool:
     """Whether Ray ended a worker, of which it says `text`, as its node ran out of memory."""
     return any(each in text for each in _RAY_LACKS_MEMORY)
-
-
-def has_too_many_preemptions(text: str) -> bool:
-    """Whether Ray Train gave up after RunConfig's max_preemption_failures."""
-    return "interrupted by node preemption" in text

@@ -47,7 +47,7 @@ class Draining:
 
 def _draining(node_ids: Mapping[int, str]) -> Draining | None:
     """Which of these nodes, given by rank, will be taken away."""
-    ends_ms = draining_nodes() or {}
+    ends_ms = draining_nodes()
     lost = {rank: node for rank, node in node_ids.items() if node in ends_ms}
     known = [ends_ms[node] for node in lost.values() if ends_ms[node]]
     return Draining(min(known, default=None), sorted({*lost.values()}), [*lost]) if lost else None

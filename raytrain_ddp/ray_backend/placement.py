@@ -14,6 +14,8 @@ from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.config.validation import require
 from raytrain_ddp.errors import PreflightError
 
+_NO_GPU = "check nvidia-smi and CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -43,10 +45,6 @@ class Layout:
         count = f"{self.most}" if self.least == self.most else f"{self.least} to {self.most}"
         return f"{count} worker{'s' if self.most > 1 else ''}"
 
-    def least_needed(self) -> dict[str, float]:
-        """The minimum resources for a start."""
-        return {name: amount * self.least for name, amount in self.per_worker.items()}
-
 
 def choose_layout(
     config: TrainConfig,
@@ -73,9 +71,8 @@ def choose_layout(
     if (least, most) == (0, 0):
         if use_gpu and not gpus:
             raise PreflightError(
-                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES, train on CPUs with --scaling.use-gpu False, or set the "
-                "number of workers for an autoscaling cluster with --scaling.num-workers."
+                f"scaling.use_gpu = true, but there is no GPU: {_NO_GPU}, or set the number of "
+                "workers for an autoscaling cluster with --scaling.num-workers."
             )
         each = scaling.gpus_per_worker
         whole = sum(int(node.get("GPU", 0) / each + 1e-9) for node in nodes) if use_gpu else 2
@@ -131,30 +128,25 @@ def workers_that_fit(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> in
     )
 
 
-def missing_resources(layout: Layout, have: Mapping[str, float]) -> str:
-    """``""``, or one line per resource that is short."""
-    lines = [
-        f"  {name}: want {want:g} ({layout.least} x {layout.per_worker[name]:g}), have "
-        f"{have.get(name, 0):g}"
-        for name, want in layout.least_needed().items()
-        if want > have.get(name, 0) + 1e-9
-    ]
-    return "\n".join(lines)
+def lack_of_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Returns which workers do not fit on nodes with these resources; "" if the layout can start
+    there."""
+    fit = workers_that_fit(layout, nodes)
+    each = " + ".join(f"{amount:g} {name}" for name, amount in layout.per_worker.items())
+    lack = f"{each} for each worker: want {layout.least}, have {fit} on {len(nodes)} node(s)"
+    return "" if fit >= layout.least else lack
 
 
-def require_capacity(layout: Layout, have: Mapping[str, float], where: str) -> None:
-    """Raises PreflightError, listing want and have of each resource, if the layout cannot start."""
-    lines = missing_resources(layout, have)
-    if lines:
-        remedy = (
-            "Use fewer with --scaling.num-workers, or smaller ones with --scaling.cpus-per-worker."
+def require_room(layout: Layout, nodes: Sequence[Mapping[str, float]], where: str) -> None:
+    """Raises PreflightError if the layout cannot start on these nodes, which are those of
+    `where`."""
+    if lack := lack_of_room(layout, nodes):
+        remedy = "--scaling.num-workers, or smaller ones with --scaling.cpus-per-worker"
+        if layout.use_gpu and not any(node.get("GPU") for node in nodes):
+            remedy = f"{remedy}. There is no GPU: {_NO_GPU}"
+        raise PreflightError(
+            f"{where} has no room for {layout.said}: {lack}. Use fewer with {remedy}."
         )
-        if layout.use_gpu and not have.get("GPU"):
-            remedy = (
-                "scaling.use_gpu = true, but there is no GPU: check nvidia-smi and "
-                "CUDA_VISIBLE_DEVICES, or train on CPUs with --scaling.use-gpu False."
-            )
-        raise PreflightError(f"{where} has no room for {layout.said}:\n{lines}\n{remedy}")
 
 
 def embedded_resources(
@@ -162,7 +154,7 @@ def embedded_resources(
 ) -> dict[str, float]:
     """What an embedded Ray is started with: the default number of workers runs on one core, too."""
     if config.scaling.num_workers == "auto":
-        return {**have, "CPU": max(have.get("CPU", 0), layout.least_needed().get("CPU", 0))}
+        return {**have, "CPU": max(have.get("CPU", 0), layout.least * layout.per_worker["CPU"])}
     return {**have}
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from raytrain_ddp.events import (
     Checkpoint,
@@ -33,82 +33,90 @@ PREFIX = "raytrain_"
 ENDED, STARTING, TRAINING, EVALUATING = 0, 1, 2, 3
 CAUSES = ("failure", "preemption", "resize")
 
-# Name: (description, tags besides "run"). Ray prefixes all names with "ray_".
-GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "state": ("0: ended, 1: workers are starting or restarting, 2: training, 3: evaluating.", ()),
-    "step": ("Steps done.", ()),
-    "steps_planned": ("Steps of the whole run.", ()),
-    "epoch": ("Epoch, from 0.", ()),
-    "epochs_planned": ("Epochs of the whole run.", ()),
-    "world_size": ("Workers.", ()),
-    "last_step_timestamp_seconds": (
-        "Unix time of the last step or evaluation; before it, of the start.",
-        (),
+_STATES = {Plan: TRAINING, Evaluating: EVALUATING, Eval: TRAINING, End: ENDED}
+_TIMES = {
+    Train: "last_step_timestamp_seconds",
+    Eval: "last_step_timestamp_seconds",
+    Checkpoint: "last_checkpoint_timestamp_seconds",
+}
+_COUNTS = {Checkpoint: "checkpoints", CheckpointFailed: "checkpoints_failed"}
+
+
+class Value(NamedTuple):
+    """A value that is exported.
+
+    Args:
+        text: its description.
+        of: the attribute that it is, by kind of event; else, `PrometheusMetrics` computes it.
+        tags: besides "run".
+    """
+
+    text: str
+    of: Mapping[type, str] = {}
+    tags: tuple[str, ...] = ()
+
+
+# Ray prefixes all names with "ray_".
+GAUGES = {
+    "state": Value("0: ended, 1: workers are starting or restarting, 2: training, 3: evaluating."),
+    "step": Value("Steps done.", {Plan: "start_step", Train: "step"}),
+    "steps_planned": Value("Steps of the whole run.", {Plan: "total_steps"}),
+    "epoch": Value("Epoch, from 0.", {Train: "epoch"}),
+    "epochs_planned": Value("Epochs of the whole run.", {Plan: "epochs"}),
+    "world_size": Value("Workers.", {Plan: "world_size"}),
+    "last_step_timestamp_seconds": Value(
+        "Unix time of the last step or evaluation; before it, of the start."
     ),
-    "restarts": ("Starts of the workers after the first, since fit began.", ("cause",)),
-    "loss": ("Mean loss of the last step logged; may be NaN.", ()),
-    "training_scalar": ("The newest value of each number that the loss returned.", ("name",)),
-    "learning_rate": ("Learning rate of the last step logged.", ()),
-    "evaluation": ("The newest value of each metric of the evaluations.", ("metric",)),
-    "best_evaluation": ("The best value so far of the metric that is monitored.", ("metric",)),
-    "evaluation_seconds": ("Duration of the last evaluation.", ()),
-    "nonfinite_steps": ("Steps not applied: loss or gradient not finite.", ()),
-    "skipped_samples": ("Samples that could not be read.", ()),
-    "samples_per_second": ("Throughput of all workers, without evaluations and checkpoints.", ()),
-    "step_seconds": ("Duration of a step, without evaluations and checkpoints.", ()),
-    "phase_seconds": ("Duration of each phase of a step; mean over the ranks.", ("phase",)),
-    "mfu_ratio": ("Model FLOPs utilization, 0 to 1, where the GPU's peak is known.", ()),
-    "flops_per_second": ("Of a rank, matrix products and convolutions only.", ()),
-    "peak_memory_bytes": ("Of any rank: of its GPU's tensors, or of its process.", ()),
-    "slowest_rank_ratio": (
+    "restarts": Value("Starts of the workers after the first, since fit began.", tags=("cause",)),
+    "loss": Value("Mean loss of the last step logged; may be NaN.", {Train: "loss"}),
+    "training_scalar": Value("The newest of each number that the loss returned.", tags=("name",)),
+    "learning_rate": Value("Learning rate of the last step logged.", {Train: "lr"}),
+    "evaluation": Value("The newest value of each metric of the evaluations.", tags=("metric",)),
+    "best_evaluation": Value("The best value so far of the monitored metric.", tags=("metric",)),
+    "evaluation_seconds": Value("Duration of the last evaluation.", {Eval: "seconds"}),
+    "nonfinite_steps": Value(
+        "Steps not applied: loss or gradient not finite.", {Train: "nonfinite"}
+    ),
+    "skipped_samples": Value("Samples that could not be read.", {Train: "skipped"}),
+    "samples_per_second": Value(
+        "Throughput of all workers, without evaluations and checkpoints.",
+        {Train: "samples_per_s"},
+    ),
+    "step_seconds": Value(
+        "Duration of a step, without evaluations and checkpoints.", {Timing: "step_s"}
+    ),
+    "phase_seconds": Value(
+        "Duration of each phase of a step; mean over the ranks.", tags=("phase",)
+    ),
+    "mfu_ratio": Value(
+        "Model FLOPs utilization, 0 to 1, where the GPU's peak is known.", {Timing: "mfu"}
+    ),
+    "flops_per_second": Value(
+        "Of a rank, matrix products and convolutions only.", {Timing: "flops_per_s"}
+    ),
+    "peak_memory_bytes": Value(
+        "Of any rank: of its GPU's tensors, or of its process.", {Timing: "peak_memory_bytes"}
+    ),
+    "slowest_rank_ratio": Value(
         "Own work of the rank that waits least, as a multiple of the median; 0: not the slowest.",
-        ("rank", "phase"),
+        tags=("rank", "phase"),
     ),
-    "checkpoints": ("Checkpoints committed since fit began.", ()),
-    "checkpoints_failed": ("Commits that failed for good, since fit began.", ()),
-    "checkpoint_step": ("Step of the newest checkpoint that was committed.", ()),
-    "checkpoint_seconds": ("Duration of the last commit, in the background.", ()),
-    "checkpoint_bytes": ("Size of the last checkpoint.", ()),
-    "checkpoint_stall_seconds": ("How long the last checkpoint stopped training.", ()),
-    "last_checkpoint_timestamp_seconds": (
-        "Unix time of the last commit; before it, of the start.",
-        (),
+    "checkpoints": Value("Checkpoints committed since fit began."),
+    "checkpoints_failed": Value("Commits that failed for good, since fit began."),
+    "checkpoint_step": Value(
+        "Step of the newest checkpoint that was committed.", {Checkpoint: "step"}
+    ),
+    "checkpoint_seconds": Value(
+        "Duration of the last commit, in the background.", {Checkpoint: "seconds"}
+    ),
+    "checkpoint_bytes": Value("Size of the last checkpoint.", {Checkpoint: "size_bytes"}),
+    "checkpoint_stall_seconds": Value(
+        "How long the last checkpoint stopped training.", {Pause: "seconds"}
+    ),
+    "last_checkpoint_timestamp_seconds": Value(
+        "Unix time of the last commit; before it, of the start."
     ),
 }
-
-# Gauges that are attributes of an event.
-_ATTRIBUTES: dict[type, dict[str, str]] = {
-    Plan: {
-        "step": "start_step",
-        "steps_planned": "total_steps",
-        "epochs_planned": "epochs",
-        "world_size": "world_size",
-    },
-    Train: {
-        "step": "step",
-        "epoch": "epoch",
-        "loss": "loss",
-        "learning_rate": "lr",
-        "samples_per_second": "samples_per_s",
-        "nonfinite_steps": "nonfinite",
-        "skipped_samples": "skipped",
-    },
-    Timing: {
-        "step_seconds": "step_s",
-        "peak_memory_bytes": "peak_memory_bytes",
-        "flops_per_second": "flops_per_s",
-        "mfu_ratio": "mfu",
-    },
-    Eval: {"evaluation_seconds": "seconds"},
-    Checkpoint: {
-        "checkpoint_step": "step",
-        "checkpoint_seconds": "seconds",
-        "checkpoint_bytes": "size_bytes",
-    },
-    Pause: {"checkpoint_stall_seconds": "seconds"},
-}
-
-Sample = tuple[str, float, dict[str, str]]  # name, value, the tags besides "run"
 
 
 class Gauge(Protocol):
@@ -126,139 +134,97 @@ class PrometheusMetrics:
     def __init__(
         self, run: str, gauge: Callable[[str, str, tuple[str, ...]], Gauge] | None = None
     ) -> None:
-        self._run = run
-        self._make = gauge or _ray_gauge
+        self._run, self._make = run, gauge or _ray_gauge
         self._gauges: dict[str, Gauge] = {}
-        self._newest: dict[tuple[str, ...], Sample] = {}  # the newest for each name and tags
-        self._step = 0
-        self._restarts = dict.fromkeys(CAUSES, 0)
         self._planned = False
         self._lost = ""  # why there are no workers; "" if there are
-        self._commits = {"checkpoints": 0, "checkpoints_failed": 0}
-        self._phases: set[str] = set()
-        self._slowest: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._say_all(self._begin())
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._values: dict[tuple[str, ...], float] = {("state",): STARTING}  # by name and tags
+        self._values |= {(name,): 0 for name in _COUNTS.values()}
+        self._values |= {("restarts", cause): 0 for cause in CAUSES}
+        self._values |= {(name,): time.time() for name in _TIMES.values()}
+        self._export()
         threading.Thread(target=self._keep_exporting, name="metrics", daemon=True).start()
 
     def take(self, event: Event) -> None:
         """Handles an event of any kind: those shown, and "at", the step in progress."""
-        self._say_all(self._samples(event))
-
-    def _say_all(self, samples: Iterable[Sample]) -> None:
         with suppress(Exception), self._lock:
-            for name, value, tags in samples:
-                self._export(name, float(value), tags)
+            self._note(event)
+        self._export()
 
     def close(self) -> None:
         """The run has ended; Ray soon drops its values."""
-        self._say_all([("state", ENDED, {})])
+        self._values[("state",)] = ENDED
+        self._export()
         self._closed.set()
 
     def _keep_exporting(self) -> None:
         while not self._closed.wait(_EXPORT_EVERY_S):
-            with suppress(Exception), self._lock:
-                for sample in list(self._newest.values()):
-                    self._export(*sample)
+            self._export()
 
-    def _export(self, name: str, value: float, tags: dict[str, str]) -> None:
-        gauge = self._gauges.get(name)
-        if gauge is None:
-            description, besides = GAUGES[name]
-            gauge = self._gauges[name] = self._make(PREFIX + name, description, ("run", *besides))
-        gauge.set(value, {"run": self._run, **tags})
-        self._newest[(name, *tags.values())] = name, value, tags
+    def _export(self) -> None:
+        with suppress(Exception), self._lock:
+            for (name, *tags), value in self._values.items():
+                text, _, names = GAUGES[name]
+                if name not in self._gauges:
+                    self._gauges[name] = self._make(PREFIX + name, text, ("run", *names))
+                named = {"run": self._run, **dict(zip(names, tags, strict=True))}
+                self._gauges[name].set(float(value), named)
 
-    def _samples(self, event: Event) -> Iterator[Sample]:
-        now = time.time()
+    def _note(self, event: Event) -> None:
+        values, kind = self._values, type(event)
+        self._note_attributes(event)
+        values[("state",)] = _STATES.get(kind, values[("state",)])
+        if kind in _TIMES:
+            values[(_TIMES[kind],)] = time.time()
+        if kind in _COUNTS:
+            values[(_COUNTS[kind],)] += 1
         match event:
             case Plan():
-                yield from self._plan(event)
-            case InProgress() if event.step > self._step + 1:  # the previous one is done
-                self._step = event.step - 1
-                yield "step", self._step, {}
-                yield "last_step_timestamp_seconds", now, {}
+                if self._planned and not self._lost:
+                    values["restarts", "resize"] += 1
+                self._planned, self._lost = True, ""
+                if event.start_step == 0:
+                    values[("nonfinite_steps",)] = values[("skipped_samples",)] = 0
+            case InProgress() if event.step > values.get(("step",), 0) + 1:  # one is done
+                values[("step",)] = event.step - 1
+                values[("last_step_timestamp_seconds",)] = time.time()
             case Train():
-                self._step = event.step
-                yield "last_step_timestamp_seconds", now, {}
-                yield from self._train(event)
-            case Evaluating():
-                yield "state", EVALUATING, {}
+                self._note_timing(event.timing)
+                self._note_each("training_scalar", event.scalars)
             case Eval():
-                yield "state", TRAINING, {}
-                yield "last_step_timestamp_seconds", now, {}
-                yield from _tagged("evaluation", "metric", event.metrics)
+                self._note_each("evaluation", event.metrics)
                 if event.best:
-                    best = {event.monitor: event.metrics[event.monitor]}
-                    yield from _tagged("best_evaluation", "metric", best)
-            case Checkpoint():
-                yield self._count("checkpoints")
-                yield "last_checkpoint_timestamp_seconds", now, {}
-            case CheckpointFailed():
-                yield self._count("checkpoints_failed")
+                    values["best_evaluation", event.monitor] = event.metrics[event.monitor]
             case Failed():  # each counts, also of workers that had not begun to train again
-                yield from self._restart("failure")
+                self._restart("failure")
             # A worker that sees it coming reports it, and the driver once the node is gone.
             case Preempted() if self._lost != "preemption":
-                yield from self._restart("preemption")
-            case End():
-                yield "state", ENDED, {}
-        yield from _attributes(event)
+                self._restart("preemption")
 
-    def _begin(self) -> Iterator[Sample]:
-        now = time.time()
-        yield "state", STARTING, {}
-        yield "last_step_timestamp_seconds", now, {}
-        yield "last_checkpoint_timestamp_seconds", now, {}
-        yield from _tagged("restarts", "cause", self._restarts)
-        for name, count in self._commits.items():
-            yield name, count, {}
+    def _note_timing(self, timing: Timing) -> None:
+        self._note_attributes(timing)
+        for key in self._values:  # a phase that takes no time anymore, another slowest rank
+            if key[0] in ("phase_seconds", "slowest_rank_ratio"):
+                self._values[key] = 0
+        self._note_each("phase_seconds", timing.split_s)
+        if slowest := timing.slowest:  # None with one rank
+            self._values["slowest_rank_ratio", f"{slowest.rank}", slowest.phase] = slowest.ratio
 
-    def _plan(self, event: Plan) -> Iterator[Sample]:
-        if self._planned and not self._lost:
-            yield from self._restart("resize")
-        self._planned, self._lost, self._step = True, "", event.start_step
-        yield "state", TRAINING, {}
-        if self._step == 0:
-            yield "nonfinite_steps", 0, {}
-            yield "skipped_samples", 0, {}
+    def _note_attributes(self, event: object) -> None:
+        for name, (_, of, _) in GAUGES.items():
+            value = getattr(event, of.get(type(event), ""), None)
+            if value is not None:
+                self._values[(name,)] = value
 
-    def _train(self, event: Train) -> Iterator[Sample]:
-        yield from _attributes(event.timing)
-        yield from _tagged("training_scalar", "name", event.scalars)
-        split = event.timing.split_s
-        self._phases |= {*split}  # resets a phase that takes no time anymore
-        yield from _tagged("phase_seconds", "phase", {p: split.get(p, 0.0) for p in self._phases})
-        slowest = event.timing.slowest  # None with one rank
-        place = {"rank": str(slowest.rank), "phase": slowest.phase} if slowest else {}
-        if self._slowest not in ({}, place):
-            yield "slowest_rank_ratio", 0, self._slowest
-        self._slowest = place
-        if slowest:
-            yield "slowest_rank_ratio", slowest.ratio, place
+    def _note_each(self, name: str, found: Mapping[str, float]) -> None:
+        for tag, value in found.items():
+            self._values[name, tag] = value
 
-    def _restart(self, cause: str) -> Iterator[Sample]:
+    def _restart(self, cause: str) -> None:
         self._lost = cause
-        self._restarts[cause] += 1
-        yield "restarts", self._restarts[cause], {"cause": cause}
-        yield "state", STARTING, {}
-
-    def _count(self, name: str) -> Sample:
-        self._commits[name] += 1
-        return name, self._commits[name], {}
-
-
-def _attributes(event: object) -> Iterator[Sample]:
-    for name, attribute in _ATTRIBUTES.get(type(event), {}).items():
-        value = getattr(event, attribute)
-        if value is not None:
-            yield name, value, {}
-
-
-def _tagged(name: str, tag: str, values: Mapping[str, float]) -> Iterator[Sample]:
-    for key, value in values.items():
-        yield name, value, {tag: key}
+        self._values["restarts", cause] += 1
+        self._values[("state",)] = STARTING
 
 
 def _ray_gauge(name: str, description: str, tags: tuple[str, ...]) -> Gauge:

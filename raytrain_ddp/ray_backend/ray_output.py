@@ -25,50 +25,29 @@ def ray_output_to_file(run: Storage) -> Iterator[None]:
     path = Path(run.path) / LOGS / "driver.log" if run.is_local else Path("/dev/null")
     own = threading.current_thread()
     with (
-        _LazyFile(path) as log,
-        redirect_stdout(_ByThread(log, sys.stdout, own)),
-        redirect_stderr(_ByThread(log, sys.stderr, own)),
+        redirect_stdout(_ByThread(path, sys.stdout, own)),
+        redirect_stderr(_ByThread(path, sys.stderr, own)),
     ):
         yield
 
 
 class _ByThread(io.TextIOBase):
-    """Writes what one thread and Ray's write to a log, and the rest to the stream it replaces."""
+    """Appends what one thread and Ray's write to a file, created then, and passes the rest to the
+    stream it replaces. Errors of the file, such as a full disk, are ignored."""
 
-    def __init__(self, log: _LazyFile, replaced: TextIO, own: Thread) -> None:
-        self._log, self._replaced, self._own = log, replaced, own
+    def __init__(self, path: Path, replaced: TextIO, own: Thread) -> None:
+        self._path, self._replaced, self._own = path, replaced, own
 
     def write(self, text: str) -> int:
-        return (self._log if self._is_logged() else self._replaced).write(text)
-
-    def flush(self) -> None:
-        if not self._is_logged():
-            self._replaced.flush()
-
-    def _is_logged(self) -> bool:
         thread = threading.current_thread()
-        return thread is self._own or thread.name.startswith(("ray_", "ray-"))
-
-
-class _LazyFile(io.TextIOBase):
-    """A text file created at the first write; write errors, such as a full disk, are ignored."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: io.TextIOWrapper | None = None
-
-    def write(self, text: str) -> int:
-        if self.closed:
-            return len(text)
+        if thread is not self._own and not thread.name.startswith(("ray_", "ray-")):
+            return self._replaced.write(text)
         with suppress(OSError):
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8", buffering=1)
-            self._file.write(text)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
         return len(text)
 
-    def close(self) -> None:
-        super().close()
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+    def flush(self) -> None:
+        if threading.current_thread() is not self._own:
+            self._replaced.flush()

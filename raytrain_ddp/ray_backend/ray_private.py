@@ -15,10 +15,6 @@ from typing import Any
 
 from raytrain_ddp.warm import worker_setup
 
-API_SERVER = "RAY_API_SERVER_ADDRESS"
-"""Where processes of Ray look for its state API. Without it, they may ask another Ray of this
-machine, and the PlacementGroupCleaner, if it runs, takes the unknown controller for dead."""
-
 _LEFT_OUT = (
     "DatasetsCallback",  # a manager of Ray Data's data sets, which nothing uses
     # Frees the workers' placement if the controller dies, as `RayWorkers` does. It asks the
@@ -27,18 +23,18 @@ _LEFT_OUT = (
 )
 
 
-def draining_nodes() -> Mapping[str, int] | None:
+def draining_nodes() -> Mapping[str, int]:
     """The ids of nodes that will be taken away, and when: ms since the epoch, 0 if unknown.
 
-    Ray Train tells it only to workers that all end together. Without it (None), no worker is
-    replaced alone: if one dies, all restart.
+    Ray Train tells it only to workers that all end together. Without it ({}), the others only see
+    that a worker has died.
     """
     try:
         from ray._private import state
 
         ends_ms: Mapping[str, int] = state.state.get_draining_nodes()
     except (ImportError, AttributeError):
-        return None
+        return {}
     return ends_ms
 
 
@@ -55,9 +51,7 @@ def replacing_config(backend: str) -> Any:
         has_replica_groups = True
 
     class ReplacingConfig(TorchConfig):  # type: ignore[misc]
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return ReplacingBackend
+        backend_cls = ReplacingBackend
 
     return ReplacingConfig(backend=backend) if hasattr(Backend, "has_replica_groups") else None
 
@@ -77,9 +71,7 @@ def nccl_config(backend: str, timeout_s: int, settings: Mapping[str, str]) -> An
             super().on_start(worker_group, backend_config)
 
     class NcclConfig(TorchConfig):  # type: ignore[misc]
-        @property
-        def backend_cls(self) -> type[Any]:
-            return WithSettings
+        backend_cls = WithSettings
 
     return NcclConfig(backend=backend, timeout_s=timeout_s)
 
@@ -97,38 +89,11 @@ def trainer_class() -> Any:
     return Trainer
 
 
-def abort(controller: Any, within_s: float) -> None:
-    """Makes Ray Train's controller give back its request for resources, as Ray does at Ctrl-C.
-    Without it, the next elastic run waits three minutes for them."""
-    import ray
-
-    with suppress(Exception):
-        ray.get(controller.abort.remote(), timeout=within_s)
-
-
 def underlying(error: Exception) -> Exception:
     """The cause, if Ray Train only reports that a worker is dead. Without it, the less specific
     error is shown, and a preempted node counts as a failure."""
     inner: Exception = getattr(error, "health_check_failure", error)
     return inner
-
-
-def notify_node_change() -> None:
-    """Notifies Ray Train of a changed number of nodes. Without it, it notices within 20 s."""
-    import ray
-
-    with suppress(ValueError, AttributeError, TypeError):
-        coordinator = ray.get_actor("AutoscalingCoordinator", "AutoscalingCoordinator")
-        coordinator.get_reserved_resources.remote("", recompute=True)
-
-
-def newest_address() -> str:
-    """HOST:PORT of the newest Ray started here by `ray start`. Without it (""), Ray finds one for
-    "auto" by itself, and Ray Train's processes may ask another one for the run's state."""
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
-    with suppress(OSError, ValueError):
-        return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
-    return ""
 
 
 def raylet_of_worker() -> int:

@@ -19,9 +19,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytrain_ddp.errors import RemoteTraceback, RetriesExhausted
 from raytrain_ddp.signals import STOP_SIGNALS, handling, heeded, relayed_by
@@ -80,8 +79,8 @@ def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
 
     with own, output, handling(heeded(), relay):
         try:
-            while isinstance(event := _received(own), _Event):
-                show(event.event)
+            while (end := _received(own)) is not None and end.is_shown:
+                show(end.event)
         except BaseException:
             _end(own, pid)
             raise
@@ -91,53 +90,42 @@ def in_ray_process(work: Callable[[Show], None], show: Show) -> None:
             output.seek(0)
             if text := output.read():
                 print(text, end="")
-    if event is None:
+    if end is None:
         raise RetriesExhausted(
             f"{LOST}the process that was connected to it has ended (it or its raylet was "
             "killed or crashed)."
         )
-    if event.error is not None:
-        if isinstance(event.error, KeyboardInterrupt) and sent:
-            event.error.args = (sent[-1],)
-        raise event.error from RemoteTraceback(event.text)
+    if end.event is not None:
+        if isinstance(end.event, KeyboardInterrupt) and sent:
+            end.event.args = (sent[-1],)
+        raise end.event from RemoteTraceback(end.text)
 
 
-@dataclass
-class _Event:
-    event: object
+class _Letter(NamedTuple):
+    """An event to show; or the end of the work, with the exception that ended it, if any, and its
+    traceback."""
+
+    is_shown: bool
+    event: Any
+    text: str = ""
 
 
-class _End:
-    """The end of the work, with the exception that ended it, if any, and its traceback."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error, self.text = error, ""
-        if error is not None:
-            self.text = "".join(traceback.format_exception(error))
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                self.error = RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _received(own: Connection) -> _Event | _End | None:
+def _received(own: Connection) -> _Letter | None:
     """None: the process has ended."""
-    try:
-        received: _Event | _End = own.recv()
-        return received
-    except (EOFError, OSError):
-        return None
+    with suppress(EOFError, OSError):
+        return _Letter(*own.recv())
+    return None
 
 
 def _end(own: Connection, pid: int) -> None:
     """Asks the process to end, and waits until it has."""
     timer = threading.Timer(_END_WITHIN_S, os.kill, (pid, signal.SIGKILL))
     timer.start()
-    with suppress(EOFError, OSError):
+    with suppress(OSError):
         for number in (signal.SIGTERM, signal.SIGINT):  # the second one: without a checkpoint
             own.send(number)
-        while True:
-            own.recv()
+    while _received(own) is not None:
+        pass
     timer.cancel()
 
 
@@ -156,15 +144,20 @@ def _work(work: Callable[[Show], None], its: Connection, parent: int) -> None:
     if "torch" in sys.modules:  # OpenMP's threads stay behind
         sys.modules["torch"].set_num_threads(1)
     relayed_by(its.recv)
-    lock, end = threading.Lock(), _End(None)
+    lock, end = threading.Lock(), _Letter(False, None)
 
     def show(event: object) -> None:
         with lock:
-            its.send(_Event(event))
+            its.send((True, event))
 
     try:
         work(show)
     except BaseException as error:
-        end = _End(error)
+        try:
+            pickle.loads(pickle.dumps(error))
+            raised: BaseException = error
+        except Exception:
+            raised = RuntimeError(f"{type(error).__name__}: {error}")
+        end = _Letter(False, raised, "".join(traceback.format_exception(error)))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    its.send(end)
+    its.send(tuple(end))

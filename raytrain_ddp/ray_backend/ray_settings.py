@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 
 from raytrain_ddp.config.train_config import TrainConfig
 
-_USUAL_PORT = 8265
 _MAX_FOLDER_BYTES = 36  # the path of a socket has at most 107 bytes, and Ray adds up to 70
 PREEMPTION_WATCHER = "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"
 # How long each part of Ray may take to start, where this is configurable: see ray_start.py.
@@ -58,9 +56,15 @@ def short_folder() -> dict[str, str]:
 
 @contextmanager
 def applied_settings(settings: Mapping[str, str]) -> Iterator[None]:
-    """Sets these environment variables, except those that the user has set."""
-    with set_variables({name: v for name, v in settings.items() if name not in os.environ}):
+    """Sets these environment variables, except those that the user has set; removes them
+    afterward."""
+    unset = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(unset)
+    try:
         yield
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 @contextmanager
@@ -76,25 +80,3 @@ def by_value(*modules: ModuleType) -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-@contextmanager
-def set_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets these variables, and restores the previous values afterward."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def dashboard_port() -> int:
-    """The first free port, starting at the usual port of a dashboard."""
-    for port in range(_USUAL_PORT, _USUAL_PORT + 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    return _USUAL_PORT  # Ray reports the error

@@ -9,23 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from raytrain_ddp.errors import PreflightError, is_passing
 from raytrain_ddp.ray_backend.foreign_texts import is_slow_start_of_ray
-from raytrain_ddp.ray_backend.ray_private import newest_address
 from raytrain_ddp.retries import with_backoff
+from raytrain_ddp.signals import handling
 
 RAY_START_S = 300.0
 """The time limit for starting Ray, over all tries, unless `wait_s` is longer."""
-
-_AFTER_FORK_S = 0.05
 
 
 def start_with_retries(
@@ -37,7 +32,8 @@ def start_with_retries(
 ) -> None:
     """Calls `init`, which starts or joins Ray, until it succeeds, or fails permanently.
 
-    Processes left behind by a failed try are ended before the next one.
+    Processes left behind by a failed try are ended before the next one. Ctrl-C takes effect after
+    a try: a handler that raises while a process is forked would be ignored, or leave a lock held.
 
     Args:
         where: the location of Ray, for messages.
@@ -45,24 +41,40 @@ def start_with_retries(
 
     Raises:
         PreflightError: the time limit has passed, or retrying cannot help.
+        KeyboardInterrupt: with the number of the signal.
     """
+    import psutil  # type: ignore[import-untyped]  # Ray brings it along
+
     began, tries = time.monotonic(), 0
 
     def start(number: int) -> None:
         nonlocal tries
-        before, tries = _children(), number + 1
+        tries, asked = number + 1, list[int]()
+        before = psutil.Process().children()
+        is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        # Processes started meanwhile never receive SIGHUP, and this one receives it afterwards. A
+        # closed terminal sends it to each process of its group: Ray would end at once, and the
+        # checkpoint that the driver then requests would never be made.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            with interruptible(), _no_hangups():
+            with handling([signal.SIGINT] * is_usual, lambda number, _: asked.append(number)):
                 init()
         except Exception as error:
             message = " ".join((str(error).splitlines() or [""])[0].split()) or type(error).__name__
             with suppress(Exception):
                 shutdown()
-            _end_processes(_children() - before)
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    if child not in before:
+                        _end_if_of_ray(child)
             of_system = getattr(error, "errno", None) and is_passing(error)
             if of_system or is_slow_start_of_ray(error):
                 raise ConnectionError(message) from error
             raise PreflightError(f"no Ray at {where}: {message}") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if asked:
+                raise KeyboardInterrupt(asked[-1])
 
     def pause(wait_s: float, error: OSError) -> bool:
         spent_s = time.monotonic() - began
@@ -82,60 +94,12 @@ def start_with_retries(
         ) from error
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Makes Ctrl-C reliable while processes are being started.
-
-    Python swallows an exception that a signal handler raises within a callback of
-    os.register_at_fork. Moreover, such a callback then never releases logging's lock, so the next
-    import in another thread deadlocks. Therefore, a signal that arrives at that time is sent again
-    later.
-    """
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        above = frame
-        while above is not None:
-            if above.f_code is subprocess.Popen._execute_child.__code__:  # type: ignore[attr-defined]
-                again = threading.Timer(_AFTER_FORK_S, os.kill, (os.getpid(), number))
-                again.daemon = True
-                again.start()
-                return
-            above = above.f_back
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextmanager
-def _no_hangups() -> Iterator[None]:
-    """Processes started meanwhile never receive SIGHUP, and this one receives it afterwards.
-
-    A closed terminal sends it to each process of its group: Ray would end immediately, and the
-    checkpoint that the driver then requests would never be made.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def explicit_address(address: str) -> str:
-    """HOST:PORT in place of "auto" if a Ray was started here by `ray start`: the newest one."""
-    if address == "auto" and (newest := newest_address()):
-        host, _, port = newest.rpartition(":")
-        with suppress(OSError, ValueError):
-            socket.create_connection((host, int(port)), timeout=5).close()
-            return newest
-    return address
+def _end_if_of_ray(child: Any) -> None:
+    """Ends a process of Ray, whose session's name is an argument, and all its descendants."""
+    if any("session_" in word for word in child.cmdline()):
+        for process in (*child.children(recursive=True), child):
+            process.kill()
+        child.wait()
 
 
 def require_listener(address: str) -> None:
@@ -168,32 +132,3 @@ def require_same(address: str, connected_to: str) -> None:
             f"--address {address}, but this process is connected to the Ray at {connected_to}. "
             "Call ray.shutdown() first, or remove the address."
         )
-
-
-def _children() -> set[int]:
-    """The processes that this one has started; none where the system does not tell."""
-    return _children_of(os.getpid())
-
-
-def _children_of(pid: int) -> set[int]:
-    found: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found |= {int(child) for child in path.read_text().split()}
-    return found
-
-
-def _end_processes(children: set[int]) -> None:
-    """Ends Ray's processes among these children of this process, and all their descendants."""
-    for child in children:
-        with suppress(OSError):
-            if b"session_" not in Path(f"/proc/{child}/cmdline").read_bytes():
-                continue  # each Ray process has its session's name as an argument
-            tree, new = {child}, {child}
-            while new:
-                new = set().union(*map(_children_of, new)) - tree
-                tree |= new
-            for process in tree:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            os.waitpid(child, 0)

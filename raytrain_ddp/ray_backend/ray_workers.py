@@ -12,31 +12,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
+import pickle
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import ray
+from pyarrow.fs import PyFileSystem
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig, UserCallback
 from ray.util import remove_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raytrain_ddp.checkpoint.storage import Storage
+from raytrain_ddp.config.paths import absolute_path
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.messages import ControllerStarted, Died, Placed
 from raytrain_ddp.ray_backend import ray_private
 from raytrain_ddp.ray_backend.placement import Layout, workers_that_fit
-from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
-from raytrain_ddp.ray_backend.worker import WorkerSettings, train_as, train_on_worker
+from raytrain_ddp.ray_backend.train_report import RunFiles, train_and_report
+from raytrain_ddp.ray_backend.worker import WorkerSettings, train_as
 from raytrain_ddp.training.runtime.nccl_settings import collective_timeout, nccl_settings
 
-_ABORT_S = 20.0  # while it starts workers, however long that takes, it handles no messages
 _AGAIN_S = 2.0  # between two starts of a worker that cannot even begin
 _MOST_CHARACTERS = 4000
+
+_RESTARTS_ALL = (
+    "scaling.replace_workers = true has no effect here: all workers restart if one dies. Over "
+    "NCCL, it needs scaling.hang_s above 0."
+)
 
 
 class RayWorkers:
@@ -48,42 +53,52 @@ class RayWorkers:
         given: what each worker receives, without `least` and `size`.
 
     Attributes:
-        least: how many continue without the others until these are replaced; 0: all restart.
         size: how many there are at first, if those that die are replaced; else 0.
-        are_single: some are placed one by one, of which Ray Train knows nothing.
+        least_left: how many go on without the others while there is no room for these; 0: none.
+        notes: what the user should know.
     """
 
     def __init__(
         self, config: TrainConfig, run: Storage, layout: Layout, given: WorkerSettings
     ) -> None:
         self._config, self._run, self._layout = config, run, layout
-        self.least = self.size = 0
+        least = self.size = 0
         if _are_replaced(config, layout):
-            self.least = 1 if config.exact and layout.least == layout.most else layout.least
+            # Workers that are placed one by one could not keep a strict placement.
+            is_strict = config.scaling.placement.startswith("STRICT")
+            any_goes_on = config.exact and layout.least == layout.most and not is_strict
+            least = 1 if any_goes_on else layout.least
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             self.size = max(layout.least, min(workers_that_fit(layout, nodes), layout.most))
-        # Workers that are placed one by one could not keep a strict placement.
-        strict = config.scaling.placement.startswith("STRICT")
-        self.are_single = 0 < self.least < layout.most and not strict
-        self._given = dataclasses.replace(given, least=self.least, size=self.size)
+        self.least_left = least if least < layout.most else 0
+        self.notes = [_RESTARTS_ALL] if config.scaling.replace_workers is True else []
+        if least or layout.most == 1:
+            self.notes.clear()
+        if 0 < self.size < layout.most:
+            room = f"there is room for {self.size} of {layout.said}: others join when they fit"
+            self.notes.append(room)
+        self._given = dataclasses.replace(given, least=least, size=self.size)
         self._singles = _SingleWorkers(self._given, layout, config.scaling.placement)
         self._controller: Any = None
         self._placement: Any = None
 
-    def fit(self) -> None:
-        """Places workers by Ray Train, and waits until they have ended.
+    def fit(self) -> bytes:
+        """Places workers by Ray Train, and waits until they have ended. Returns its Result,
+        pickled.
 
         Raises:
             Exception: whatever ended Ray Train.
         """
+        self._free_placement()  # of a controller that was killed
         config, placed = self._config, self._layout
-        if self.are_single:
+        if self.least_left:
             placed = dataclasses.replace(placed, least=1, most=1)
         parent, _, name = self._run.path.rstrip("/").rpartition("/")
         driver = ray.get_runtime_context().get_actor_id()
+        files = PyFileSystem(RunFiles(absolute_path(config.storage)))
         trainer = ray_private.trainer_class()(
-            train_on_worker,
-            train_loop_config={"given": self._given},
+            train_and_report,
+            train_loop_config={"given": self._given, "files": files},
             scaling_config=ScalingConfig(
                 num_workers=placed.workers,
                 use_gpu=placed.use_gpu,
@@ -94,26 +109,22 @@ class RayWorkers:
             run_config=RunConfig(
                 name=name,
                 storage_path=parent,
-                storage_filesystem=_memory(),
+                storage_filesystem=files,
                 # Ray replaces workers without limit; the driver's FailurePolicy decides when to
                 # stop.
-                failure_config=FailureConfig(
-                    max_failures=-1,
-                    max_preemption_failures=config.scaling.max_preemptions,
-                    controller_failure_limit=-1,
-                ),
+                failure_config=FailureConfig(max_failures=-1, controller_failure_limit=-1),
                 callbacks=[_FailureCallback(self._given.mailbox, driver)],
                 logging_config=LoggingConfig(log_level="WARNING"),
             ),
             torch_config=self._torch_config(),
         )
-        trainer.fit()
+        return pickle.dumps(trainer.fit())
 
     def _torch_config(self) -> Any:
         from ray.train.torch import TorchConfig
 
         backend = self._layout.backend
-        if self.least:  # the workers make their process groups
+        if self.size:  # the workers make their process groups
             return ray_private.replacing_config(backend)
         if "nccl" not in backend:
             return TorchConfig(backend=backend)
@@ -126,8 +137,8 @@ class RayWorkers:
         Args:
             others_train: if not, Ray could give the room of the first workers to later ones.
         """
-        if self.are_single:
-            self._singles.look(1, self._given.most if others_train else self.size)
+        if self.least_left:
+            self._singles.look(range(1, self._given.most if others_train else self.size))
 
     def take(self, event: ControllerStarted | Placed) -> None:
         if isinstance(event, ControllerStarted):
@@ -135,24 +146,19 @@ class RayWorkers:
         else:
             self._placement = event.group
 
-    def free_placement(self) -> None:
+    def close(self) -> None:
+        """Ends all workers, which Ray Train would restart as long as this process lives."""
+        self._singles.close()
+        if self._controller is not None:
+            with suppress(Exception):  # it, or all of Ray, has already ended
+                ray.kill(self._controller)
+            self._free_placement()
+
+    def _free_placement(self) -> None:
         """Frees the resources of workers whose controller did not, as it was killed: they would be
         reserved as long as this process lives."""
         with suppress(Exception):  # it is free, or there is none
             remove_placement_group(self._placement)
-
-    def close(self) -> None:
-        """Ends all workers. If Ray Train's controller were only killed, its resource request would
-        remain."""
-        self._singles.close()
-        if self._controller is None:
-            return
-        with suppress(Exception):  # it, or all of Ray, has already ended
-            try:
-                ray_private.abort(self._controller, _ABORT_S)
-            finally:
-                ray.kill(self._controller)
-                self.free_placement()
 
 
 def _are_replaced(config: TrainConfig, layout: Layout) -> bool:
@@ -160,11 +166,8 @@ def _are_replaced(config: TrainConfig, layout: Layout) -> bool:
     wanted = config.scaling.replace_workers
     if "nccl" in layout.backend:
         wanted = wanted is True and bool(config.scaling.hang_s)
-    if not wanted or layout.most == 1 or ray_private.replacing_config(layout.backend) is None:
-        return False
-    # Without notices of preemption, the workers cannot save their state in time.
-    unwatched = os.environ.get(PREEMPTION_WATCHER) == "0"
-    return unwatched or ray_private.draining_nodes() is not None
+    able = ray_private.replacing_config(layout.backend) is not None
+    return bool(wanted) and layout.most > 1 and able
 
 
 class _SingleWorkers:
@@ -172,18 +175,24 @@ class _SingleWorkers:
 
     def __init__(self, given: WorkerSettings, layout: Layout, placement: str) -> None:
         self._mailbox, self._given = given.mailbox, ray.put(given)
-        self._wanted, self._spreads = dict(layout.per_worker), placement == "SPREAD"
-        self._groups: dict[int, PlacementGroup] = {}
+        wanted, spreads = layout.per_worker, placement == "SPREAD"
+        self._options: dict[str, Any] = {
+            "num_cpus": wanted["CPU"],
+            "num_gpus": wanted.get("GPU", 0),
+            "scheduling_strategy": "SPREAD" if spreads else "DEFAULT",
+        }
         self._actors: dict[int, Any] = {}
         self._started_at: dict[int, float] = {}
         self._training: dict[Any, int] = {}  # pending answer -> rank
 
-    def look(self, first: int, end: int) -> None:
-        """Starts those of the ranks from `first` to `end` that there are not; reports deaths."""
-        for rank in range(first, end):
+    def look(self, ranks: Iterable[int]) -> None:
+        """Starts those of the ranks that there are not; reports deaths."""
+        for rank in ranks:
             since_s = time.monotonic() - self._started_at.get(rank, -math.inf)
             if rank not in self._actors and since_s > _AGAIN_S:
-                self._start(rank)
+                actor = ray.remote(**self._options)(SingleWorker).remote()
+                self._actors[rank], self._started_at[rank] = actor, time.monotonic()
+                self._training[actor.train.remote(self._given, rank)] = rank
         pending = [*self._training]
         for answer in ray.wait(pending, num_returns=len(pending), timeout=0)[0] if pending else []:
             rank = self._training.pop(answer)
@@ -195,27 +204,10 @@ class _SingleWorkers:
                 with suppress(Exception):
                     ray.kill(self._actors.pop(rank))  # one that has only failed still lives
 
-    def _start(self, rank: int) -> None:
-        if rank not in self._groups and not self._spreads:
-            self._groups[rank] = placement_group([self._wanted])
-        place: Any = "SPREAD"
-        if rank in self._groups:
-            place = PlacementGroupSchedulingStrategy(self._groups[rank])
-        actor = ray.remote(
-            num_cpus=self._wanted["CPU"],
-            num_gpus=self._wanted.get("GPU", 0),
-            scheduling_strategy=place,
-        )(SingleWorker).remote()
-        self._actors[rank], self._started_at[rank] = actor, time.monotonic()
-        self._training[actor.train.remote(self._given, rank)] = rank
-
     def close(self) -> None:
         for actor in self._actors.values():
             with suppress(Exception):  # all of Ray may have ended
                 ray.kill(actor)
-        for group in self._groups.values():
-            with suppress(Exception):
-                remove_placement_group(group)
 
 
 class SingleWorker:
@@ -260,15 +252,3 @@ def _died(exceptions: dict[int, Exception], suffix: str = "") -> Died:
         if isinstance(inner, RayActorError) and inner.preempted:
             preempted.append(rank)
     return Died(texts, preempted)
-
-
-def _memory() -> Any:
-    """Keeps what Ray Train writes of a run in its controller's memory.
-
-    In the run's storage it would be written without retries, so a single storage failure would
-    end the run.
-    """
-    import fsspec  # type: ignore[import-untyped]
-    from pyarrow.fs import FSSpecHandler, PyFileSystem
-
-    return PyFileSystem(FSSpecHandler(fsspec.filesystem("memory")))

@@ -1,24 +1,21 @@
-"""Sends a task that was passed from Python code to the workers."""
+"""What workers need of the user's code: the task, and the modules of the task and the model."""
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from raytrain_ddp import user_code
 from raytrain_ddp.config.train_config import TaskName, TrainConfig
 from raytrain_ddp.errors import TaskError
-from raytrain_ddp.ray_backend.ray_settings import by_value
 from raytrain_ddp.tasks.model_zoo import TIMM
 from raytrain_ddp.tasks.task_loading import BUILT_IN, imported, task_of
 from raytrain_ddp.user_code import UserCode
 
 
 def pickled_task(config: TrainConfig) -> bytes | None:
-    """The config's task, pickled by value because workers may not be able to import it; None if its
-    name suffices. Imports Ray, so Ray's settings must already be in the environment.
+    """The config's task, pickled; None if its name suffices. Workers import its module as `code_of`
+    has it. Imports Ray, so Ray's settings must already be in the environment.
 
     Raises:
         ConfigError, TaskError: as `load_task`, or if the task cannot be pickled.
@@ -30,11 +27,9 @@ def pickled_task(config: TrainConfig) -> bytes | None:
         return None
     from ray import cloudpickle
 
-    kind = task if hasattr(task, "__qualname__") else type(task)
     try:
-        with by_value(*_own(kind.__module__)):
-            pickled: bytes = cloudpickle.dumps(task)
-            return pickled
+        pickled: bytes = cloudpickle.dumps(task)
+        return pickled
     except Exception as error:  # its contents may raise any exception
         raise TaskError(
             f"{config.task} cannot be sent to the workers: {type(error).__name__}: {error}. Open "
@@ -53,15 +48,30 @@ def code_of(config: TrainConfig) -> UserCode:
         task_of(config)
     elif ":" in config.model.name and not config.model.name.startswith(TIMM):
         imported("model.name", config.model.name)
-    return user_code.loaded_packages()
+    return user_code.loaded()
 
 
-def _own(name: str) -> list[ModuleType]:
-    """That module, unless it belongs to an installed package."""
-    module = sys.modules.get(name)
-    place = getattr(module, "__file__", None)
-    installed = [Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")]
-    here = place and not any(Path(place).resolve().is_relative_to(each) for each in installed)
-    if name == "__main__" or module is None or not here or name.startswith("raytrain_ddp."):
-        return []
-    return [module]
+def import_paths(config: TrainConfig) -> tuple[str, ...]:
+    """Folders from which workers on this machine import the user's task and model."""
+    own = [str(Path(file).resolve().parent) for file in _places(config) if file.endswith(".py")]
+    return (*dict.fromkeys(own), str(Path.cwd()))
+
+
+def _places(config: TrainConfig) -> list[str]:
+    """The modules and files of the user's task and model."""
+    names = [*([] if config.task in BUILT_IN else [config.task]), config.model.name]
+    places = [name.rpartition(":")[0] for name in names if not name.startswith(TIMM)]
+    return [place for place in dict.fromkeys(places) if place]
+
+
+def shipped_code(config: TrainConfig) -> dict[str, Any]:
+    """A runtime environment with the user's task and model, as far as they are files or packages in
+    this folder."""
+    shipped = []
+    for place in _places(config):
+        package = Path.cwd() / place.partition(".")[0]
+        module = Path(place).resolve() if place.endswith(".py") else package.with_suffix(".py")
+        is_package = not place.endswith(".py") and package.is_dir()
+        if is_package or module.is_file():
+            shipped.append(str(package if is_package else module))
+    return {"py_modules": shipped} if shipped else {}

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from raytrain_ddp import errors
 from raytrain_ddp.checkpoint.run_folder import LOGS
 from raytrain_ddp.checkpoint.storage import Storage
 from raytrain_ddp.config.recipe import to_dict
-from raytrain_ddp.config.sections import ScalingConfig
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.errors import first_line
 from raytrain_ddp.events import Note, Plan, Preempted
@@ -35,15 +35,14 @@ from raytrain_ddp.messages import (
     WorkerFailed,
 )
 from raytrain_ddp.ray_backend.capacity_watch import CapacityWatch, LiveNodes
-from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.failure_policy import FailurePolicy
 from raytrain_ddp.ray_backend.mailbox import Inbox, Mailbox
 from raytrain_ddp.ray_backend.placement import Layout
 from raytrain_ddp.ray_backend.prometheus import PrometheusMetrics
-from raytrain_ddp.ray_backend.ray_private import notify_node_change
 from raytrain_ddp.ray_backend.ray_process import LOST
 from raytrain_ddp.ray_backend.ray_settings import PREEMPTION_WATCHER
-from raytrain_ddp.ray_backend.task_transfer import code_of
+from raytrain_ddp.ray_backend.task_transfer import code_of, import_paths
+from raytrain_ddp.ray_backend.train_report import REPORT_S
 from raytrain_ddp.ray_backend.worker import WorkerSettings
 from raytrain_ddp.signals import handling, heeded
 
@@ -52,16 +51,8 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.1
 _MAILBOX_TIMEOUT_S = 60.0
-# Ray Train's clean-up after the workers end takes less; its cleaner of placement groups, if a later
-# Ray starts it, would wait 15 s for a dashboard.
-_CLEAN_UP_S = 3.0
 # A check costs all workers 4 to 13 ms; notices come at least half a minute ahead.
 _LOOK_EVERY_S = 3.0
-
-_RESTARTS_ALL = (
-    "scaling.replace_workers = true has no effect here: all workers restart if one dies. Over "
-    "NCCL, it needs scaling.hang_s above 0."
-)
 
 
 def run_workers(
@@ -98,47 +89,14 @@ def run_workers(
     show(Phase("loading torch"))  # while the mailbox starts
     from raytrain_ddp.ray_backend.ray_workers import RayWorkers
 
-    failures, nodes = FailurePolicy(config.scaling.max_failures, committed), LiveNodes()
+    scaling, nodes = config.scaling, LiveNodes()
     metrics = PrometheusMetrics(str(config.name))
 
     def announce(event: Event) -> None:
         metrics.take(event)
         show(event)
 
-    wait_s, awake = config.scaling.wait_s, nodes.awake
-    waiting = CapacityWatch(layout, wait_s, nodes, notify_node_change, announce, awake)
-    listener = _Listener(mailbox, failures, waiting, metrics, announce, awake)
-    try:
-        with handling(heeded(), listener.on_signal):
-            given = _worker_settings(config, run, layout, mailbox, task, lease)
-            workers = RayWorkers(config, run, layout, given)
-            listener.begin(workers, layout, config.scaling)
-            while True:
-                show(Phase(f"placing {layout.said} (each loads torch)"))
-                why = _attend(workers, listener)
-                if listener.outcome is not None:
-                    return listener.outcome
-                announce(failures.ended(why))
-                waiting.lost()
-                workers.free_placement()
-    finally:  # end the run also on a Ray that outlives this call
-        nodes.close()
-        if not nodes.is_lost:  # otherwise, each call would wait for the lost head
-            mailbox.close.remote()
-            metrics.close()
-            listener.close()
-
-
-def _worker_settings(
-    config: TrainConfig,
-    run: Storage,
-    layout: Layout,
-    mailbox: Any,
-    task: bytes | None,
-    lease: str,
-) -> WorkerSettings:
-    """What each worker receives; see `run_workers`."""
-    return WorkerSettings(
+    given = WorkerSettings(
         config=to_dict(config),
         task=task,
         folder=str(Path.cwd()),
@@ -154,31 +112,64 @@ def _worker_settings(
         argv=tuple(sys.argv),
         failpoints=(os.environ.get(VARIABLE, ""), os.environ.get(FOLDER_VARIABLE, "")),
     )
+    workers = RayWorkers(config, run, layout, given)
+    failures = FailurePolicy(scaling.max_failures, committed, workers.size)
+    waiting = CapacityWatch(
+        layout, scaling.wait_s, nodes, announce, nodes.awake, workers.least_left
+    )
+    listener = _Listener(mailbox, workers, failures, waiting, metrics, announce, nodes.awake)
+    try:
+        with handling(heeded(), listener.on_signal):
+            for text in workers.notes:
+                show(Note(text))
+            while True:
+                show(Phase(f"placing {layout.said} (each loads torch)"))
+                ended = _attend(workers, listener)
+                if listener.outcome is not None:
+                    of_ray = ended if isinstance(ended, bytes) else b""
+                    return replace(listener.outcome, of_ray=of_ray)
+                announce(failures.ended(_said(ended)))
+                waiting.lost()
+    finally:  # end the run also on a Ray that outlives this call
+        nodes.close()
+        if not nodes.is_lost:  # otherwise, each call would wait for the lost head
+            mailbox.close.remote()
+            metrics.close()
+            listener.close()
 
 
-def _attend(workers: RayWorkers, listener: _Listener) -> str:
-    """Handles events until training is over; returns Ray Train's last error if it has failed."""
-    raised: list[BaseException] = []
+def _attend(workers: RayWorkers, listener: _Listener) -> bytes | BaseException | None:
+    """Handles events until the workers have ended; returns Ray Train's Result, or what has ended
+    it. After the outcome, waits only as long as Ray Train may be told of it."""
+    ended: list[bytes | BaseException] = []
 
     def fit() -> None:
         try:
-            workers.fit()
+            ended.append(workers.fit())
         except BaseException as error:
-            raised.append(error)
+            ended.append(error)
 
     # In a thread, so that this one can show events and receive signals (Ray's own handling of
     # Ctrl-C ends the workers without a checkpoint).
     training = threading.Thread(target=fit, name="ray-train", daemon=True)
     training.start()
-    while training.is_alive() and not listener.waited_enough():
+    while training.is_alive() and listener.outcome is None:
         listener.listen()
         time.sleep(_POLL_S)
-    listener.listen()
+    if listener.outcome is None:
+        listener.listen()
+    else:
+        training.join(REPORT_S)
+    return next(iter(ended), None)
+
+
+def _said(ended: bytes | BaseException | None) -> str:
+    """What Ray Train says about its end."""
     from ray.exceptions import RayActorError
 
-    if raised and isinstance(raised[0], RayActorError):
+    if isinstance(ended, RayActorError):
         return "Ray Train's controller crashed, or was killed"
-    return str(raised[0]) if raised else ""
+    return str(ended) if isinstance(ended, BaseException) else ""
 
 
 class _Listener:
@@ -187,6 +178,7 @@ class _Listener:
     def __init__(
         self,
         mailbox: Any,
+        workers: RayWorkers,
         failures: FailurePolicy,
         waiting: CapacityWatch,
         metrics: PrometheusMetrics,
@@ -194,18 +186,12 @@ class _Listener:
         awake: Callable[[], float],
     ) -> None:
         self._inbox, self._awake = Inbox(), awake
-        self._mailbox, self._failures, self._show = mailbox, failures, show
-        self._waiting, self._metrics = waiting, metrics
+        self._mailbox, self._workers, self._failures = mailbox, workers, failures
+        self._waiting, self._metrics, self._show = waiting, metrics, show
         self._began = False
         self._signals: list[int] = []
         self._stopping = False
-        self._workers: RayWorkers | None = None
         self.outcome: Outcome | None = None
-        self._outcome_at = 0.0
-
-    def waited_enough(self) -> bool:
-        """Whether the outcome, which follows the last commit, arrived a while ago."""
-        return self.outcome is not None and time.monotonic() - self._outcome_at > _CLEAN_UP_S
 
     def listen(self) -> None:
         for event in self._take():
@@ -221,17 +207,17 @@ class _Listener:
                 self._pass_on(event)
             failpoint("driver.event", step=getattr(event, "step", None) or 0)
         if self.outcome is None:
-            if self._workers is not None:
-                self._workers.look(self._began)
+            self._workers.look(self._began)
             self._waiting.look()
+        else:
+            self._mailbox.take.remote(self._inbox.taken)  # confirms it to the worker
 
     def _pass_on(self, event: Event) -> None:
         match event:
             case Outcome():
-                self.outcome, self._outcome_at = event, time.monotonic()
+                self.outcome = event
             case ControllerStarted() | Placed():
-                if self._workers is not None:
-                    self._workers.take(event)
+                self._workers.take(event)
             case InProgress():
                 self._metrics.take(event)
             case WorkerFailed() | Died() | Joined() | Alive():
@@ -239,25 +225,10 @@ class _Listener:
             case _:
                 self._show(event)
 
-    def begin(self, workers: RayWorkers, layout: Layout, scaling: ScalingConfig) -> None:
-        """These workers are about to be started."""
-        self._workers = workers
-        if scaling.replace_workers is True and not workers.least and layout.most > 1:
-            self._show(Note(_RESTARTS_ALL))
-        self._failures.replaced = workers.size
-        if workers.are_single:
-            self._failures.most_preemptions = scaling.max_preemptions
-        self._waiting.least_left = workers.least if workers.least < layout.most else 0
-        if 0 < workers.size < layout.most:
-            text = f"there is room for {workers.size} of {layout.said}: others join when they fit"
-            self._show(Note(text))
-
     def close(self) -> None:
-        """Ends all workers, which Ray Train would restart as long as this process lives."""
+        """Ends all workers."""
         import ray
 
-        if self._workers is None:
-            return
         with suppress(Exception):  # it, or all of Ray, has already ended
             for _, _, event in ray.get(self._mailbox.take.remote(self._inbox.taken), timeout=1):
                 if isinstance(event, ControllerStarted | Placed):

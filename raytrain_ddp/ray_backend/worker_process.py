@@ -5,7 +5,6 @@ Imports nothing heavy at its top: see worker.py.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -14,8 +13,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, Any
 
 from raytrain_ddp.errors import PreflightError
@@ -25,30 +25,22 @@ if TYPE_CHECKING:
     import torch
 
     from raytrain_ddp.membership.generations import Place
-    from raytrain_ddp.membership.roster import Member, Seat
+    from raytrain_ddp.membership.roster import Seat
     from raytrain_ddp.ray_backend.worker import WorkerSettings
     from raytrain_ddp.training.runtime.world import World
-
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def world_of_worker(threads: int, seat: Seat | None = None) -> World:
     """This worker's world, by Ray Train, or by its seat in a generation."""
     import ray.train
-    import ray.train.torch
 
     from raytrain_ddp.training.runtime.world import World
 
     if seat is not None:
         return World(seat.rank, seat.size, seat.local_rank, _device(), threads, seat.ranks)
     context = ray.train.get_context()
-    return World(
-        rank=context.get_world_rank(),
-        size=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        device=ray.train.torch.get_device(),
-        threads=threads,
-    )
+    place = context.get_world_rank(), context.get_world_size(), context.get_local_rank()
+    return World(*place, _device(), threads)
 
 
 def place_of_worker(given: WorkerSettings, rank: int, node: str) -> Place:
@@ -60,26 +52,13 @@ def place_of_worker(given: WorkerSettings, rank: int, node: str) -> Place:
     from raytrain_ddp.membership.roster import Member
 
     here = ray.get_runtime_context().get_node_id()
-    token = os.urandom(8).hex()
+    token, mailbox = os.urandom(8).hex(), given.mailbox
     member = Member(rank, given.size, given.least, token, 0, node, here, most=given.most)
-    registry = _Remote(given.mailbox)
+    registry: Any = SimpleNamespace(
+        meet=lambda member: ray.get(mailbox.meet.remote(member)),
+        is_over=lambda member: ray.get(mailbox.is_over.remote(member)),
+    )
     return Place(member, ray.util.get_node_ip_address(), registry, given.backend)
-
-
-class _Remote:
-    """The mailbox's roster."""
-
-    def __init__(self, mailbox: Any) -> None:
-        import ray
-
-        self._mailbox, self._get = mailbox, ray.get
-
-    def meet(self, member: Member) -> Seat | None:
-        seat: Seat | None = self._get(self._mailbox.meet.remote(member))
-        return seat
-
-    def is_over(self, member: Member) -> bool:
-        return bool(self._get(self._mailbox.is_over.remote(member)))
 
 
 def set_environment(seat: Seat) -> None:
@@ -121,28 +100,21 @@ def enter_folder(folder: str, import_paths: Sequence[str], argv: Sequence[str] =
 
 
 def end_with_raylet() -> None:
-    """Makes Linux end this process when Ray's raylet ends, which is its parent unless it was forked
-    by a warm process.
+    """Makes this process end when Ray's raylet does.
 
     A worker of Ray 2.60 notices that itself and tries to exit. But a thread of Ray Train that
     passes a report to the dead controller waits forever, and Python's exit waits for it.
     """
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    raylet = raylet_of_worker()
-    if raylet != parent:
-        threading.Thread(target=_die_with, args=(raylet,), name="raylet", daemon=True).start()
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended in the meantime
+
+    def wait(raylet: int) -> None:
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(raylet)], [], [])
         os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _die_with(process: int) -> None:
-    with suppress(ProcessLookupError):
-        select.select([os.pidfd_open(process)], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform == "linux":
+        # Not the parent, if that is a warm process.
+        raylet = raylet_of_worker()
+        threading.Thread(target=wait, args=(raylet,), name="raylet", daemon=True).start()
 
 
 @contextmanager
@@ -151,42 +123,40 @@ def copied_output(folder: str | None, rank: int) -> Iterator[None]:
 
     A failing copy, as on a full disk, does not end the training.
     """
-    with ExitStack() as stack:
-        file: IO[str] | None = None
+    file: IO[str] | None = None
+    with suppress(OSError):
         if folder is not None and Path(folder).parent.is_dir():
-            with suppress(OSError):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                path = Path(folder) / f"rank-{rank}.log"
-                file = path.open("a", encoding="utf-8", buffering=1)
-        if file is not None:
-            stack.callback(_close, file)
-            stack.enter_context(redirect_stdout(_Tee(sys.stdout, file)))
-            stack.enter_context(redirect_stderr(_Tee(sys.stderr, file)))
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder, f"rank-{rank}.log")
+            file = path.open("a", encoding="utf-8", buffering=1)
+    if file is None:
+        yield
+        return
+    out, err = _Tee(sys.stdout, file), _Tee(sys.stderr, file)
+    with redirect_stdout(out), redirect_stderr(err):
         try:
             yield
         except BaseException:
-            with suppress(OSError):
-                if file is not None:
-                    file.write(traceback.format_exc())
+            out.copy(traceback.format_exc())
             raise
-
-
-def _close(file: IO[str]) -> None:
-    with suppress(OSError):
-        file.close()
+        finally:
+            with suppress(OSError):
+                file.close()
 
 
 class _Tee:
-    """A stream that writes to two others."""
+    """A stream whose text is also written to a file."""
 
-    def __init__(self, stream: Any, copy: IO[str]) -> None:
-        self._stream, self._copy = stream, copy
+    def __init__(self, stream: Any, file: IO[str]) -> None:
+        self._stream, self._file = stream, file
 
     def write(self, text: str) -> int:
-        if not self._copy.closed:
-            with suppress(OSError):
-                self._copy.write(text)
+        self.copy(text)
         return int(self._stream.write(text) or len(text))
+
+    def copy(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            self._file.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

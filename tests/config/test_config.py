@@ -42,7 +42,7 @@ log.project log.tensorboard log.wandb
 name
 optim.max_nonfinite optim.nonfinite
 scaling.backend scaling.check_every_steps scaling.cpus_per_worker scaling.gpus_per_worker
-scaling.hang_s scaling.max_failures scaling.max_preemptions scaling.num_workers
+scaling.hang_s scaling.max_failures scaling.num_workers
 scaling.placement scaling.replace_workers scaling.resize_s
 scaling.start_timeout_s scaling.use_gpu scaling.wait_s scaling.warm_processes
 steps stop.min_delta stop.patience

@@ -26,6 +26,7 @@ OTHERS = {
     "ddp.shard_optimizer": True,
     "eval.asynchronous": True,
     "model.unfreeze_epoch": 2,
+    "scaling.max_preemptions": 2,
     "scaling.on_divergence": "resync",
     "scaling.spares": 2,
 }
@@ -85,6 +86,7 @@ def ways(name: str, folder: Path) -> list[list[str]]:
 
 
 TOOLS = {
+    "emit=ray-up": "fit --emit ray-up",
     "format=hf": "export r --format hf",
     "format=timm": "export r --format timm",
     "format=torchscript": "export r --format torchscript",

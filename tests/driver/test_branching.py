@@ -115,7 +115,7 @@ def test_a_run_cannot_start_from_itself(
 ):
     monkeypatch.chdir(tmp_path)
     checkpoint = str(newest(base))
-    reported = r"run base cannot start from itself\. To continue it, remove --resume-from"
+    reported = r"run base has this config, but began at step 0, not from .*: set another --name"
     for origin in ("base", "./base", checkpoint):
         for storage in (base.storage, "."):
             with pytest.raises(ConfigError, match=reported):

@@ -16,7 +16,6 @@ from cluster_checks import (
     check_ray_up,
     check_sbatch,
     check_shell,
-    configs,
     opening,
 )
 from processes import ROOT, run_cli
@@ -91,41 +90,14 @@ def test_a_ray_job_has_pods_for_all_workers():
     assert opening(text)["watch"] == "kubectl logs -f job/my-run-2"
 
 
-CLOUDS = {
-    "s3://mine/runs": ("aws", "InstanceType"),
-    "gs://mine/runs": ("gcp", "machineType"),
-    "abfs://my.blob.core.windows.net/box/runs": ("azure", "vmSize"),
-}
-
-
-@pytest.mark.parametrize("storage", CLOUDS)
-def test_the_cloud_is_chosen_by_the_storage(storage: str):
-    provider, field = CLOUDS[storage]
-    words = ("--storage", storage, *GPUS, "1:4", "--scaling.cpus-per-worker")
-    text, _ = emitted("ray-up", *words, "12")
-    cluster = check_ray_up(text)
-    assert cluster["provider"]["type"] == provider
-    assert cluster["max_workers"] == 4
-    worker = cluster["available_node_types"]["worker"]
-    node = worker["node_config"]
-    assert node.get("azure_arm_parameters", node)[field] == "FILL-IN"
-    assert worker["resources"] == {"CPU": 12, "GPU": 1}
-    assert re.search(rf"{field}: FILL-IN # 12 CPUs, 1 GPUs and \d+ GiB", text)
-    asked = parse_fit([*words, "12"]).config
-    assert configs(text) == [replace(asked, scaling=replace(asked.scaling, wait_s=1800))]
-    assert not any(blank in text for blank in ("BUCKET", "CONTAINER"))
-    if provider == "azure":
-        assert "storageAccounts/my/blobServices/default/containers/box" in text
-
-
 def test_the_command_prints_only_the_file_without_torch_or_ray(tmp_path: Path):
-    for kind in ("slurm", "kuberay", "ray-up", "command"):
+    for kind in ("slurm", "kuberay", "command"):
         answer = run_cli("fit", "digits", "--emit", kind, cwd=tmp_path)
         assert (answer.status, answer.heavy, [*tmp_path.iterdir()]) == (0, [], [])
         notes = answer.err.splitlines()
         assert all(note.startswith("note: ") for note in notes)
         assert any("num_workers = auto" in note for note in notes) == (kind != "command")
-        if kind in ("kuberay", "ray-up"):
+        if kind == "kuberay":
             assert list(yaml.safe_load_all(answer.out))
 
 
@@ -143,7 +115,7 @@ def test_every_emitted_file_preserves_hostile_texts_exactly(text: str):
     line, _ = emit(config, "command")
     assert line.count("\n") == 1
     assert parse_fit(shlex.split(line)[3:]).config == config
-    for kind in ("slurm", "kuberay", "ray-up"):
+    for kind in ("slurm", "kuberay"):
         file, plain = emit(config, kind)[0], emit(photos, kind)[0]  # type: ignore[arg-type]
         if kind == "slurm":
             check_shell(file)
@@ -154,12 +126,9 @@ def test_every_emitted_file_preserves_hostile_texts_exactly(text: str):
             got = parse_fit(words.split("\0")[3:-1]).config
         else:
             loaded, usual = yaml.safe_load(file), yaml.safe_load(plain)
-            if kind == "kuberay":
-                command = loaded["spec"].pop("entrypoint")
-                assert usual["spec"].pop("entrypoint")
-                got = parse_fit(shlex.split(command)[3:]).config
-            else:
-                (got,) = configs(file)
+            command = loaded["spec"].pop("entrypoint")
+            assert usual["spec"].pop("entrypoint")
+            got = parse_fit(shlex.split(command)[3:]).config
             assert loaded == usual
         assert (got.data, got.task, got.storage) == (data, text, config.storage)
 

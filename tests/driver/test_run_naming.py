@@ -245,7 +245,8 @@ def test_data_that_moved_are_the_same_and_other_data_are_not(project: Path):
     run = str(project / "runs/photos")
     Path("big").mkdir()
     Path("photos").rename("big/photos")
-    assert meant("--data.source", "big/photos", *words) == (run, STEPS)
+    assert meant("--data.source", "big/photos", *words, "--name", "photos") == (run, STEPS)
+    assert meant("--data.source", "big/photos", *words) == (f"{run}-2", 0)  # without a name
     assert meant("runs/photos", "--data.source", "big/photos", *SMALL) == (run, STEPS)
     write_photos(Path("more/photos"), side=18)
     assert meant("--data.source", "more/photos", *words) == (f"{run}-2", 0)

@@ -29,17 +29,12 @@ def layout(least: int, most: int) -> Layout:
 class FakeWaiting:
     """A Waiting whose clock and cluster are set by the test."""
 
-    def __init__(self, least: int, most: int) -> None:
+    def __init__(self, least: int, most: int, least_left: int = 0) -> None:
         self.now, self.nodes = 0.0, [{"CPU": 2, "GPU": 1}] * 3
         self.notes: list[Event] = []
-        self.changes: list[float] = []
+        nodes, now = (lambda: self.nodes), (lambda: self.now)
         self.waiting = CapacityWatch(
-            layout(least, most),
-            60,
-            lambda: self.nodes,
-            lambda: self.changes.append(self.now),
-            to(self.notes),
-            lambda: self.now,
+            layout(least, most), 60, nodes, to(self.notes), now, least_left
         )
 
     def lacks(self) -> list[str]:
@@ -80,8 +75,7 @@ def test_fault_04_an_elastic_run_starts_with_fewer_nodes_and_any_run_with_new_on
 
 
 def test_surviving_workers_need_no_capacity_for_the_lost_ones() -> None:
-    fake = FakeWaiting(3, 3)
-    fake.waiting.least_left = 1
+    fake = FakeWaiting(3, 3, least_left=1)
     fake.nodes.pop()
     for alive in (2, 1):
         fake.waiting.take(Alive(alive))

@@ -191,7 +191,7 @@ def test_more_workers_than_the_cluster_has_are_refused_with_have_and_want(
     config = TrainConfig(
         storage=str(tmp_path), batch_size=1024, scaling=ScalingConfig(num_workers=9, wait_s=1)
     )
-    with pytest.raises(PreflightError, match=r"want 9 .*have 3") as caught:
+    with pytest.raises(PreflightError, match="want 9, have 3") as caught:
         fit(config, display=Ears())
     assert caught.value.exit_status == 3
     assert not (tmp_path / "digits" / "config.toml").exists()

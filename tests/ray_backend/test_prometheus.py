@@ -139,13 +139,13 @@ def test_dashboard_and_rules_query_exactly_the_exported_metrics() -> None:
         for name, selector in re.findall(r"\bray_raytrain_(\w+)(?:\{(.*?)\})?", promql):
             assert name in GAUGES, f"{where}: {name}"
             labels = {*re.findall(r"(\w+)\s*[=!]", selector)}
-            assert labels <= {"run", *GAUGES[name][1]}, f"{where}: {labels}"
+            assert labels <= {"run", *GAUGES[name].tags}, f"{where}: {labels}"
             asked.add(name)
         grouped = re.findall(r"\b(?:by|on) \((.*?)\)", promql)
         labels = {label for group in grouped for label in group.split(", ") if label}
         assert labels - {"SessionName"} <= {
             "run",
-            *(tag for _, tags in GAUGES.values() for tag in tags),
+            *(tag for gauge in GAUGES.values() for tag in gauge.tags),
         }, where
         rays = {*re.findall(r"\bray_(?!raytrain_)\w+", promql)}
         assert rays == ({"ray_node_cpu_count"} if where == "RaytrainGone" else set()), where

@@ -24,12 +24,12 @@ from raytrain_ddp.checkpoint.manifest import Manifest
 from raytrain_ddp.checkpoint.run_folder import checkpoint_store
 from raytrain_ddp.checkpoint.snapshot import encode_tensors
 from raytrain_ddp.checkpoint.storage import open_storage
-from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.dry_run import dry_run
+from raytrain_ddp.driver.recipe_args import command
 from raytrain_ddp.errors import ConfigError, PreflightError, RaytrainError
 from raytrain_ddp.evaluate import main as evaluate
 from raytrain_ddp.fit import parse_fit
-from raytrain_ddp.ray_backend.cluster import import_paths, shipped_code
+from raytrain_ddp.ray_backend.task_transfer import import_paths, shipped_code
 from raytrain_ddp.tasks.image_classification import ImageClassification
 from raytrain_ddp.tasks.model_parts import head_of
 from raytrain_ddp.tasks.pretrained import check_weights

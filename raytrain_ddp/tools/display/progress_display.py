@@ -24,8 +24,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from raytrain_ddp.bottleneck import StepSplit
-from raytrain_ddp.driver.listener import Listener
-from raytrain_ddp.driver.result import FitResult
+from raytrain_ddp.driver.result import FitResult, Listener
 from raytrain_ddp.events import Checkpoint, Eval, Failed, Note, Plan, Preempted, Straggler, Train
 from raytrain_ddp.formatting import (
     format_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from raytrain_ddp.errors import ConfigError, PreflightError
 from raytrain_ddp.formatting import plural
 from raytrain_ddp.ray_backend.cluster import (
     cluster,
-    import_paths,
     live_node_resources,
     starts_ray,
     wait_for_room,
@@ -22,9 +21,9 @@ from raytrain_ddp.ray_backend.placement import (
     Layout,
     choose_layout,
     embedded_resources,
-    require_capacity,
-    workers_that_fit,
+    lack_of_room,
 )
+from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.tools.doctor.assessment import assess
 from raytrain_ddp.tools.doctor.cluster_nodes import ask, measure_all_reduces, nodes_with_actors
 from raytrain_ddp.tools.doctor.node_actor import versions
@@ -87,14 +86,11 @@ def _capacity(config: TrainConfig, embedded: bool, tell: Tell) -> tuple[Layout |
         if embedded:
             have = dict(ray.cluster_resources())
             layout = choose_layout(config, have)
-            have = embedded_resources(config, layout, have)
+            nodes: list[Mapping[str, float]] = [embedded_resources(config, layout, have)]
         else:
-            layout = wait_for_room(config, ray.cluster_resources, live_node_resources, tell)
-            have = dict(ray.cluster_resources())
+            layout = wait_for_room(config, tell)
+            nodes = live_node_resources()
         config.require_synced(layout.least, layout.most, layout.use_gpu)
-        require_capacity(layout, have, "the cluster")
     except (PreflightError, ConfigError) as error:
         return layout, " ".join(str(error).split())
-    room = workers_that_fit(layout, [have] if embedded else live_node_resources())
-    lacks = f"there is room for {room}, as a worker is on one node: use smaller ones"
-    return layout, lacks if room < layout.least else ""
+    return layout, lack_of_room(layout, nodes)

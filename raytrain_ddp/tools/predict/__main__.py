@@ -135,9 +135,10 @@ def _predict(job: PredictArgs, file: ResultFile) -> tuple[PartMaker, int]:
 def _connected(address: str, job: PredictArgs, config: TrainConfig) -> Iterator[Places]:
     """Connects to the cluster; yields where its workers run."""
     from raytrain_ddp.ray_backend import cluster
+    from raytrain_ddp.ray_backend.task_transfer import shipped_code
     from raytrain_ddp.tools.predict.part_makers import places_for
 
-    options = {"runtime_env": cluster.shipped_code(config)}
+    options = {"runtime_env": shipped_code(config)}
     with cluster.ray_connection(address, {}, options, tell=lambda _: None):
         places = places_for(cluster.live_node_resources(), job.workers, job.device)
         workers = plural(places.workers, "worker")

@@ -20,7 +20,7 @@ from raytrain_ddp.checkpoint.run_folder import config_of, find_checkpoint
 from raytrain_ddp.data.loading.loader_threads import LoaderThreads
 from raytrain_ddp.errors import ConfigError, DataError, PreflightError, RaytrainError, first_line
 from raytrain_ddp.files import different
-from raytrain_ddp.ray_backend.cluster import import_paths
+from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker_process import enter_folder
 from raytrain_ddp.tools.inference.inputs import open_input
 from raytrain_ddp.tools.inference.loaded_model import columns_of, loaded, outputs

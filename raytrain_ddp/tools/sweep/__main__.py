@@ -13,7 +13,7 @@ from raytrain_ddp.config.validation import ADDRESS, require_least
 from raytrain_ddp.driver.recipe_args import RecipeArgs, parse_with_recipe
 from raytrain_ddp.errors import ConfigError
 
-_OF_WORKERS = "num_workers placement max_failures replace_workers max_preemptions resize_s"
+_OF_WORKERS = "num_workers placement max_failures replace_workers resize_s"
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from raytrain_ddp.config.recipe import default_name
 from raytrain_ddp.config.rules import require_effect
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.data.discovery.data_check import locate
-from raytrain_ddp.driver.config_flags import command
 from raytrain_ddp.driver.preflight import answered, check, try_model
+from raytrain_ddp.driver.recipe_args import command
 from raytrain_ddp.driver.run_naming import name_by_config
 from raytrain_ddp.errors import ConfigError, PreflightError, TaskError
 from raytrain_ddp.formatting import format_metric

@@ -36,8 +36,8 @@ from raytrain_ddp.errors import (
     first_line,
 )
 from raytrain_ddp.events import Eval, LogRecord, SweepStop
-from raytrain_ddp.ray_backend.cluster import import_paths
 from raytrain_ddp.ray_backend.ray_settings import applied_settings
+from raytrain_ddp.ray_backend.task_transfer import import_paths
 from raytrain_ddp.ray_backend.worker import require_folder
 from raytrain_ddp.ray_backend.worker_process import end_with_raylet, enter_folder
 from raytrain_ddp.tasks.task_loading import load_task

@@ -41,8 +41,9 @@ HERE = Path(__file__).parents[2]
 SHAPE = (100, 3, 5)  # steps, workers, steps between checkpoints
 TINY = f"{HERE / 'tiny.py'}:TinyTask"
 LOG = LogConfig(every_steps=1, tensorboard=False, audit=True)
-# One that changes the result, and those where others keep their state.
+# One that changes the result, those where others keep their state, and one after the run.
 NOT_DRAWN = {"train.weights", "start.met", "start.alone", "train.log", "train.compare"}
+NOT_DRAWN |= {"train.report"}
 
 
 def armed(plan: Sequence[Fault]) -> str:

@@ -16,8 +16,8 @@ from processes import module_of
 
 from raytrain_ddp.__main__ import COMMANDS
 from raytrain_ddp.config.command_line import Command
+from raytrain_ddp.config.field_types import facts
 from raytrain_ddp.config.recipe import flat
-from raytrain_ddp.config.suggestions import OTHER_NAMES, meant
 from raytrain_ddp.config.train_config import TrainConfig
 from raytrain_ddp.driver.recipe_args import parse_with_recipe
 from raytrain_ddp.errors import ConfigError
@@ -82,7 +82,6 @@ def test_a_flag_value_is_parsed_as_expected():
         ("--scaling.num-workers 2", "scaling.num_workers", 2),
         ("--scaling.num-workers 2:4", "scaling.num_workers", "2:4"),
         ("--data.mean 1e-3 0.5 .5", "data.mean", [0.001, 0.5, 0.5]),
-        ("--scaling.max-preemptions -1", "scaling.max_preemptions", -1),
         ("--data.classes None", "data.classes", None),
         ("--data.classes=-1 2", "data.classes", ["-1", "2"]),
         ("--log.profile-steps 1 --log.profile-ranks", "log.profile_ranks", []),
@@ -191,13 +190,13 @@ def test_an_unknown_flag_gets_a_suggestion():
         assert str(caught.value).endswith(f" Did you mean {right}?"), wrong
 
 
-def test_aliases_refer_to_existing_flags_and_shadow_none():
+def test_names_of_other_trainers_shadow_no_flag_and_suggest_theirs():
     known = {name.replace("_", "-") for name in flat(TrainConfig())}
-    for flag, others in OTHER_NAMES.items():
-        assert flag in known
+    for field, others in facts(TrainConfig, "aka").items():
         for other in others.split():
             assert other not in known, other
-            assert meant(other, known) == [flag]
+            with pytest.raises(ConfigError, match=f"mean --{field.replace('_', '-')}[?]"):
+                parse_fit([f"--{other}", "1"])
 
 
 def test_some_values_may_be_empty():

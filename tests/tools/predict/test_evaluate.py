@@ -11,7 +11,7 @@ from parquet_files import hugging_face, write_parquet
 
 from raytrain_ddp import DataConfig, ModelConfig, TrainConfig, fit_locally, load
 from raytrain_ddp.config.sections import LogConfig
-from raytrain_ddp.errors import ConfigError, DataError
+from raytrain_ddp.errors import CheckpointError, ConfigError, DataError
 from raytrain_ddp.evaluate import main
 from raytrain_ddp.tasks.image_classification import ImageClassification
 
@@ -107,5 +107,5 @@ def test_runs_are_found_by_paths_of_pathlib(photos: tuple[str, Path], tmp_path: 
     run = Path(photos[0])
     assert load(run, device="cpu").checkpoint.name == load(str(run), device="cpu").checkpoint.name
     config = TrainConfig(name="self", storage=run.parent, log=LogConfig(tensorboard=False))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="cannot start from itself"):
+    with pytest.raises(CheckpointError, match="self"):
         fit_locally(config, resume_from=run.parent / "self")
